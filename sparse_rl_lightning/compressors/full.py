@@ -1,0 +1,26 @@
+"""The full cache: nothing is ever evicted."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.types import LayerState
+
+
+class FullKV(Compressor):
+    """Keep every entry: the dense baseline. Slots are sized for the longest prompt plus the longest completion."""
+
+    evicts = False
+
+    def __init__(self) -> None:
+        super().__init__(budget=1, buffer=1, num_sinks=0, window=1)
+
+    @property
+    def num_queries(self) -> int:
+        """No scoring, so no queries are kept."""
+        return 0
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Never called by the engine; all entries are worth the same."""
+        return layer.valid.to(layer.keys.dtype)

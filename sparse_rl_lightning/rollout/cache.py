@@ -1,0 +1,224 @@
+"""SlotCache: fixed memory for a fixed number of sequences, eviction in place, and the record of deaths.
+
+Letters as in types.py. Slots in use are always the first ones, 0 to n - 1, so a decode step works on views.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops.attention import decode_attention
+from sparse_rl_lightning.ops.select import compaction_order
+from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.types import NEVER, LayerState
+
+
+class SlotCache:
+    """KV memory for ``num_slots`` sequences of ``capacity`` entries per layer and head, allocated once.
+
+    Keys keep the rotation they were written with; ``positions`` remembers where they come from. An evicted
+    entry's memory is reused by the next token, so nothing grows with the length of a sequence.
+
+    Args:
+        geometry: Sizes of the model's cache.
+        num_slots: Sequences held at the same time.
+        capacity: Entries per layer, slot and KV head.
+        num_queries: Most recent queries kept for scoring, 0 for none.
+        max_length: Longest sequence in tokens, for the token ids and the record of deaths.
+    """
+
+    def __init__(
+        self, geometry: CacheGeometry, num_slots: int, capacity: int, num_queries: int, max_length: int
+    ) -> None:
+        g = geometry
+        layer_slots, device = (g.num_layers, num_slots), g.device
+        rows = g.num_layers * num_slots * g.num_kv_heads * capacity
+        self.geometry, self.num_slots, self.capacity, self.max_length = g, num_slots, capacity, max_length
+        self.num_queries = num_queries
+        self.key_pool = torch.zeros(rows, g.head_dim, dtype=g.dtype, device=device)
+        self.value_pool = torch.zeros_like(self.key_pool)
+        self.keys = self.key_pool.view(*layer_slots, g.num_kv_heads, capacity, g.head_dim)
+        self.values = self.value_pool.view_as(self.keys)
+        self.positions = torch.zeros(*layer_slots, g.num_kv_heads, capacity, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(*layer_slots, g.num_kv_heads, dtype=torch.int64, device=device)
+        self.queries = torch.zeros(*layer_slots, g.num_heads, num_queries, g.head_dim, dtype=g.dtype, device=device)
+        # one spare column: writes that concern no token go there
+        self.death = torch.full(
+            (*layer_slots, g.num_kv_heads, max_length + 1), NEVER, dtype=torch.int32, device=device
+        )
+        self.tokens = torch.zeros(num_slots, max_length, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(num_slots, dtype=torch.int64, device=device)  # tokens fed so far
+        self.prompt_lengths = torch.zeros_like(self.seen)
+        self.sequence_keys = torch.zeros_like(self.seen)
+        self._heads = torch.arange(g.num_kv_heads, device=device)
+        self._entries = torch.arange(capacity, device=device)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of keys and values: the sum of all capacities times the bytes per entry."""
+        return self.key_pool.nbytes + self.value_pool.nbytes
+
+    # ---------------------------------------------------------------- one layer, called from attention
+
+    def append_and_attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write one token per slot in use, remember its query, and attend over all live entries, itself included.
+
+        Args:
+            layer: Layer index.
+            query: (n, Hq, D) post-RoPE, for slots 0 to n - 1.
+            key: (n, H, D) post-RoPE.
+            value: (n, H, D).
+
+        Returns:
+            (n, Hq, D).
+        """
+        n = query.shape[0]
+        slots = torch.arange(n, device=query.device)
+        at = self.lengths[layer, :n]  # (n, H)
+        index = (slots[:, None], self._heads[None], at)
+        self.keys[layer].index_put_(index, key.to(self.keys.dtype))
+        self.values[layer].index_put_(index, value.to(self.values.dtype))
+        self.positions[layer].index_put_(index, self.seen[:n, None].expand_as(at).to(torch.int32))
+        at += 1
+        if self.num_queries:
+            self.queries[layer, slots, :, self.seen[:n] % self.num_queries] = query.to(self.queries.dtype)
+        live = self._entries < at.unsqueeze(-1)
+        keys, values = self.keys[layer, :n].to(query.dtype), self.values[layer, :n].to(query.dtype)
+        return decode_attention(query, keys, values, live, self.geometry.scale)
+
+    def store_prompts(
+        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, compressor: Compressor
+    ) -> None:
+        """Take one layer of freshly read prompts into their slots, compressed to the budget where they do not fit.
+
+        Args:
+            layer: Layer index.
+            slots: (P,) where the prompts go; ``begin`` was called for them.
+            query: (P, Hq, T, D), right-padded.
+            key: (P, H, T, D).
+            value: (P, H, T, D).
+            compressor: Chooses what stays of a prompt that is as long as the slot or longer.
+        """
+        lengths = self.prompt_lengths[slots]
+        state = self._prompt_state(layer, slots, query, key, value)
+        keep = state.valid.clone()
+        too_long = (lengths >= self.capacity).nonzero().squeeze(1) if compressor.evicts else lengths[:0]
+        if len(too_long):
+            keep[too_long] = compressor.select(_take_slots(state, too_long))
+        self._replace(layer, slots, state, keep)
+        self.queries[layer, slots] = state.queries.to(self.queries.dtype)
+
+    # ---------------------------------------------------------------- whole slots
+
+    def begin(self, slots: Tensor, prompts: list[list[int]], sequence_keys: Tensor) -> None:
+        """Empty these slots and give them to new prompts; their keys and values follow layer by layer."""
+        lengths = torch.tensor([len(p) for p in prompts], device=slots.device)
+        self.lengths[:, slots] = 0
+        self.death[:, slots] = NEVER
+        self.seen[slots] = lengths
+        self.prompt_lengths[slots] = lengths
+        self.sequence_keys[slots] = sequence_keys
+        for slot, prompt in zip(slots.tolist(), prompts, strict=True):
+            self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=slots.device)
+
+    def advance(self, num_active: int) -> None:
+        """Count one more token fed to the slots in use, after all layers have appended it."""
+        self.seen[:num_active] += 1
+
+    def compress_full(self, num_active: int, compressor: Compressor) -> None:
+        """Compress every slot in use that has reached its capacity, so that the next token finds room."""
+        full = (self.lengths[:, :num_active] >= self.capacity).any(dim=2).any(dim=0).nonzero().squeeze(1)
+        if not compressor.evicts or not len(full):
+            return
+        for layer in range(self.geometry.num_layers):
+            state = self.layer_state(layer, full)
+            self._replace(layer, full, state, compressor.select(state))
+
+    def layer_state(self, layer: int, slots: Tensor) -> LayerState:
+        """What a compressor sees of one layer of these slots."""
+        positions, lengths = self.positions[layer, slots].long(), self.lengths[layer, slots]
+        return self._state(
+            layer, slots, self.keys[layer, slots], self.values[layer, slots], self.queries[layer, slots], positions,
+            self._entries < lengths.unsqueeze(-1),
+        )  # fmt: skip
+
+    def read(self, slot: int) -> dict[str, Tensor]:
+        """A copy of everything one slot holds, for :meth:`write`."""
+        return {name: tensor.select(dim, slot).clone() for name, tensor, dim in self._per_slot()}
+
+    def write(self, slots: Tensor, content: dict[str, Tensor]) -> None:
+        """Fill these slots with what :meth:`read` returned: a prompt forked to several samples."""
+        for name, tensor, dim in self._per_slot():
+            source = content[name].unsqueeze(dim)
+            tensor.index_copy_(dim, slots, source.expand(*tensor.shape[:dim], len(slots), *tensor.shape[dim + 1 :]))
+
+    def copy(self, source: int, destination: int) -> None:
+        """Move a sequence to another slot."""
+        for _, tensor, dim in self._per_slot():
+            tensor.select(dim, destination).copy_(tensor.select(dim, source))
+
+    # ---------------------------------------------------------------- inside
+
+    def _per_slot(self) -> list[tuple[str, Tensor, int]]:
+        per_layer = ("keys", "values", "positions", "lengths", "queries", "death")
+        flat = ("tokens", "seen", "prompt_lengths", "sequence_keys")
+        return [(n, getattr(self, n), 1) for n in per_layer] + [(n, getattr(self, n), 0) for n in flat]
+
+    def _prompt_state(self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor) -> LayerState:
+        num_prompts, num_kv_heads, width, _ = key.shape
+        index = torch.arange(width, device=key.device).expand(num_prompts, num_kv_heads, width)
+        valid = index < self.prompt_lengths[slots][:, None, None]
+        ring = self._ring_positions(slots).clamp(min=0)
+        rows = torch.arange(num_prompts, device=key.device)[:, None]
+        recent = query.transpose(1, 2)[rows, ring].transpose(1, 2)  # (P, Hq, A, D)
+        return self._state(layer, slots, key, value, recent, index, valid)
+
+    def _state(
+        self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, queries: Tensor, positions: Tensor,
+        valid: Tensor,
+    ) -> LayerState:  # fmt: skip
+        g = self.geometry
+        tokens = self.tokens[slots].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
+        return LayerState(
+            keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
+            token_ids=tokens.gather(2, positions.clamp(0, self.max_length - 1)),
+            prompt_lengths=self.prompt_lengths[slots], queries=queries,
+            query_positions=self._ring_positions(slots), sequence_keys=self.sequence_keys[slots],
+            layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
+        )  # fmt: skip
+
+    def _ring_positions(self, slots: Tensor) -> Tensor:
+        """(S, A): which token each place of the query ring speaks of, -1 for none yet."""
+        last = self.seen[slots][:, None] - 1
+        ring = torch.arange(self.num_queries, device=slots.device)
+        return (last - (last - ring) % max(self.num_queries, 1)).clamp(min=-1)
+
+    def _replace(self, layer: int, slots: Tensor, state: LayerState, keep: Tensor) -> None:
+        """Store the kept entries of ``state`` in order, and record when the others died."""
+        order, lengths = compaction_order(keep)
+        order = order[..., : self.capacity]
+        count, width = order.shape[-1], state.keys.shape[-1]
+        index = order.unsqueeze(-1).expand(-1, -1, -1, width)
+        self.keys[layer, slots, :, :count] = state.keys.gather(2, index).to(self.keys.dtype)
+        self.values[layer, slots, :, :count] = state.values.gather(2, index).to(self.values.dtype)
+        self.positions[layer, slots, :, :count] = state.positions.gather(2, order).to(torch.int32)
+        self.lengths[layer, slots] = lengths
+        evicted = state.valid & ~keep
+        target = torch.where(evicted, state.positions, self.max_length)
+        steps = self.seen[slots].to(torch.int32)[:, None, None].expand_as(target)
+        self.death[layer, slots] = self.death[layer, slots].scatter(2, target, steps)
+
+
+def _take_slots(state: LayerState, rows: Tensor) -> LayerState:
+    """The same state for a subset of its slots."""
+    per_slot = {
+        name: value[rows]
+        for name, value in vars(state).items()
+        if isinstance(value, Tensor) and name != "inv_freq"
+    }
+    return LayerState(
+        **per_slot, layer_index=state.layer_index, scale=state.scale, inv_freq=state.inv_freq,
+        attention_scaling=state.attention_scaling, state={name: value[rows] for name, value in state.state.items()},
+    )  # fmt: skip

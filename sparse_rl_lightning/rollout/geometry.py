@@ -1,0 +1,81 @@
+"""The shape of a model's KV cache, and which models this library serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """What a cache must know of a model: sizes, type, and the rotary frequencies for compressors."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    inv_freq: Tensor  # (D / 2,)
+    attention_scaling: float
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """Bytes of one key and one value of one head."""
+        return 2 * self.head_dim * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> CacheGeometry:
+        """Read the geometry off a transformers causal language model.
+
+        Raises:
+            ValueError: If the model is not a full-attention decoder with rotary positions.
+        """
+        check_supported(model)
+        config, decoder = model.config, model.get_decoder()
+        num_heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        weight = model.get_input_embeddings().weight
+        return cls(
+            num_layers=config.num_hidden_layers,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=head_dim,
+            scale=decoder.layers[0].self_attn.scaling,
+            inv_freq=decoder.rotary_emb.inv_freq,
+            attention_scaling=decoder.rotary_emb.attention_scaling,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse a model whose cache could not be evicted correctly.
+
+    Raises:
+        ValueError: For sliding-window and hybrid models, and for models without a plain rotary decoder.
+    """
+    config, name = model.config, type(model).__name__
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise ValueError(
+            f"{name} has layers of type {sorted(layer_types)}, only 'full_attention' layers can be evicted from. "
+            "Choose a full-attention model such as Qwen2, Qwen3 or Llama (use_sliding_window: false)."
+        )
+    sliding = getattr(config, "sliding_window", None)
+    if sliding is not None and getattr(config, "use_sliding_window", True):
+        raise ValueError(
+            f"{name} uses sliding-window attention (sliding_window={sliding}). Set sliding_window to null in its "
+            "config, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
+        )
+    layers = getattr(model.get_decoder(), "layers", None)
+    attention = getattr(layers[0], "self_attn", None) if layers else None
+    if attention is None or not hasattr(attention, "scaling") or not hasattr(model.get_decoder(), "rotary_emb"):
+        raise ValueError(
+            f"{name} is not a rotary-position decoder built on transformers' attention interface. "
+            "Supported families: Qwen2, Qwen2.5, Qwen3, Llama, and Mistral without a sliding window."
+        )

@@ -1,0 +1,134 @@
+"""Drawing tokens: temperature, top-k, top-p, min-p, greedy; randomness keyed by sequence, not by batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.ops.random import hash_bits, hash_uniform
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn; names and meaning as in TRL's GRPOConfig.
+
+    Args:
+        num_generations: Samples per prompt.
+        max_completion_length: Most tokens of a completion, the end token included.
+        min_completion_length: End tokens are forbidden before the completion has this many tokens.
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Draw from the k most likely tokens, 0 for all.
+        top_p: Draw from the smallest set of tokens with at least this probability, 1 for all.
+        min_p: Draw from tokens at least this likely relative to the most likely one, None or 0 for all.
+        seed: The same seed, sequence number and step give the same random numbers in any batch.
+
+    Raises:
+        ValueError: If a value is outside its range.
+    """
+
+    num_generations: int = 1
+    max_completion_length: int = 256
+    min_completion_length: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "num_generations": (self.num_generations >= 1, "at least 1"),
+            "max_completion_length": (self.max_completion_length >= 1, "at least 1"),
+            "min_completion_length": (
+                0 <= self.min_completion_length <= self.max_completion_length,
+                f"between 0 and max_completion_length={self.max_completion_length}",
+            ),
+            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]"),
+        }
+        for name, (fine, meaning) in allowed.items():
+            if not fine:
+                raise ValueError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
+        truncated = self.top_k > 0 or self.top_p < 1 or bool(self.min_p)
+        return self.temperature > 0 and (truncated or self.min_completion_length > 0)
+
+
+def draw(
+    logits: Tensor, params: SamplingParams, sequence_keys: Tensor, steps: Tensor, end_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per sequence by the Gumbel-max rule with numbers keyed by (sequence, step, token).
+
+    Args:
+        logits: (n, V).
+        params: Temperature and truncation.
+        sequence_keys: (n,) int64.
+        steps: (n,) tokens the completion has so far.
+        end_ids: (E,) ids forbidden before ``min_completion_length``.
+
+    Returns:
+        Tokens (n,); their log-softmax(logits / T) over the whole vocabulary (n,), T = 1 when greedy; and their
+        log-probability (n,) under the truncated distribution really drawn from, None where it is the same.
+    """
+    logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)
+    allowed = logprobs
+    if params.min_completion_length > 0 and len(end_ids):
+        too_early = steps < params.min_completion_length
+        is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        is_end[end_ids] = True
+        allowed = allowed.masked_fill(too_early[:, None] & is_end, -torch.inf)
+    if params.temperature == 0:
+        tokens = allowed.argmax(dim=-1)
+        return tokens, _at(logprobs, tokens), None
+    allowed = truncate(allowed, params.top_k, params.top_p, params.min_p or 0.0)
+    vocabulary = torch.arange(logits.shape[-1], device=logits.device)
+    uniform = hash_uniform(sequence_keys[:, None], steps[:, None], vocabulary)
+    tokens = (allowed - torch.log(-torch.log(uniform))).argmax(dim=-1)
+    behavior = _at(torch.log_softmax(allowed, dim=-1), tokens) if params.truncates else None
+    return tokens, _at(logprobs, tokens), behavior
+
+
+def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Set the log-probabilities of tokens outside top-k, then top-p, then min-p to -inf; the best token stays.
+
+    Args:
+        logprobs: (n, V), not necessarily normalised.
+        top_k: Tokens to leave, 0 for all. Ties with the k-th are left too.
+        top_p: Probability to leave, of what top-k left, 1 for all.
+        min_p: Least probability relative to the best token, 0 for all.
+    """
+    if 0 < top_k < logprobs.shape[-1]:
+        kth = logprobs.topk(top_k, dim=-1).values[:, -1:]
+        logprobs = logprobs.masked_fill(logprobs < kth, -torch.inf)
+    if top_p < 1:
+        ordered, order = logprobs.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered  # probability of all better tokens
+        outside = torch.zeros_like(before, dtype=torch.bool).scatter_(-1, order, before >= top_p)
+        logprobs = logprobs.masked_fill(outside, -torch.inf)
+    if min_p > 0:
+        best = logprobs.max(dim=-1, keepdim=True).values
+        logprobs = logprobs.masked_fill(logprobs < best + torch.log(torch.tensor(min_p)), -torch.inf)
+    return logprobs
+
+
+def sequence_keys(seed: int, sequence_ids: Tensor) -> Tensor:
+    """(B,) int64 keys of the sequences numbered ``sequence_ids`` under this seed."""
+    return hash_bits(torch.tensor(seed, device=sequence_ids.device), sequence_ids)
+
+
+def prompt_key(seed: int, prompt: list[int]) -> int:
+    """The key a prompt is compressed under: of its content, so that it is the same for all samples of any batch."""
+    content = b"".join(token.to_bytes(8, "little") for token in [seed & (2**63 - 1), *prompt])
+    return int.from_bytes(sha256(content).digest()[:8], "little", signed=True)
+
+
+def _at(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    return logprobs.gather(-1, tokens[:, None]).squeeze(-1)

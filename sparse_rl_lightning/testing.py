@@ -1,0 +1,98 @@
+"""Tiny policies and tokenizers for tests, notebooks and the quickstart: real models, nothing downloaded."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def character_tokenizer(alphabet: Iterable[str] = string.printable) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character: ``<pad>`` 0, ``<eos>`` 1, ``<unk>`` 2, then the alphabet."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *dict.fromkeys(alphabet)])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(
+    architecture: str = "qwen2",
+    vocab_size: int = 128,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    intermediate_size: int | None = None,
+    max_position_embeddings: int = 512,
+    seed: int = 0,
+    initializer_range: float = 0.02,
+    eos_token_id: int | list[int] | None = 1,
+) -> PreTrainedModel:
+    """A randomly initialised causal language model that fits a test: float32, CPU, reproducible.
+
+    Args:
+        architecture: ``llama``, ``qwen2`` or ``qwen3``.
+        vocab_size: Tokens.
+        hidden_size: Width.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        intermediate_size: Width of the feed-forward layer, default four times the width.
+        max_position_embeddings: Context length in tokens.
+        seed: Of the initial weights; the global random state is left alone.
+        initializer_range: Standard deviation of the initial weights; a large one gives peaked distributions.
+        eos_token_id: Tokens that end a completion.
+
+    Raises:
+        ValueError: If the architecture is unknown.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")
+    config_class, model_class = ARCHITECTURES[architecture]
+    config = config_class(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=intermediate_size or 4 * hidden_size,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=0,
+        eos_token_id=eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return model_class(config).eval()

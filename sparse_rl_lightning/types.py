@@ -1,0 +1,167 @@
+"""The typed objects that travel through the library, a shape on every field.
+
+Letters: B sequences (prompts x num_generations), T tokens (prompt, completion, right padding), L layers,
+S slots, H KV heads, Hq query heads, N entries of a slot, D head dimension, A queries in the ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+NEVER = torch.iinfo(torch.int32).max
+"""Death step of a token that no eviction removed."""
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Everything a compressor may look at: one layer's cache for the slots that are compressed now.
+
+    Entries stand in the order of their positions. Entries with ``valid`` False are free memory whose content
+    must not be read. All sequences of a call are independent of each other: a score may not mix them.
+    """
+
+    keys: Tensor  # (S, H, N, D) post-RoPE, rotated at their true positions
+    values: Tensor  # (S, H, N, D)
+    valid: Tensor  # (S, H, N) bool
+    positions: Tensor  # (S, H, N) true token positions, undefined where not valid
+    lengths: Tensor  # (S, H) live entries
+    token_ids: Tensor  # (S, H, N) ids of the cached tokens, undefined where not valid
+    prompt_lengths: Tensor  # (S,)
+    queries: Tensor  # (S, Hq, A, D) post-RoPE queries of the most recent tokens, in ring order (no particular order)
+    query_positions: Tensor  # (S, A) their positions, -1 where the sequence has not had so many tokens yet
+    sequence_keys: Tensor  # (S,) int64, a random key per sequence, the same in any batch and slot
+    layer_index: int
+    scale: float  # factor on q.k before the softmax
+    inv_freq: Tensor  # (D / 2,) rotary frequencies
+    attention_scaling: float  # factor transformers puts on cos and sin (YaRN, longrope), usually 1
+    state: dict[str, Tensor] = field(default_factory=dict)  # running state owned by the cache, (S, ...) each
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+
+@dataclass
+class EvictionRecord:
+    """When every token of every sequence left the cache: enough to replay the sampler's attention exactly.
+
+    The query at index q saw the key at index k if and only if ``k <= q < death[..., k]``.
+    """
+
+    death: Tensor  # (L, B, H, T) int32, NEVER where the token stayed
+
+    def __getitem__(self, index: Tensor | slice) -> EvictionRecord:
+        return EvictionRecord(self.death[:, index])
+
+
+@dataclass
+class KVUsage:
+    """How much cache a rollout held, counted and measured, against what a full cache would have held.
+
+    Token counts are means over layers and KV heads. The integral sums the count over all decode steps.
+    """
+
+    stored: Tensor  # (B,) entries held at the end of the sequence
+    full: Tensor  # (B,) entries a full cache holds there
+    stored_integral: Tensor  # (B,) entry-steps
+    full_integral: Tensor  # (B,)
+    peak_bytes: int  # allocated key and value pools: sum of capacities x bytes per entry
+    full_peak_bytes: int  # the same slots sized for the longest prompt + max_completion_length
+    prefill_peak_bytes: int  # staging beside the pools while prompts are read
+
+    @property
+    def saving_final(self) -> float:
+        """Share of KV tokens not stored at the end of the sequences."""
+        return 1.0 - float(self.stored.sum() / self.full.sum().clamp(min=1))
+
+    @property
+    def saving_integral(self) -> float:
+        """Share of KV tokens not stored, averaged over the decode steps (what decode attention did not read)."""
+        return 1.0 - float(self.stored_integral.sum() / self.full_integral.sum().clamp(min=1))
+
+    def __getitem__(self, index: Tensor | slice) -> KVUsage:
+        per_sequence = ("stored", "full", "stored_integral", "full_integral")
+        return replace(self, **{name: getattr(self, name)[index] for name in per_sequence})
+
+
+@dataclass
+class Rollout:
+    """Sampled sequences and everything later stages learn about them; index t of a tensor speaks of token t.
+
+    A prompt's ``num_generations`` samples are adjacent. Fields after ``kv`` are filled by the training module.
+    """
+
+    sequences: Tensor  # (B, T) prompt then completion, right-padded
+    prompt_lengths: Tensor  # (B,)
+    completion_mask: Tensor  # (B, T) bool, the end token included
+    finished: Tensor  # (B,) bool: ended by an end token, not by length
+    sampler_logprobs: Tensor  # (B, T) log-softmax(logits / temperature) of the sparse policy, 0 outside the completion
+    behavior_logprobs: Tensor | None = None  # (B, T) of the truncated distribution drawn from, when it differs
+    evictions: EvictionRecord | None = None
+    kv: KVUsage | None = None
+    old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
+    ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
+    rewards: Tensor | None = None  # (B,)
+    advantages: Tensor | None = None  # (B,)
+    keep: Tensor | None = None  # (B, T) bool, what rejection leaves
+    weights: Tensor | None = None  # (B, T) importance weights, no gradient
+
+    def __len__(self) -> int:
+        return self.sequences.shape[0]
+
+    @property
+    def completion_lengths(self) -> Tensor:
+        """(B,) tokens of each completion."""
+        return self.completion_mask.sum(dim=1)
+
+    def __getitem__(self, index: Tensor | slice) -> Rollout:
+        """The sequences at ``index`` (a slice or a tensor of indices), every field cut alike."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Rollout(**{name: None if value is None else value[index] for name, value in values.items()})
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy with every tensor on ``device``."""
+        return self.from_state(_map_tensors(self.state(), lambda t: t.to(device)))
+
+    def state(self) -> dict[str, Any]:
+        """Plain dictionaries of tensors and integers, fit for a checkpoint that is read with ``weights_only``."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) is not None}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """The rollout whose :meth:`state` this is."""
+        state = dict(state)
+        if "evictions" in state:
+            state["evictions"] = EvictionRecord(**state["evictions"])
+        if "kv" in state:
+            state["kv"] = KVUsage(**state["kv"])
+        return cls(**state)
+
+
+@dataclass
+class LossOutput:
+    """A scalar loss with gradient and the detached numbers worth logging beside it."""
+
+    loss: Tensor  # ()
+    metrics: dict[str, Tensor]  # each ()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (EvictionRecord, KVUsage)):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    return value
+
+
+def _map_tensors(state: dict[str, Any], function: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            out[name] = _map_tensors(value, function)
+        else:
+            out[name] = function(value) if isinstance(value, Tensor) else value
+    return out
