@@ -1,0 +1,63 @@
+# Every target installs what it needs into .venv first. PYTHON picks the interpreter, WORKERS the test processes.
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WARMUP := runs/warmup/policy/config.json
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install quickstart test test-slow lint format typecheck clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## create .venv with the pinned versions
+
+# The stamp is written last: an install that failed halfway is tried again. torch comes first and build isolation
+# is off because the native extension is compiled against the torch it will run with.
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than Python 3.11: run make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# nothing but the package index is ever asked, and two test processes share two cores without fighting
+quickstart test test-slow: export HF_HUB_OFFLINE = 1
+test test-slow: export OMP_NUM_THREADS = 1
+
+quickstart: $(INSTALLED) $(WARMUP) ## warm a tiny policy up (once), train it with Sparse-RL, write the report
+	$(BIN)/sparse-rl fit --config configs/quickstart.yaml
+
+$(WARMUP): configs/warmup.yaml | $(INSTALLED)
+	$(BIN)/sparse-rl fit --config configs/warmup.yaml
+	@test -s $@ && touch $@
+
+test: lint typecheck ## linters, types and the fast tests
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-slow: $(INSTALLED) ## the tests that take minutes
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(if $(NOTEBOOKS),$(BIN)/nbstripout --verify $(NOTEBOOKS))
+
+format: $(INSTALLED) ## let ruff and nbstripout rewrite what they can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(NOTEBOOKS),$(BIN)/nbstripout $(NOTEBOOKS))
+
+typecheck: $(INSTALLED) ## mypy --strict on the package
+	$(BIN)/mypy
+
+clean: ## remove .venv, builds and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
