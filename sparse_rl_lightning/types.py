@@ -110,6 +110,7 @@ class Rollout:
     advantages: Tensor | None = None  # (B,)
     keep: Tensor | None = None  # (B, T) bool, what rejection leaves
     weights: Tensor | None = None  # (B, T) importance weights, no gradient
+    weight_reference: Tensor | None = None  # (B, T) if set, its micro-batch mean divides the weights at loss time
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -141,6 +142,23 @@ class Rollout:
         if "kv" in state:
             state["kv"] = KVUsage(**state["kv"])
         return cls(**state)
+
+
+@dataclass
+class ScoredRollout:
+    """A rollout with the text and the rewards around it: what rollout callbacks read and edit."""
+
+    rollout: Rollout
+    rows: list[dict[str, Any]]  # one row of the data set per prompt
+    completions: list[str]  # B decoded completions, hostile text
+    reward_table: dict[str, Tensor]  # (B,) per reward function, NaN where it does not apply
+    index: int  # number of this rollout since the start of training
+    seconds: dict[str, float] = field(default_factory=dict)  # time of each stage
+
+    @property
+    def num_generations(self) -> int:
+        """Samples per prompt."""
+        return len(self.completions) // len(self.rows)
 
 
 @dataclass

@@ -45,11 +45,10 @@ class SlotCache:
         self.lengths = torch.zeros(*layer_slots, g.num_kv_heads, dtype=torch.int64, device=device)
         self.queries = torch.zeros(*layer_slots, g.num_heads, num_queries, g.head_dim, dtype=g.dtype, device=device)
         # one spare column: writes that concern no token go there
-        self.death = torch.full(
-            (*layer_slots, g.num_kv_heads, max_length + 1), NEVER, dtype=torch.int32, device=device
-        )
+        self.death = torch.full((*layer_slots, g.num_kv_heads, max_length + 1), NEVER, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(num_slots, max_length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(num_slots, dtype=torch.int64, device=device)  # tokens fed so far
+        self.limits = torch.zeros_like(self.seen)  # entries at which a slot is compressed
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
         self._heads = torch.arange(g.num_kv_heads, device=device)
@@ -99,22 +98,24 @@ class SlotCache:
             query: (P, Hq, T, D), right-padded.
             key: (P, H, T, D).
             value: (P, H, T, D).
-            compressor: Chooses what stays of a prompt that is as long as the slot or longer.
+            compressor: Chooses what stays of a prompt that reaches the slot's limit.
         """
-        lengths = self.prompt_lengths[slots]
         state = self._prompt_state(layer, slots, query, key, value)
         keep = state.valid.clone()
-        too_long = (lengths >= self.capacity).nonzero().squeeze(1) if compressor.evicts else lengths[:0]
-        if len(too_long):
+        too_long = (self.prompt_lengths[slots] >= self.limits[slots]).nonzero().squeeze(1)
+        if compressor.evicts and len(too_long):
             keep[too_long] = compressor.select(_take_slots(state, too_long))
         self._replace(layer, slots, state, keep)
         self.queries[layer, slots] = state.queries.to(self.queries.dtype)
 
     # ---------------------------------------------------------------- whole slots
 
-    def begin(self, slots: Tensor, prompts: list[list[int]], sequence_keys: Tensor) -> None:
+    def begin(self, slots: Tensor, prompts: list[list[int]], sequence_keys: Tensor, compressor: Compressor) -> None:
         """Empty these slots and give them to new prompts; their keys and values follow layer by layer."""
         lengths = torch.tensor([len(p) for p in prompts], device=slots.device)
+        # a prompt that is stored whole has the buffer to itself before it is compressed for the first time
+        held = torch.zeros_like(lengths) if compressor.compress_prompt else lengths
+        self.limits[slots] = held.clamp(min=compressor.budget) + compressor.buffer
         self.lengths[:, slots] = 0
         self.death[:, slots] = NEVER
         self.seen[slots] = lengths
@@ -128,13 +129,15 @@ class SlotCache:
         self.seen[:num_active] += 1
 
     def compress_full(self, num_active: int, compressor: Compressor) -> None:
-        """Compress every slot in use that has reached its capacity, so that the next token finds room."""
-        full = (self.lengths[:, :num_active] >= self.capacity).any(dim=2).any(dim=0).nonzero().squeeze(1)
+        """Compress every slot in use that has reached its limit, so that the next token finds room."""
+        longest = self.lengths[:, :num_active].amax(dim=(0, 2))
+        full = (longest >= self.limits[:num_active]).nonzero().squeeze(1)
         if not compressor.evicts or not len(full):
             return
         for layer in range(self.geometry.num_layers):
             state = self.layer_state(layer, full)
             self._replace(layer, full, state, compressor.select(state))
+        self.limits[full] = compressor.budget + compressor.buffer
 
     def layer_state(self, layer: int, slots: Tensor) -> LayerState:
         """What a compressor sees of one layer of these slots."""
@@ -163,7 +166,7 @@ class SlotCache:
 
     def _per_slot(self) -> list[tuple[str, Tensor, int]]:
         per_layer = ("keys", "values", "positions", "lengths", "queries", "death")
-        flat = ("tokens", "seen", "prompt_lengths", "sequence_keys")
+        flat = ("tokens", "seen", "limits", "prompt_lengths", "sequence_keys")
         return [(n, getattr(self, n), 1) for n in per_layer] + [(n, getattr(self, n), 0) for n in flat]
 
     def _prompt_state(self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor) -> LayerState:
@@ -214,9 +217,7 @@ class SlotCache:
 def _take_slots(state: LayerState, rows: Tensor) -> LayerState:
     """The same state for a subset of its slots."""
     per_slot = {
-        name: value[rows]
-        for name, value in vars(state).items()
-        if isinstance(value, Tensor) and name != "inv_freq"
+        name: value[rows] for name, value in vars(state).items() if isinstance(value, Tensor) and name != "inv_freq"
     }
     return LayerState(
         **per_slot, layer_index=state.layer_index, scale=state.scale, inv_freq=state.inv_freq,

@@ -34,9 +34,7 @@ class Results:
         self.stored_integral = torch.zeros(total, device=device)
         self.full_peak_bytes = g.num_layers * min(cache.num_slots, total) * g.num_kv_heads * width * g.bytes_per_entry
 
-    def add(
-        self, sequence_of: list[int], slots: Tensor, at: Tensor, logprobs: Tensor, behavior: Tensor | None
-    ) -> None:
+    def add(self, sequence_of: list[int], slots: Tensor, at: Tensor, logprobs: Tensor, behavior: Tensor | None) -> None:
         """Note the log-probabilities of the tokens just drawn at positions ``at`` (n,) of these slots (n,)."""
         sequences = torch.tensor(sequence_of, device=slots.device)[slots]
         self.logprobs[sequences, at] = logprobs

@@ -208,14 +208,17 @@ class _Run:
         for row, prompt in zip(ids, rows, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
         where = torch.tensor(slots, device=device)
-        self.cache.begin(where, rows, torch.tensor([prompt_key(self.params.seed, r) for r in rows], device=device))
+        keys = torch.tensor([prompt_key(self.params.seed, row) for row in rows], device=device)
+        self.cache.begin(where, rows, keys, self.sampler.compressor)
         prefill = Prefill(self.cache, where, self.sampler.compressor)
         hidden = self._forward(ids.to(device), torch.arange(width, device=device)[None], prefill)
         last = self.cache.seen[where] - 1
         logits = self._logits(hidden[torch.arange(len(rows), device=device), last])
         for prompt, slot, row in zip(batch, slots, logits, strict=True):
             self.read[prompt] = _Prompt(self.cache.read(slot), row)
-        parked = sum(t.nbytes for p in self.read.values() for name, t in p.content.items() if name in ("keys", "values"))
+        parked = sum(
+            t.nbytes for p in self.read.values() for name, t in p.content.items() if name in ("keys", "values")
+        )
         self.prefill_peak_bytes = max(self.prefill_peak_bytes, prefill.staging_bytes + parked)
 
     # ---------------------------------------------------------------- decoding

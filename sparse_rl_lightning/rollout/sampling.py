@@ -91,7 +91,8 @@ def draw(
     allowed = truncate(allowed, params.top_k, params.top_p, params.min_p or 0.0)
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)
     uniform = hash_uniform(sequence_keys[:, None], steps[:, None], vocabulary)
-    tokens = (allowed - torch.log(-torch.log(uniform))).argmax(dim=-1)
+    race = -torch.log1p(-uniform)  # exponential; the token with the least race / probability wins
+    tokens = (allowed - race.log()).argmax(dim=-1)
     behavior = _at(torch.log_softmax(allowed, dim=-1), tokens) if params.truncates else None
     return tokens, _at(logprobs, tokens), behavior
 
@@ -121,7 +122,7 @@ def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
 
 def sequence_keys(seed: int, sequence_ids: Tensor) -> Tensor:
     """(B,) int64 keys of the sequences numbered ``sequence_ids`` under this seed."""
-    return hash_bits(torch.tensor(seed, device=sequence_ids.device), sequence_ids)
+    return hash_bits(seed, sequence_ids)
 
 
 def prompt_key(seed: int, prompt: list[int]) -> int:

@@ -1,0 +1,29 @@
+"""RolloutCallback: hooks around a rollout, beside Lightning's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from sparse_rl_lightning.rollout import Progress
+from sparse_rl_lightning.types import ScoredRollout
+
+
+class RolloutCallback(Callback):
+    """A callback that sees rollouts. Editing callbacks run before reading ones, otherwise in the trainer's order."""
+
+    edits = False
+    """Whether the callback changes ``keep`` or ``weights`` of the rollout."""
+
+    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+        """Called before the prompts ``rows`` of a new block are rolled out."""
+
+    def on_rollout_progress(self, trainer: Trainer, module: LightningModule, progress: Progress) -> None:
+        """Called after every decode step of a training rollout."""
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Called when a rollout has its dense log-probs, rewards and advantages, before the first loss.
+
+        Edit ``scored.rollout.keep`` and ``scored.rollout.weights`` by multiplying, so that callbacks add up.
+        """

@@ -1,0 +1,95 @@
+"""What all modules share: a policy with its tokenizer, an optimiser, and export to a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
+
+
+def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
+    """AdamW with a learning rate of 1e-6 and no weight decay."""
+    return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0)
+
+
+class PolicyModule(LightningModule):
+    """A trainable policy. The weights are loaded in ``configure_model``, when the strategy is ready for them.
+
+    Args:
+        policy: A Hugging Face folder or hub name, or a source of models.
+        optimizer: Makes the optimiser from the parameters.
+        lr_scheduler: Makes the learning-rate schedule from the optimiser, stepped every optimiser step.
+        without_dropout: Set every dropout of the policy to zero.
+    """
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        optimizer: OptimizerCallable = default_optimizer,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        without_dropout: bool = True,
+    ) -> None:
+        super().__init__()
+        self.policy_source = resolve_policy(policy)
+        self.optimizer_factory = optimizer
+        self.lr_scheduler_factory = lr_scheduler
+        self.without_dropout = without_dropout
+        self.policy: PreTrainedModel | None = None  # type: ignore[assignment]  # becomes a submodule
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+
+    def configure_model(self) -> None:
+        """Load the policy once, whoever asks first."""
+        if self.policy is not None:
+            return
+        self.policy, self.tokenizer = self.policy_source.load()
+        if self.without_dropout:
+            disable_dropout(self.policy)
+
+    def configure_optimizers(self) -> Any:  # Lightning's own union of six types
+        """The optimiser over the trainable parameters, and its schedule if there is one."""
+        assert self.policy is not None
+        optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+        if self.lr_scheduler_factory is None:
+            return optimizer
+        schedule = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model before a single tensor is overwritten.
+
+        Raises:
+            ValueError: If names or shapes of the weights differ.
+        """
+        self.configure_model()
+        own, other = self.state_dict(), checkpoint.get("state_dict", {})
+        if not other:
+            return  # sharded strategies bring their own checks
+        unknown, missing = sorted(other.keys() - own.keys()), sorted(own.keys() - other.keys())
+        shapes = [n for n in own.keys() & other.keys() if own[n].shape != other[n].shape]
+        if unknown or missing or shapes:
+            example = shapes[0] if shapes else (unknown or missing)[0]
+            raise ValueError(
+                f"ckpt_path: this checkpoint is of another model: {len(unknown)} unknown, {len(missing)} missing and "
+                f"{len(shapes)} weights of another shape, for example {example!r}. Give the checkpoint of the policy "
+                "named under model.policy, or change model.policy."
+            )
+
+    def export(self, folder: str | Path) -> None:
+        """Write policy and tokenizer as a plain Hugging Face folder (safetensors)."""
+        assert self.policy is not None
+        assert self.tokenizer is not None
+        self.policy.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(B, T, V) logits of the dense policy, for trying things out."""
+        self.configure_model()
+        assert self.policy is not None
+        return self.policy(input_ids, use_cache=False).logits

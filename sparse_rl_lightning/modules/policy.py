@@ -1,0 +1,141 @@
+"""Where a policy and its tokenizer come from."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl_lightning import testing
+
+
+class PolicySource(ABC):
+    """Loads a policy; every load gives the same weights."""
+
+    @abstractmethod
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A causal language model and its tokenizer."""
+
+    def load_reference(self) -> PreTrainedModel:
+        """A second model with the initial weights, frozen. Called before training begins."""
+        return freeze(self.load()[0])
+
+
+class PretrainedPolicy(PolicySource):
+    """A model folder in Hugging Face's format, or a name on its hub.
+
+    Args:
+        path: Folder with ``config.json``, safetensors weights and a tokenizer, or a hub name.
+        dtype: Type of the weights, such as ``float32`` or ``bfloat16``; ``auto`` takes the folder's.
+        attn_implementation: The learner's attention; the sampler always uses the library's own.
+    """
+
+    def __init__(self, path: str, dtype: str = "auto", attn_implementation: str = "sdpa") -> None:
+        self.path = path
+        self.dtype = dtype
+        self.attn_implementation = attn_implementation
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load from safetensors only.
+
+        Raises:
+            ValueError: If a path is given that does not hold a model.
+        """
+        looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
+        path = str(Path(self.path).expanduser())
+        if looks_local and not (Path(path) / "config.json").is_file():
+            raise ValueError(
+                f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "
+                "such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run configs/warmup.yaml first."
+            )
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=self.dtype, attn_implementation=self.attn_implementation, use_safetensors=True
+        )
+        return model, AutoTokenizer.from_pretrained(path)
+
+
+class TinyPolicy(PolicySource):
+    """A randomly initialised model of about half a million parameters with a character tokenizer.
+
+    Args:
+        architecture: ``llama``, ``qwen2`` or ``qwen3``.
+        alphabet: Characters of the vocabulary.
+        hidden_size: Width.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        max_position_embeddings: Context length in tokens.
+        seed: Of the initial weights.
+    """
+
+    def __init__(
+        self,
+        architecture: str = "qwen2",
+        alphabet: str = "0123456789+-*/%()=;,# ",
+        hidden_size: int = 128,
+        num_layers: int = 3,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        max_position_embeddings: int = 128,
+        seed: int = 0,
+    ) -> None:
+        self.architecture = architecture
+        self.alphabet = alphabet
+        self.sizes = {
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "max_position_embeddings": max_position_embeddings,
+        }
+        self.seed = seed
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Build the model; the same seed gives the same weights."""
+        tokenizer = testing.character_tokenizer(self.alphabet)
+        model = testing.tiny_model(self.architecture, vocab_size=len(tokenizer), seed=self.seed, **self.sizes)
+        return model, tokenizer
+
+
+class LoadedPolicy(PolicySource):
+    """A model and tokenizer that are in memory already, for notebooks and scripts.
+
+    Args:
+        model: Trained in place.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The objects given."""
+        return self.model, self.tokenizer
+
+    def load_reference(self) -> PreTrainedModel:
+        """A frozen copy of the model as it is now."""
+        return freeze(copy.deepcopy(self.model))
+
+
+def resolve_policy(policy: str | PolicySource) -> PolicySource:
+    """A path becomes a :class:`PretrainedPolicy`."""
+    return PretrainedPolicy(policy) if isinstance(policy, str) else policy
+
+
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without gradients and dropout."""
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Set every dropout probability to zero, those that are plain attributes of attention layers too."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0

@@ -1,0 +1,293 @@
+"""SparseGRPO: the training step of Sparse-RL, from prompts to a loss, in the order of the paper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.advantages import ScaleRewards, group_advantages, informative_groups
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
+from sparse_rl_lightning.metrics.rollout import rollout_metrics
+from sparse_rl_lightning.modules.base import default_optimizer
+from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
+from sparse_rl_lightning.modules.generation import GenerationModule
+from sparse_rl_lightning.modules.objective import Objective
+from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.modules.rng import random_state, restore_random_state
+from sparse_rl_lightning.types import Rollout, ScoredRollout
+
+Rows = list[dict[str, Any]]
+
+
+class SparseGRPO(GenerationModule):
+    """GRPO whose rollouts run under a compressed KV cache, corrected by the callbacks it is trained with.
+
+    A loader batch is the block of prompts of one rollout, repeated ``steps_per_rollout`` times; every step trains
+    on one micro-batch of that rollout. ``SparsityAwareRejection`` and ``ImportanceReweighting`` make it Sparse-RL
+    (arXiv 2601.10079); without them it is naive, with ``FullKV`` it is dense GRPO (arXiv 2402.03300).
+
+    Args:
+        policy: A Hugging Face folder or hub name, or a source of models.
+        compressor: What a full slot of the rollout cache keeps.
+        reward_funcs: Reward functions with TRL's signature, a single one or several.
+        reward_weights: Factor of each reward function, default 1.
+        num_generations: Samples per prompt, at least 2.
+        max_completion_length: Most tokens of a completion.
+        min_completion_length: End tokens are forbidden before.
+        temperature: Of the rollouts, and of every log-probability computed from them.
+        top_k: Draw from the k most likely tokens, 0 for all.
+        top_p: Draw from the smallest set of at least this probability.
+        min_p: Draw from tokens at least this likely relative to the best.
+        num_slots: Sequences decoded at the same time, null for all.
+        steps_per_generation: Micro-batches a rollout is cut into.
+        num_iterations: Passes over a rollout.
+        loss_type: ``grpo``, ``dapo``, ``bnpo``, ``dr_grpo`` or ``cispo``.
+        importance_sampling_level: Staleness ratio per ``token`` or per ``sequence`` (GSPO).
+        epsilon: Lower clip range.
+        epsilon_high: Upper clip range, null for ``epsilon``.
+        delta: Upper bound of the unclipped ratio, null for none.
+        denominator: What rejected tokens and sequences count for: ``all``, ``kept_tokens`` or ``kept``.
+        scale_rewards: Advantages are divided by the deviation of the ``group``, the ``batch``, or by nothing.
+        beta: Factor of the KL penalty to the initial policy; 0 loads no reference policy.
+        kl_estimator: ``k1``, ``k2`` or ``k3``.
+        kl_on: The penalty holds for all tokens of the ``completion``, or for those rejection ``kept``.
+        mask_truncated_completions: Leave completions that hit the length limit out of the loss.
+        oversampling: Dynamic sampling: roll out this many times the prompts that are trained on, and keep the groups
+            whose rewards differ. 1 is off.
+        rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
+            mismatch metrics, with one optimiser step per rollout, may switch it off.
+        val_max_completion_length: Of validation, null for the same.
+        seed: Of the rollouts and of the order of micro-batches.
+        optimizer: Makes the optimiser from the parameters.
+        lr_scheduler: Makes the learning-rate schedule from the optimiser.
+        disable_dropout: Set every dropout of the policy to zero.
+
+    Raises:
+        ValueError: If an argument is out of range, or the numbers of prompts, generations and steps do not fit.
+    """
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        compressor: Compressor,
+        reward_funcs: Callable[..., list[float | None]] | list[Callable[..., list[float | None]]],
+        reward_weights: list[float] | None = None,
+        num_generations: int = 8,
+        max_completion_length: int = 256,
+        min_completion_length: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float | None = None,
+        num_slots: int | None = None,
+        steps_per_generation: int = 1,
+        num_iterations: int = 1,
+        loss_type: LossType = "grpo",
+        importance_sampling_level: ImportanceSamplingLevel = "token",
+        epsilon: float = 0.2,
+        epsilon_high: float | None = None,
+        delta: float | None = None,
+        denominator: Denominator = "all",
+        scale_rewards: ScaleRewards = "group",
+        beta: float = 0.0,
+        kl_estimator: KLEstimator = "k3",
+        kl_on: Literal["completion", "kept"] = "completion",
+        mask_truncated_completions: bool = False,
+        oversampling: float = 1.0,
+        rescore: bool = True,
+        val_max_completion_length: int | None = None,
+        seed: int = 0,
+        optimizer: OptimizerCallable = default_optimizer,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        disable_dropout: bool = True,
+    ) -> None:
+        super().__init__(
+            policy, compressor, reward_funcs, reward_weights, num_generations=num_generations,
+            max_completion_length=max_completion_length, min_completion_length=min_completion_length,
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, num_slots=num_slots,
+            val_max_completion_length=val_max_completion_length, seed=seed,
+            optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
+        )  # fmt: skip
+        if num_generations < 2:
+            raise ValueError(
+                f"num_generations must be at least 2, because a sample is judged against the others of its prompt; "
+                f"got num_generations={num_generations}."
+            )
+        if steps_per_generation < 1 or num_iterations < 1 or oversampling < 1:
+            raise ValueError(
+                "steps_per_generation, num_iterations and oversampling must be at least 1, got "
+                f"{steps_per_generation}, {num_iterations} and {oversampling}."
+            )
+        self.steps_per_generation = steps_per_generation
+        self.num_iterations = num_iterations
+        self.objective = Objective(
+            loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=epsilon,
+            epsilon_high=epsilon_high, delta=delta, denominator=denominator, beta=beta, kl_estimator=kl_estimator,
+            kl_on=kl_on, max_completion_length=max_completion_length,
+            mask_truncated_completions=mask_truncated_completions,
+        )  # fmt: skip
+        self.scale_rewards = scale_rewards
+        self.oversampling = oversampling
+        self.rescore = rescore
+        self.block: RolloutBlock | None = None
+        self.num_rollouts = 0
+        self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so in no checkpoint and no optimiser
+        self._random_state: dict[str, Any] | None = None
+        self._block_state: dict[str, Any] | None = None
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """How many batches the loader must yield per block of prompts."""
+        return self.steps_per_generation * self.num_iterations
+
+    # ---------------------------------------------------------------- the algorithm
+
+    def training_step(self, batch: Rows, batch_idx: int) -> Tensor:
+        """Roll out at the start of a block, then train on its next micro-batch."""
+        if self.block is None or self.block.is_spent:
+            self.block = self._new_block(batch)
+        micro_batch, window = self.block.next()
+        return self._loss(micro_batch, window)
+
+    def roll_out(self, rows: Rows) -> ScoredRollout:
+        """Everything that happens to a block of prompts before the first loss, in this order."""
+        self._dispatch("on_rollout_start", rows)
+        scored = self.generate(rows, index=self.num_rollouts, progress=self._report_progress)  # sparse policy
+        self._rescore(scored)  # dense policy
+        self._score(scored)  # rewards and advantages
+        self._dispatch("on_rollout_scored", scored)  # rejection, reweighting, tables
+        self._log_rollout(scored)
+        return scored
+
+    def _loss(self, part: Rollout, window: Rollout) -> Tensor:
+        """The micro-batch's share of its optimiser step's loss, and the metrics of the policy update."""
+        logprobs, entropy = self._logprobs(self.dense_policy, part)
+        part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
+        output = self.objective(part, window, logprobs)
+        if not bool(output.loss.isfinite()):
+            worst = (~logprobs.isfinite()).any(dim=1).nonzero().flatten().tolist()
+            raise ValueError(
+                f"The loss of rollout {self.num_rollouts - 1} is {output.loss.item()}; sequences of the micro-batch "
+                f"with log-probs that are not finite: {worst or 'none'}. Lower the learning rate or check the weights."
+            )
+        output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
+        self.log_dict(output.metrics, batch_size=len(part))
+        return output.loss * self._plan(len(window)).accumulate  # Lightning divides by it
+
+    # ---------------------------------------------------------------- stages of a rollout
+
+    @torch.no_grad()
+    def _rescore(self, scored: ScoredRollout) -> None:
+        """Log-probs of the dense policy, by the forward code and in the micro-batches of the learner."""
+        start, rollout = time.perf_counter(), scored.rollout
+        if self.rescore:
+            rollout.old_logprobs = self._in_micro_batches(self.dense_policy, rollout)
+        if self._reference:
+            rollout.ref_logprobs = self._in_micro_batches(self._reference[0].to(self.device), rollout)
+        scored.seconds["rescoring"] = time.perf_counter() - start
+
+    def _score(self, scored: ScoredRollout) -> None:
+        start, rollout = time.perf_counter(), scored.rollout
+        rollout.rewards = self.reward(scored)
+        rollout.advantages = group_advantages(rollout.rewards, self.num_generations, self.scale_rewards)
+        rollout.keep = rollout.completion_mask.clone()
+        scored.seconds["rewards"] = time.perf_counter() - start
+
+    def _new_block(self, rows: Rows) -> RolloutBlock:
+        scored = self.roll_out(rows)
+        rollout = self._most_informative(scored.rollout, len(rows)) if self.oversampling > 1 else scored.rollout
+        block = RolloutBlock(self._plan(len(rollout)), rollout, self.num_rollouts, self.seed)
+        self.num_rollouts += 1
+        return block
+
+    def _most_informative(self, rollout: Rollout, num_prompts: int) -> Rollout:
+        """Dynamic sampling: the groups with differing rewards first, filled up with others, in prompt order."""
+        assert rollout.rewards is not None
+        wanted = max(1, round(num_prompts / self.oversampling))
+        uninformative = ~informative_groups(rollout.rewards, self.num_generations)
+        groups = uninformative.to(torch.uint8).argsort(stable=True)[:wanted].sort().values
+        members = torch.arange(self.num_generations, device=groups.device)
+        return rollout[(groups[:, None] * self.num_generations + members).flatten()]
+
+    def _in_micro_batches(self, policy: PreTrainedModel, rollout: Rollout) -> Tensor:
+        size = max(1, len(rollout) // self.steps_per_generation)
+        parts = [rollout[start : start + size] for start in range(0, len(rollout), size)]
+        return torch.cat([self._logprobs(policy, part)[0] for part in parts])
+
+    def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+        return sequence_logprobs(policy, part.sequences, part.completion_mask, self.temperature or 1.0)
+
+    def _log_rollout(self, scored: ScoredRollout) -> None:
+        self.log_dict(rollout_metrics(scored), batch_size=len(scored.completions), sync_dist=True)
+
+    # ---------------------------------------------------------------- Lightning
+
+    def configure_model(self) -> None:
+        """Load the policy, and the reference policy where the objective needs one."""
+        first = self.policy is None
+        super().configure_model()
+        if first and self.objective.beta > 0:
+            self._reference = [self.policy_source.load_reference()]
+
+    def on_fit_start(self) -> None:
+        """Check that prompts, generations and steps fit together, and say how."""
+        data = getattr(self.trainer, "datamodule", None)
+        if data is not None and hasattr(data, "prompts_per_rollout"):
+            sequences = max(1, round(data.prompts_per_rollout / self.oversampling)) * self.num_generations
+            rank_zero_info(f"Each rollout: {self._plan(sequences)}.")
+        self._check_rescore()
+
+    def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:
+        """After a resume, take up block and random state only now: loading the data consumed random numbers."""
+        if self._block_state is not None:
+            state, self._block_state = self._block_state, None
+            self.block = RolloutBlock.from_state(self._plan(len(state["rollout"]["sequences"])), state, self.seed)
+            self.block.rollout = self.block.rollout.to(self.device)
+        if self._random_state is not None:
+            restore_random_state(self._random_state)
+            self._random_state = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the block in use, the number of rollouts and the random state, as tensors and numbers."""
+        unspent = self.block is not None and not self.block.is_spent
+        checkpoint["sparse_rl"] = {
+            "num_rollouts": self.num_rollouts,
+            "block": self.block.state() if unspent and self.block is not None else None,
+            "random_state": random_state(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the weights' checks from the base, and keep the rest for the first batch."""
+        super().on_load_checkpoint(checkpoint)
+        state = checkpoint.get("sparse_rl")
+        if state is not None:
+            self.num_rollouts = state["num_rollouts"]
+            self._block_state, self._random_state = state["block"], state["random_state"]
+
+    def _plan(self, sequences: int) -> BlockPlan:
+        accumulate = self.trainer.accumulate_grad_batches if self._trainer is not None else 1
+        return BlockPlan(
+            sequences // self.num_generations, self.num_generations, self.steps_per_generation, self.num_iterations,
+            accumulate,
+        )  # fmt: skip
+
+    def _check_rescore(self) -> None:
+        if self.rescore:
+            return
+        needing = [type(c).__name__ for c in self._rollout_callbacks() if c.edits]
+        steps = self.steps_per_rollout // self.trainer.accumulate_grad_batches
+        if needing or steps > 1:
+            raise ValueError(
+                f"rescore=False leaves no dense log-probs, but {', '.join(needing) or f'{steps} optimiser steps'} "
+                f"{'need' if needing else 'per rollout need'} them. Set model.rescore to true."
+            )
+
