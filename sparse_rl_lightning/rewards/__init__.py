@@ -1,0 +1,13 @@
+"""Reward functions, with TRL's signature, and the exact answer checker behind them."""
+
+from sparse_rl_lightning.rewards.base import RewardFunction, compute_rewards, reward_name
+from sparse_rl_lightning.rewards.functions import arithmetic_reward, boxed_format_reward, boxed_math_reward
+
+__all__ = [
+    "RewardFunction",
+    "arithmetic_reward",
+    "boxed_format_reward",
+    "boxed_math_reward",
+    "compute_rewards",
+    "reward_name",
+]

@@ -1,0 +1,166 @@
+"""Verifiable arithmetic with a worked scratchpad: learnable in minutes, no file and no network needed.
+
+======== ====================== =========================== ==========
+task     prompt                 scratchpad                  answer
+======== ====================== =========================== ==========
+sum      ``07+12+25+03=``       ``7+12=19;19+25=44;44+3=47`` ``47``
+product  ``07*12*03=``          ``7*12=84;84*3=252``        ``252``
+modulo   ``(07+12+25)%09=``     ``7+12=19;19+25=44;44%9=8`` ``8``
+countdown ``12,03,07>57=``      ``7+12=19;19*3=57``         ``(7+12)*3``
+======== ====================== =========================== ==========
+
+A solution is the scratchpad, ``#`` and the answer. In countdown the numbers before ``>`` are to reach the target
+behind it; the answer is one expression that uses all of them, and any other that reaches the target is as right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from random import Random
+
+from sparse_rl_lightning.data.base import PromptDataModule, Row
+
+ARITHMETIC_ALPHABET = "0123456789+-*/%()=;#,>"
+"""Every character of every prompt and solution, and ``/``, which a countdown answer may use."""
+
+_OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_VALIDATION_SHARE = 8  # one question in so many belongs to validation
+_MAX_MISSES = 10_000  # draws in a row without a new question before the space of questions counts as used up
+
+
+class ArithmeticTasks(PromptDataModule):
+    """Sums, products, remainders and countdown puzzles from seeded generators, each question once.
+
+    A hash of the question alone decides whether it is for training or validation, so no question is ever in both,
+    whatever the seeds. Rows have the columns prompt, answer, solution and task.
+
+    Args:
+        tasks: Any of sum, product, modulo, countdown; several take turns.
+        num_terms: Numbers per question.
+        digits: Digits per number; questions show leading zeros.
+        num_train: Training questions.
+        num_val: Validation questions.
+        prompts_per_rollout: Prompts per rollout and rank.
+        val_batch_size: Prompts per validation batch.
+        max_val_prompts: Validate on the first so many rows only. None takes all.
+        seed: Seed of the questions and of their order.
+
+    Raises:
+        ValueError: If a task is unknown, a number is out of range, or there are not so many different questions.
+    """
+
+    def __init__(
+        self,
+        tasks: str | Sequence[str] = "sum",
+        num_terms: int = 4,
+        digits: int = 2,
+        num_train: int = 20_000,
+        num_val: int = 512,
+        prompts_per_rollout: int = 16,
+        val_batch_size: int = 64,
+        max_val_prompts: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(prompts_per_rollout, val_batch_size, max_val_prompts, seed)
+        self.tasks = [tasks] if isinstance(tasks, str) else list(tasks)
+        unknown = [task for task in self.tasks if task not in _GENERATORS]
+        if unknown or not self.tasks:
+            raise ValueError(f"tasks must be among {', '.join(_GENERATORS)}, got tasks={tasks!r}.")
+        for name, value, low in (("num_terms", num_terms, 2), ("digits", digits, 1), ("num_train", num_train, 1)):
+            if value < low:
+                raise ValueError(f"ArithmeticTasks: {name} must be at least {low}, got {name}={value}.")
+        if num_val < 0:
+            raise ValueError(f"ArithmeticTasks: num_val must not be negative, got num_val={num_val}.")
+        self.num_terms = num_terms
+        self.digits = digits
+        self.num_train = num_train
+        self.num_val = num_val
+
+    def train_rows(self) -> list[Row]:
+        """``num_train`` different questions of the training part."""
+        return self._generate(self.num_train, validation=False)
+
+    def val_rows(self) -> list[Row]:
+        """``num_val`` different questions of the validation part."""
+        return self._generate(self.num_val, validation=True)
+
+    def _generate(self, count: int, validation: bool) -> list[Row]:
+        random = Random(f"{self.seed}/{validation}")
+        rows: dict[str, Row] = {}
+        misses = 0
+        while len(rows) < count:
+            task = self.tasks[len(rows) % len(self.tasks)]
+            prompt, steps, answer = _GENERATORS[task](random, self.num_terms, self.digits)
+            if prompt not in rows and is_validation_question(prompt) == validation:
+                solution = f"{';'.join(steps)}#{answer}"
+                rows[prompt] = {"prompt": prompt, "answer": answer, "solution": solution, "task": task}
+                misses = 0
+            elif (misses := misses + 1) == _MAX_MISSES:
+                name = "num_val" if validation else "num_train"
+                raise ValueError(
+                    f"ArithmeticTasks: {name}={count} questions were asked for, but {task} with num_terms="
+                    f"{self.num_terms}, digits={self.digits} has hardly more than the {len(rows)} found for this "
+                    f"part. Lower {name}, or raise num_terms or digits."
+                )
+        return list(rows.values())
+
+
+def is_validation_question(prompt: str) -> bool:
+    """Whether a question belongs to validation: decided by its SHA-256 alone, true for one in eight."""
+    return hashlib.sha256(prompt.encode()).digest()[0] % _VALIDATION_SHARE == 0
+
+
+def _terms(random: Random, num_terms: int, digits: int) -> list[int]:
+    return [random.randrange(10**digits) for _ in range(num_terms)]
+
+
+def _chain(symbols: Sequence[str], terms: Sequence[int]) -> tuple[list[str], int]:
+    """The steps of working from left to right, and the result."""
+    value, steps = terms[0], []
+    for symbol, term in zip(symbols, terms[1:], strict=True):
+        result = _OPERATORS[symbol](value, term)
+        steps.append(f"{value}{symbol}{term}={result}")
+        value = result
+    return steps, value
+
+
+def _sum(random: Random, num_terms: int, digits: int, symbol: str = "+") -> tuple[str, list[str], str]:
+    terms = _terms(random, num_terms, digits)
+    steps, value = _chain(symbol * (num_terms - 1), terms)
+    return symbol.join(f"{term:0{digits}d}" for term in terms) + "=", steps, str(value)
+
+
+def _product(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
+    return _sum(random, num_terms, digits, symbol="*")
+
+
+def _modulo(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
+    question, steps, total = _sum(random, num_terms, digits)
+    modulus = random.randrange(2, 10**digits)
+    answer = str(int(total) % modulus)
+    return f"({question[:-1]})%{modulus:0{digits}d}=", [*steps, f"{total}%{modulus}={answer}"], answer
+
+
+def _countdown(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
+    terms = _terms(random, num_terms, digits)
+    symbols: list[str] = []
+    value, expression = terms[0], str(terms[0])
+    for term in terms[1:]:
+        symbol = random.choice("+*-" if term <= value else "+*")  # no negative numbers on the way
+        if symbol == "*" and any(s in "+-" for s in symbols):
+            expression = f"({expression})"
+        value, expression = _OPERATORS[symbol](value, term), f"{expression}{symbol}{term}"
+        symbols.append(symbol)
+    steps, _ = _chain(symbols, terms)
+    random.shuffle(terms)
+    return ",".join(f"{term:0{digits}d}" for term in terms) + f">{value}=", steps, expression
+
+
+_GENERATORS: dict[str, Callable[[Random, int, int], tuple[str, list[str], str]]] = {
+    "sum": _sum,
+    "product": _product,
+    "modulo": _modulo,
+    "countdown": _countdown,
+}

@@ -1,0 +1,106 @@
+"""What every source of prompts shares: rows in, blocks of rows out, resumable in the middle of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
+
+Row: TypeAlias = dict[str, Any]
+"""A prompt (text, or a list of chat messages), its bare answer, and whatever else a reward function reads."""
+
+
+class PromptDataModule(LightningDataModule):
+    """Serves ``prompts_per_rollout`` rows at a time; subclasses only write :meth:`train_rows` and :meth:`val_rows`.
+
+    A batch is a list of rows, plain dictionaries with at least ``prompt`` and ``answer``. In training every batch
+    is served as often as the attached module trains on one rollout (its ``steps_per_rollout``, 1 if it has none).
+
+    Args:
+        prompts_per_rollout: Prompts per rollout and rank. With ``num_generations`` samples each, they are split
+            over ``steps_per_generation`` micro-batches.
+        val_batch_size: Prompts per validation batch.
+        max_val_prompts: Validate on the first so many rows only. None takes all.
+        seed: Seed of the order of the training prompts.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    def __init__(
+        self,
+        prompts_per_rollout: int = 16,
+        val_batch_size: int = 64,
+        max_val_prompts: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        numbers = {"prompts_per_rollout": prompts_per_rollout, "val_batch_size": val_batch_size}
+        if max_val_prompts is not None:
+            numbers["max_val_prompts"] = max_val_prompts
+        for name, value in numbers.items():
+            if value < 1:
+                raise ValueError(f"{type(self).__name__}: {name} must be at least 1, got {name}={value}.")
+        self.prompts_per_rollout = prompts_per_rollout
+        self.val_batch_size = val_batch_size
+        self.max_val_prompts = max_val_prompts
+        self.seed = seed
+        self._train: list[Row] | None = None
+        self._val: list[Row] | None = None
+
+    def train_rows(self) -> list[Row]:
+        """The training prompts, the same on every rank and in every run."""
+        raise NotImplementedError(f"{type(self).__name__} must define train_rows().")
+
+    def val_rows(self) -> list[Row]:
+        """The validation prompts; none by default."""
+        return []
+
+    def train_dataloader(self) -> StatefulDataLoader[list[Row]]:
+        """Blocks of training rows, each repeated for one rollout; its state resumes with the very next batch."""
+        if self._train is None:
+            self._train = self.train_rows()
+        if not self._train:
+            raise ValueError(f"{type(self).__name__}: the training data has no rows.")
+        sampler = RepeatedBlockSampler(
+            self._train,
+            block_size=self.prompts_per_rollout,
+            repeats=getattr(self.trainer and self.trainer.lightning_module, "steps_per_rollout", 1),
+            num_replicas=self.trainer.world_size if self.trainer else 1,
+            rank=self.trainer.global_rank if self.trainer else 0,
+            seed=self.seed,
+        )
+        return StatefulDataLoader(
+            cast("Dataset[list[Row]]", self._train),
+            batch_size=self.prompts_per_rollout,
+            sampler=sampler,
+            num_workers=0,
+            collate_fn=_as_list,
+            drop_last=True,
+        )
+
+    def val_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
+        """Validation rows in their own order, or no loader where there are none."""
+        if self._val is None:
+            self._val = self.val_rows()[: self.max_val_prompts]
+        if not self._val:
+            return []
+        rows = cast("Dataset[list[Row]]", self._val)
+        return DataLoader(rows, batch_size=self.val_batch_size, shuffle=False, num_workers=0, collate_fn=_as_list)
+
+    def test_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
+        """The validation rows."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
+        """The validation rows."""
+        return self.val_dataloader()
+
+
+def _as_list(rows: Sequence[Row]) -> list[Row]:
+    return list(rows)

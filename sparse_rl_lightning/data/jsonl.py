@@ -1,0 +1,206 @@
+"""Prompts from any JSONL or parquet file or hub dataset, with column names as arguments."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from sparse_rl_lightning.data.base import PromptDataModule, Row
+from sparse_rl_lightning.data.files import is_local, read_table
+from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
+
+GSM8K_PATTERN = r"####\s*(\S.*)"
+
+
+class JsonlPrompts(PromptDataModule):
+    r"""Prompts and answers from JSONL, parquet or the hub; rows with an empty answer are dropped and counted.
+
+    A prompt is text, or a list of chat messages that the training module renders with its tokenizer's template.
+    Text counts as already rendered: set ``as_chat`` to make it a user message instead. All other columns are passed
+    on to the reward functions.
+
+    Args:
+        path: A ``.jsonl``, ``.json`` (one object per line) or ``.parquet`` file, or the name of a hub dataset.
+        val_path: The same for validation; the default is ``path`` where ``val_split`` is given, else no validation.
+        prompt_column: Column with the prompt.
+        answer_column: Column with the answer, text or a number.
+        answer_pattern: How to find the bare answer in its column: a regular expression whose last match counts,
+            its first group if it has one. ``gsm8k`` stands for the text behind ``####`` without commas.
+        solution_column: Column that is also passed on, whole, as ``solution``, for supervised training.
+        prompt_template: Text around the prompt, for example
+            ``"{prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."``. Braces are
+            doubled here, never in the data. Of chat messages the last one is rendered.
+        as_chat: Make a text prompt a chat message of the user.
+        system_prompt: System message before prompts that do not begin with one; needs chat messages.
+        config: Configuration of the hub dataset.
+        split: Training split of the hub dataset.
+        val_split: Validation split of the hub dataset.
+        prompts_per_rollout: Prompts per rollout and rank.
+        val_batch_size: Prompts per validation batch.
+        max_val_prompts: Validate on the first so many rows only. None takes all.
+        seed: Seed of the order of the training prompts.
+
+    Raises:
+        ValueError: If a pattern or template is malformed. Reading raises it for a missing file or column, a line
+            that is not JSON, an empty prompt, and a file without any answer.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        val_path: str | None = None,
+        prompt_column: str = "prompt",
+        answer_column: str = "answer",
+        answer_pattern: str | None = None,
+        solution_column: str | None = None,
+        prompt_template: str | None = None,
+        as_chat: bool = False,
+        system_prompt: str | None = None,
+        config: str | None = None,
+        split: str = "train",
+        val_split: str | None = None,
+        prompts_per_rollout: int = 16,
+        val_batch_size: int = 64,
+        max_val_prompts: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(prompts_per_rollout, val_batch_size, max_val_prompts, seed)
+        self.path = path
+        self.val_path = path if val_path is None and val_split is not None else val_path
+        self.prompt_column = prompt_column
+        self.answer_column = answer_column
+        self.answer_pattern = answer_pattern
+        self.solution_column = solution_column
+        self.prompt_template = prompt_template
+        self.as_chat = as_chat
+        self.system_prompt = system_prompt
+        self.config = config
+        self.split = split
+        self.val_split = val_split or split
+        self._pattern = _compile(answer_pattern)
+        _check_template(prompt_template)
+
+    def prepare_data(self) -> None:
+        """Download hub datasets once per machine."""
+        for path, split in ((self.path, self.split), (self.val_path, self.val_split)):
+            if path is not None and not is_local(path):
+                read_table(path, self.config, split)
+
+    def train_rows(self) -> list[Row]:
+        """All rows of ``path`` that have an answer."""
+        return self._rows(self.path, self.split)
+
+    def val_rows(self) -> list[Row]:
+        """All rows of ``val_path`` that have an answer."""
+        return [] if self.val_path is None else self._rows(self.val_path, self.val_split)
+
+    def _rows(self, path: str, split: str) -> list[Row]:
+        table = read_table(path, self.config, split)
+        rows, dropped = [], []
+        for where, record in table:
+            row = self._row(where, record)
+            if row["answer"]:
+                rows.append(row)
+            else:
+                dropped.append(where.removeprefix(f"{path}, "))
+        if dropped:
+            named = ", ".join(dropped[:10]) + (", ..." if len(dropped) > 10 else "")
+            how = f"column {self.answer_column!r}, answer_pattern {self.answer_pattern!r}"
+            message = f"{path}: dropped {len(dropped)} of {len(table)} rows with an empty answer ({how}): {named}"
+            if not rows:
+                raise ValueError(f"{message}. No row is left: check answer_column and answer_pattern.")
+            rank_zero_warn(message)
+        return rows
+
+    def _row(self, where: str, record: dict[str, Any]) -> Row:
+        columns = {"prompt_column": self.prompt_column, "answer_column": self.answer_column}
+        if self.solution_column is not None:
+            columns["solution_column"] = self.solution_column
+        for argument, column in columns.items():
+            if column not in record:
+                raise ValueError(
+                    f"{where} has no column {column!r} ({argument}). Its columns are: {', '.join(map(repr, record))}."
+                )
+        row = {name: _clean(value) for name, value in record.items()}
+        if self.solution_column is not None:
+            row["solution"] = row[self.solution_column]
+        answer = self._answer(where, row[self.answer_column])
+        return row | {"prompt": self._prompt(where, row[self.prompt_column]), "answer": answer}
+
+    def _answer(self, where: str, value: object) -> str:
+        if value is None or value != value:  # a missing number of a parquet file is NaN
+            return ""
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ValueError(
+                f"{where}: the answer in column {self.answer_column!r} must be text or a number, got "
+                f"{ascii(value)[:80]}."
+            )
+        text = str(value)
+        if self._pattern is not None:
+            matches = list(self._pattern.finditer(text))
+            text = (matches[-1][1 if self._pattern.groups else 0] or "") if matches else ""
+        return (text.replace(",", "") if self.answer_pattern == "gsm8k" else text).strip()
+
+    def _prompt(self, where: str, value: object) -> Prompt:
+        place = f"{where}: the prompt in column {self.prompt_column!r}"
+        if isinstance(value, str):
+            messages = [{"role": "user", "content": value}]
+        elif isinstance(value, list) and all(_is_message(item) for item in value):
+            messages = value
+        else:
+            raise ValueError(
+                f"{place} must be text or a list of chat messages with role and content, got {ascii(value)[:80]}."
+            )
+        if not messages or not messages[-1]["content"].strip():
+            raise ValueError(f"{place} is empty. Fill it in or drop the row.")
+        text = messages[-1]["content"]
+        if self.prompt_template is not None:
+            text = self.prompt_template.format(prompt=text)
+        if isinstance(value, str) and not self.as_chat:
+            if self.system_prompt is not None:
+                raise ValueError(f"{place} is plain text, which takes no system_prompt. Set as_chat, or leave it out.")
+            return text
+        messages = [*messages[:-1], messages[-1] | {"content": text}]
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+
+def _is_message(item: object) -> bool:
+    return isinstance(item, dict) and "role" in item and isinstance(item.get("content"), str)
+
+
+def _compile(pattern: str | None) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
+    try:
+        return re.compile(GSM8K_PATTERN if pattern == "gsm8k" else pattern)
+    except re.error as error:
+        raise ValueError(f"answer_pattern={pattern!r} is not a regular expression: {error}.") from error
+
+
+def _check_template(template: str | None) -> None:
+    if template is None:
+        return
+    try:
+        complete = "\0" in template.format(prompt="\0")
+    except (LookupError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"prompt_template={template!r} is malformed ({error}). Only {{prompt}} is filled in; double all other "
+            "braces."
+        ) from error
+    if not complete:
+        raise ValueError(f"prompt_template={template!r} does not contain {{prompt}}.")
+
+
+def _clean(value: Any) -> Any:
+    """The value with every text inside it turned into valid Unicode, so that it can be tokenized and printed."""
+    if isinstance(value, str):
+        return valid_unicode(value)
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _clean(item) for name, item in value.items()}
+    return value

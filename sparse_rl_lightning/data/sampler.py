@@ -1,0 +1,113 @@
+"""Prompt blocks in a seeded order, each repeated for as many batches as its rollout is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+
+class RepeatedBlockSampler(DistributedSampler[Any]):
+    """Yields shuffled blocks of prompt indices, every block ``repeats`` times in succession.
+
+    A loader with ``batch_size=block_size`` then sees the same prompts in ``repeats`` batches: the first is rolled
+    out, all are trained on. A prompt belongs to one rank only, so its group of samples stays together. Prompts that
+    do not fill a block on every rank are left out of that epoch.
+
+    The sampler is one stream of epochs and remembers its place: a new iterator goes on where the last one stopped,
+    and after a finished epoch with the next one. So a block is never cut, whatever Lightning does at the end of
+    an epoch or after a restart, when its own epoch count can run ahead of the data and its iterator can be made
+    before the sampler is told the epoch. As a ``DistributedSampler`` it is not replaced by Lightning.
+
+    Args:
+        dataset: The prompts; only their number is read.
+        block_size: Prompts per rank and rollout.
+        repeats: Batches per rollout: steps_per_generation x num_iterations.
+        num_replicas: Number of ranks.
+        rank: This rank.
+        seed: With the epoch it decides the order.
+
+    Raises:
+        ValueError: If a number is out of range or the prompts do not fill one block on every rank.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        block_size: int,
+        repeats: int = 1,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("block_size", block_size), ("repeats", repeats)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {name}={value}.")
+        super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
+        self.num_rows = len(dataset)
+        self.block_size = block_size
+        self.repeats = repeats
+        self.num_blocks = self.num_rows // (block_size * num_replicas)
+        self.position = 0  # indices already yielded in this epoch
+        if self.num_blocks == 0:
+            raise ValueError(
+                f"{self.num_rows} prompts do not fill one block: {block_size} prompts per rollout on each of "
+                f"{num_replicas} rank(s) are needed. Add prompts or lower prompts_per_rollout."
+            )
+
+    def __len__(self) -> int:
+        """Indices per epoch on this rank, repetitions included."""
+        return self.num_blocks * self.repeats * self.block_size
+
+    def __iter__(self) -> Iterator[int]:
+        if self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+        for index in self.epoch_indices(self.epoch)[self.position :]:
+            self.position += 1
+            yield index
+
+    def epoch_indices(self, epoch: int) -> list[int]:
+        """This rank's indices of one epoch, repetitions included."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(self.num_rows, generator=generator)
+        blocks = order[: self.num_blocks * self.num_replicas * self.block_size]
+        mine = blocks.view(self.num_blocks, self.num_replicas, self.block_size)[:, self.rank]
+        indices: list[int] = mine.repeat_interleave(self.repeats, dim=0).flatten().tolist()
+        return indices
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start with this epoch. A stream that has already begun goes on undisturbed."""
+        if self.position == 0:
+            self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, the same on all ranks, and the numbers it depends on."""
+        return {"epoch": self.epoch, "position": self.position, "layout": self._layout()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the place of :meth:`state_dict`.
+
+        Raises:
+            ValueError: If it was saved with other prompts, blocks, repetitions, ranks or another seed.
+        """
+        saved, mine = state["layout"], self._layout()
+        if saved != mine:
+            changed = ", ".join(
+                f"{name} was {saved.get(name)} and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
+            )
+            raise ValueError(
+                f"The checkpoint's place in the data fits another run: {changed}. Resume with the same numbers, "
+                "or start a new run from the checkpoint's weights."
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _layout(self) -> dict[str, int]:
+        return {
+            "number of prompts": self.num_rows,
+            "prompts per rollout": self.block_size,
+            "steps per rollout": self.repeats,
+            "ranks": self.num_replicas,
+            "seed": self.seed,
+        }

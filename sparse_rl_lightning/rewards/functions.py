@@ -1,0 +1,74 @@
+r"""Reward functions for configurations, named there by their import path.
+
+All are 0 or 1, so that nothing is gained by hedging, padding or half an answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from sparse_rl_lightning.rewards.expression import evaluate_expression
+from sparse_rl_lightning.rewards.math import TAIL, extract_boxed, find_last_box, verify
+
+_MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
+"""What may stand behind the final box: the end of a formula and of a sentence."""
+
+
+def boxed_math_reward(
+    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], answer: Sequence[str], **_: Any
+) -> list[float | None]:
+    r"""1 where the last ``\boxed{}`` of the completion is the answer; None where the row has no answer."""
+    return [
+        float(verify(completion, gold)) if gold else None for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def boxed_format_reward(
+    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], **_: Any
+) -> list[float | None]:
+    r"""1 where the completion has exactly one ``\boxed{}``, filled, and ends with it."""
+    return [float(_ends_with_its_only_box(completion)) for completion in completions]
+
+
+def arithmetic_reward(
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    completion_ids: Sequence[Any],
+    answer: Sequence[str],
+    task: Sequence[str] | None = None,
+    **_: Any,
+) -> list[float | None]:
+    """1 where the text behind the last ``#`` is the answer; for ``ArithmeticTasks``.
+
+    In countdown any expression counts that reaches the target with the given numbers, each used at most once. Both
+    are read from the row's own answer, which uses every given number.
+    """
+    tasks = task or [""] * len(completions)
+    return [
+        float(_is_right(completion, gold, name == "countdown"))
+        for completion, gold, name in zip(completions, answer, tasks, strict=True)
+    ]
+
+
+def _is_right(completion: str, gold: str, any_expression: bool) -> bool:
+    _, mark, text = completion.rpartition("#")
+    if not mark:
+        return False
+    return _reaches_target(text.strip(), gold) if any_expression else text.strip() == gold
+
+
+def _reaches_target(text: str, gold: str) -> bool:
+    tried, target = evaluate_expression(text), evaluate_expression(gold)
+    if tried is None or target is None:
+        return False
+    return tried[0] == target[0] and Counter(tried[1]) <= Counter(target[1])
+
+
+def _ends_with_its_only_box(completion: str) -> bool:
+    if completion.count("\\boxed") != 1 or extract_boxed(completion) is None:
+        return False
+    tail = completion[-TAIL:]
+    span = find_last_box(tail)
+    return span is not None and not tail[span[2] + 1 :].strip(_MAY_FOLLOW_BOX)

@@ -1,0 +1,72 @@
+r"""Exact values of numbers as mathematics writes them, without ever computing a large power.
+
+Read are integers, decimals, thousands commas, leading zeros, signs, ``a/b``, ``\frac{a}{b}``, mixed numbers
+(``3\frac{1}{2}`` and ``3 1/2`` are seven halves), ``1.5e-3``, ``1.5\times10^{-3}`` and ``10^{5}``. Digits are ASCII.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_LENGTH = 512
+"""Characters a number may have; longer text is no number."""
+
+_DECIMAL = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+_TEN = r"10\^(?:([0-9])|\{([+-]?[0-9]+)\})"
+_SCIENTIFIC = re.compile(rf"([+-]?)({_DECIMAL})(?:[eE]([+-]?[0-9]+)|(?:\\times|\\cdot|×|\*){_TEN})?")
+_POWER_OF_TEN = re.compile(rf"([+-]?){_TEN}")
+_FRACTION = re.compile(rf"([+-]?)([0-9]*)\\frac\{{([+-]?)({_DECIMAL})\}}\{{([+-]?)({_DECIMAL})\}}")
+_SLASH = re.compile(rf"([+-]?)(?:([0-9]+) )?()({_DECIMAL})/([+-]?)({_DECIMAL})")
+
+
+class Number(NamedTuple):
+    """``mantissa`` times ten to the ``exponent``; the exponent may be huge and is never expanded."""
+
+    mantissa: Fraction
+    exponent: int = 0
+
+
+def parse_number(text: str) -> Number | None:
+    """The value of a text that is a number and nothing else, or None.
+
+    Args:
+        text: As :func:`~sparse_rl_lightning.rewards.math.normalize_answer` leaves it: no spaces but between digits.
+    """
+    if len(text) > MAX_LENGTH:
+        return None
+    if match := _SCIENTIFIC.fullmatch(text):
+        sign, decimal, *exponents = match.groups()
+        return Number(_signed(sign) * _fraction(decimal), int(next(filter(None, exponents), 0)))
+    if match := _POWER_OF_TEN.fullmatch(text):
+        sign, *exponents = match.groups()
+        return Number(Fraction(_signed(sign)), int(next(filter(None, exponents))))
+    if match := _FRACTION.fullmatch(text) or _SLASH.fullmatch(text):
+        return _quotient(*match.groups())
+    return None
+
+
+def same_number(first: Number, second: Number) -> bool:
+    """Whether two numbers are exactly equal."""
+    if first.mantissa == 0 or second.mantissa == 0:
+        return first.mantissa == second.mantissa
+    shift = first.exponent - second.exponent
+    if abs(shift) > 4 * MAX_LENGTH:  # more orders of magnitude than the digits of two mantissas can bridge
+        return False
+    return first.mantissa * Fraction(10) ** shift == second.mantissa
+
+
+def _quotient(sign: str, whole: str | None, sign_above: str, above: str, sign_below: str, below: str) -> Number | None:
+    denominator = _signed(sign_below) * _fraction(below)
+    if denominator == 0 or (whole and (sign_above or sign_below)):
+        return None
+    return Number(_signed(sign) * (int(whole or 0) + _signed(sign_above) * _fraction(above) / denominator))
+
+
+def _signed(sign: str) -> int:
+    return -1 if sign == "-" else 1
+
+
+def _fraction(decimal: str) -> Fraction:
+    return Fraction(decimal.replace(",", "").rstrip("."))

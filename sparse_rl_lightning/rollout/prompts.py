@@ -1,0 +1,85 @@
+"""From a prompt, text or chat messages, to token ids: the only place where special tokens are decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+from transformers import PreTrainedTokenizerBase
+
+Prompt: TypeAlias = str | list[dict[str, Any]]
+"""Text that is already rendered, or chat messages with ``role`` and ``content``."""
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """The token ids of one prompt, ready for the assistant's first token.
+
+    Messages go through the tokenizer's chat template. A string counts as already rendered: special tokens spelt
+    out in it are read as such and none is added, but for the beginning-of-sequence token where the tokenizer
+    normally sets one and the text does not start with it.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        prompt: A string, or a non-empty list of messages.
+
+    Returns:
+        At least one token id.
+
+    Raises:
+        ValueError: If the prompt is empty or malformed, or holds messages that the tokenizer has no template for.
+    """
+    if isinstance(prompt, str):
+        ids = _encode_text(tokenizer, valid_unicode(prompt))
+    else:
+        ids = _encode_messages(tokenizer, prompt)
+    if not ids:
+        raise ValueError(f"empty prompt: {prompt!r} has no tokens. Drop the row or fill in its prompt.")
+    return ids
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The token ids of several prompts; an error names the row.
+
+    Raises:
+        ValueError: See :func:`encode_prompt`.
+    """
+    encoded = []
+    for row, prompt in enumerate(prompts):
+        try:
+            encoded.append(encode_prompt(tokenizer, prompt))
+        except ValueError as error:
+            raise ValueError(f"Prompt {row} of {len(prompts)}: {error}") from error
+    return encoded
+
+
+def valid_unicode(text: str) -> str:
+    """The text with surrogate pairs joined and lone surrogates replaced by U+FFFD; tokenizers refuse them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    if not text:
+        return []
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    normally_set = bos is not None and tokenizer(text)["input_ids"][:1] == [bos]
+    return [bos, *ids] if normally_set and ids[:1] != [bos] else ids
+
+
+def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+    if not messages:
+        raise ValueError("empty prompt: the list of chat messages is empty. Drop the row or fill in its prompt.")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
+            raise ValueError(f"a chat message must be a mapping with role and content (text), got {message!r}.")
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            f"the prompt is a list of chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
+            "template. Use an instruct model's tokenizer, set tokenizer.chat_template, or give prompts as plain text."
+        )
+    clean = [message | {"content": valid_unicode(message["content"])} for message in messages]
+    try:
+        ids = tokenizer.apply_chat_template(clean, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # templates raise what they like, e.g. for roles that do not alternate
+        raise ValueError(f"the chat template refuses the messages {clean!r}: {error}") from error
+    return cast("list[int]", ids)
