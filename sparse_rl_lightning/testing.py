@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+ARCHITECTURES: dict[str, tuple[Any, Any]] = {  # configuration and model class; their arguments differ
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -99,4 +99,5 @@ def tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return model_class(config).eval()
+        model: PreTrainedModel = model_class(config).eval()
+    return model

@@ -122,8 +122,9 @@ class Rollout:
 
     def __getitem__(self, index: Tensor | slice) -> Rollout:
         """The sequences at ``index`` (a slice or a tensor of indices), every field cut alike."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rollout(**{name: None if value is None else value[index] for name, value in values.items()})
+        own = ((f.name, getattr(self, f.name)) for f in fields(self))
+        values: dict[str, Any] = {name: None if value is None else value[index] for name, value in own}
+        return Rollout(**values)
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on ``device``."""

@@ -41,7 +41,7 @@ class PolicyModule(LightningModule):
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
         self.without_dropout = without_dropout
-        self.policy: PreTrainedModel | None = None  # type: ignore[assignment]  # becomes a submodule
+        self.policy: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
     def configure_model(self) -> None:
@@ -49,6 +49,7 @@ class PolicyModule(LightningModule):
         if self.policy is not None:
             return
         self.policy, self.tokenizer = self.policy_source.load()
+        self.policy.train()
         if self.without_dropout:
             disable_dropout(self.policy)
 
@@ -92,4 +93,5 @@ class PolicyModule(LightningModule):
         """(B, T, V) logits of the dense policy, for trying things out."""
         self.configure_model()
         assert self.policy is not None
-        return self.policy(input_ids, use_cache=False).logits
+        logits: Tensor = self.policy(input_ids, use_cache=False).logits
+        return logits

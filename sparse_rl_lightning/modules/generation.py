@@ -41,6 +41,7 @@ class GenerationModule(PolicyModule):
         top_p: float,
         min_p: float | None,
         num_slots: int | None,
+        end_tokens: list[str] | None,
         val_max_completion_length: int | None,
         seed: int,
         optimizer: OptimizerCallable,
@@ -65,6 +66,7 @@ class GenerationModule(PolicyModule):
             max_completion_length=val_max_completion_length or max_completion_length, temperature=0.0
         )
         self.num_slots = num_slots
+        self.end_tokens = end_tokens or []
         self.num_generations = num_generations
         self.temperature = temperature
         self.seed = seed
@@ -81,7 +83,9 @@ class GenerationModule(PolicyModule):
         """The sampler with the module's compressor, or with the full cache."""
         if dense not in self._samplers:
             compressor = FullKV() if dense else self.compressor
-            self._samplers[dense] = RolloutSampler(self.dense_policy, compressor, self.num_slots)
+            sampler = RolloutSampler(self.dense_policy, compressor, self.num_slots)
+            sampler.end_token_ids = sorted({*sampler.end_token_ids, *self._end_token_ids()})
+            self._samplers[dense] = sampler
         return self._samplers[dense]
 
     def generate(
@@ -103,8 +107,7 @@ class GenerationModule(PolicyModule):
             progress: Called after every decode step.
         """
         start, params = time.perf_counter(), params or self.sampling
-        tokenizer = self.tokenizer
-        sampler = self.sampler(dense)
+        sampler, tokenizer = self.sampler(dense), self.tokenizer
         assert tokenizer is not None
         prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
         count = len(prompts) * params.num_generations
@@ -143,6 +146,14 @@ class GenerationModule(PolicyModule):
                 batch_size=len(batch),
                 sync_dist=True,
             )
+
+    def _end_token_ids(self) -> list[int]:
+        assert self.tokenizer is not None
+        ids = self.tokenizer.convert_tokens_to_ids(self.end_tokens)
+        unknown = [t for t, i in zip(self.end_tokens, ids, strict=True) if i in (None, self.tokenizer.unk_token_id)]
+        if unknown:
+            raise ValueError(f"end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them.")
+        return ids
 
     def _dispatch(self, hook: str, *args: Any) -> None:
         for callback in self._rollout_callbacks():

@@ -48,6 +48,8 @@ class SparseGRPO(GenerationModule):
         top_p: Draw from the smallest set of at least this probability.
         min_p: Draw from tokens at least this likely relative to the best.
         num_slots: Sequences decoded at the same time, null for all.
+        end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
+            is prompted in a chat format.
         steps_per_generation: Micro-batches a rollout is cut into.
         num_iterations: Passes over a rollout.
         loss_type: ``grpo``, ``dapo``, ``bnpo``, ``dr_grpo`` or ``cispo``.
@@ -89,6 +91,7 @@ class SparseGRPO(GenerationModule):
         top_p: float = 1.0,
         min_p: float | None = None,
         num_slots: int | None = None,
+        end_tokens: list[str] | None = None,
         steps_per_generation: int = 1,
         num_iterations: int = 1,
         loss_type: LossType = "grpo",
@@ -113,7 +116,7 @@ class SparseGRPO(GenerationModule):
         super().__init__(
             policy, compressor, reward_funcs, reward_weights, num_generations=num_generations,
             max_completion_length=max_completion_length, min_completion_length=min_completion_length,
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, num_slots=num_slots,
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, num_slots=num_slots, end_tokens=end_tokens,
             val_max_completion_length=val_max_completion_length, seed=seed,
             optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
@@ -192,7 +195,8 @@ class SparseGRPO(GenerationModule):
         if self.rescore:
             rollout.old_logprobs = self._in_micro_batches(self.dense_policy, rollout)
         if self._reference:
-            rollout.ref_logprobs = self._in_micro_batches(self._reference[0].to(self.device), rollout)
+            self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers wraps the signature away
+            rollout.ref_logprobs = self._in_micro_batches(self._reference[0], rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start
 
     def _score(self, scored: ScoredRollout) -> None:
@@ -290,4 +294,3 @@ class SparseGRPO(GenerationModule):
                 f"rescore=False leaves no dense log-probs, but {', '.join(needing) or f'{steps} optimiser steps'} "
                 f"{'need' if needing else 'per rollout need'} them. Set model.rescore to true."
             )
-

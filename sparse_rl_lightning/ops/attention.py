@@ -19,6 +19,7 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, live: Tensor, 
     Returns:
         (S, Hq, D).
     """
-    grouped = query.unflatten(1, (keys.shape[1], -1))  # (S, H, G, D): the group becomes the query dimension
+    slots, num_kv_heads, _, width = keys.shape
+    grouped = query.reshape(slots, num_kv_heads, -1, width)  # (S, H, G, D): the group becomes the query dimension
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=live.unsqueeze(2), scale=scale)
     return out.flatten(1, 2)

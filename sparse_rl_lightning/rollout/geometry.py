@@ -39,7 +39,7 @@ class CacheGeometry:
         config, decoder = model.config, model.get_decoder()
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        weight = model.get_input_embeddings().weight
+        weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an nn.Module attribute
         return cls(
             num_layers=config.num_hidden_layers,
             num_heads=num_heads,

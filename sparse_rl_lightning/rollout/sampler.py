@@ -205,8 +205,8 @@ class _Run:
         rows = [self.prompts[p] for p in batch]
         width = -(-max(len(r) for r in rows) // ROW_MULTIPLE) * ROW_MULTIPLE
         ids = torch.zeros(len(rows), width, dtype=torch.int64)
-        for row, prompt in zip(ids, rows, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
+        for row, tokens in zip(ids, rows, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
         where = torch.tensor(slots, device=device)
         keys = torch.tensor([prompt_key(self.params.seed, row) for row in rows], device=device)
         self.cache.begin(where, rows, keys, self.sampler.compressor)
@@ -257,14 +257,16 @@ class _Run:
 
     def _forward(self, ids: Tensor, positions: Tensor, slots: Prefill | Decode) -> Tensor:
         decoder = self.sampler.model.get_decoder()
-        return decoder(input_ids=ids, position_ids=positions, use_cache=False, slots=slots).last_hidden_state
+        hidden: Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=False, slots=slots).last_hidden_state
+        return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(n, V) float32; padded so that a row's bits do not depend on how many there are."""
         n = hidden.shape[0]
         rows = hidden.new_zeros(-(-n // ROW_MULTIPLE) * ROW_MULTIPLE, hidden.shape[1])
         rows[:n] = hidden
-        return self.sampler.model.get_output_embeddings()(rows)[:n].float()
+        logits: Tensor = self.sampler.model.get_output_embeddings()(rows)
+        return logits[:n].float()
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], params: SamplingParams, context: int | None) -> None:

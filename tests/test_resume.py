@@ -1,0 +1,149 @@
+"""DESIGN property 7: a run killed at any moment and resumed gives bitwise the weights of the run that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from sparse_rl_lightning.cli import main
+
+STEPS = 10
+
+
+def config(folder: Path, **trainer: object) -> Path:
+    """A tiny run: 6 micro-batches and 3 optimiser steps per rollout, dropout drawn from torch's generator."""
+    values = {
+        "seed_everything": 7,
+        "num_threads": 1,
+        "model": {
+            "class_path": "SparseGRPO",
+            "init_args": {
+                "policy": {"class_path": "TinyPolicy", "init_args": {"hidden_size": 32, "num_layers": 2}},
+                "compressor": {"class_path": "RKV", "init_args": {"budget": 12, "buffer": 4, "num_sinks": 1}},
+                "reward_funcs": "tests.test_resume.noisy_reward",
+                "num_generations": 2,
+                "max_completion_length": 12,
+                "steps_per_generation": 2,
+                "num_iterations": 3,
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
+            },
+        },
+        "data": {
+            "class_path": "ArithmeticTasks",
+            "init_args": {"num_terms": 3, "num_train": 16, "num_val": 4, "prompts_per_rollout": 4},
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "default_root_dir": str(folder),
+            "max_steps": STEPS,
+            "accumulate_grad_batches": 2,
+            "limit_val_batches": 0,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "callbacks": [
+                {"class_path": "SparsityAwareRejection"},
+                {"class_path": "ImportanceReweighting"},
+                {
+                    "class_path": "ModelCheckpoint",
+                    "init_args": {
+                        "dirpath": str(folder / "checkpoints"),
+                        "every_n_train_steps": 1,
+                        "save_top_k": -1,
+                        "save_last": True,
+                    },
+                },
+            ],
+            **trainer,
+        },
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def noisy_reward(completions: list[str], **_: object) -> list[float | None]:
+    """A reward that draws from torch's global generator: resuming must restore it."""
+    return [float(len(set(text))) / 10 + float(torch.rand(())) for text in completions]
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == STEPS
+    return checkpoint["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("whole")
+    main(["fit", "--config", str(config(folder))])
+    return final_weights(folder)
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    different = [name for name in want if not torch.equal(got[name], want[name])]
+    assert not different, f"{len(different)} of {len(want)} weights differ, first {different[0]}"
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 8])  # inside a block (1, 2, 4, 8), at its end (3), across epochs (8)
+def test_resume_is_bitwise(stop: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
+    path = config(tmp_path)
+    main(["fit", "--config", str(path), "--trainer.max_steps", str(stop)])
+    main(["fit", "--config", str(path), "--ckpt_path", "last"])
+    assert_equal(final_weights(tmp_path), uninterrupted)
+
+
+def test_resume_from_a_named_checkpoint(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
+    path = config(tmp_path)
+    main(["fit", "--config", str(path), "--trainer.max_steps", "6"])
+    (middle,) = (tmp_path / "checkpoints").glob("*step=5.ckpt")
+    main(["fit", "--config", str(path), "--ckpt_path", str(middle)])
+    assert_equal(final_weights(tmp_path), uninterrupted)
+
+
+def kill_and_resume(folder: Path, after_step: int, delay: float) -> None:
+    """Start a real process, SIGKILL it ``delay`` seconds after a checkpoint appears, and resume in a new one."""
+    command = [sys.executable, "-m", "sparse_rl_lightning", "fit", "--config", str(config(folder))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(Path(__file__).parents[1])])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not list((folder / "checkpoints").glob(f"*step={after_step}.ckpt")):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command, "--ckpt_path", "last"], env=environment, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("after_step", "delay"), [(2, 0.0), (4, 0.02)])
+def test_killed_run_loses_nothing(
+    after_step: int, delay: float, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    kill_and_resume(tmp_path, after_step, delay)
+    assert_equal(final_weights(tmp_path), uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_step", range(1, 9))
+def test_killed_run_loses_nothing_at_any_step(
+    after_step: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    kill_and_resume(tmp_path, after_step, delay=0.013 * after_step)
+    assert_equal(final_weights(tmp_path), uninterrupted)
+
+
+def test_missing_last_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ckpt_path=last: there is no last.ckpt in"):
+        main(["fit", "--config", str(config(tmp_path)), "--ckpt_path", "last"])
+    assert not (tmp_path / "checkpoints").exists()
