@@ -34,7 +34,7 @@ def test_columns_are_renamed_and_the_rest_is_passed_on(tmp_path: Path) -> None:
 
 def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
     odd = "a\u2028b\u2029c\x85d\x0be\x1cf"
-    path = write(tmp_path, {"prompt": odd, "answer": "1"}, b"", b"  \r", b'{"prompt": "x", "answer": "2"}\r')
+    path = write(tmp_path, {"prompt": odd, "answer": "1"}, b"", b"  \r", b'{"prompt": "x",\r "answer": "2"}\r')
     assert [row["prompt"] for row in rows(path)] == [odd, "x"]
 
 
