@@ -131,7 +131,9 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
             bar.set_description(doing, refresh=False)
             bar.set_postfix_str(shown, refresh=True)
         elif super().is_enabled:
-            line = f"step {trainer.global_step}/{_total_steps(trainer) or '?'}: {doing.lower()}; {shown}"
+            line = (
+                f"step {trainer.global_step}/{_total_steps(trainer) or '?'}: {doing.lower()}{'; ' * bool(shown)}{shown}"
+            )
             if line != self._last_line:
                 say(line)
             self._last_line = line

@@ -61,7 +61,7 @@ class Chart:
                 ax.plot(numbers, smoothed(values, 1 + len(values) // 12), color=color, lw=2, label=label)
         ax.set(xlabel="rollout", ylabel=self.unit)
         ax.xaxis.set_major_locator(_whole_numbers())
-        if self.raw:
+        if self.raw and max(self._values(record)) > 0:
             ax.set_yscale("log")
         elif min(self._values(record)) >= 0:
             ax.set_ylim(bottom=0.0)
