@@ -119,7 +119,9 @@ def test_summary_reports_the_run_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     assert [s["completion"] for s in numbers["samples"]] == sparse.completions[:2] != dense.completions[:2]
 
     assert "greedy accuracy, 5 held-out problems" in shown
-    assert "StreamingLLM(budget=8" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>SparseGRPO with StreamingLLM, budget 8 + 3 tokens</h1>" in html
+    assert "SparsityAwareRejection, ImportanceReweighting" in html
     pytest.importorskip("matplotlib")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "completions").iterdir())) == 2
@@ -152,6 +154,7 @@ def test_dense_runs_and_runs_without_held_out_problems(tmp_path: Path) -> None:
     dense = Unwritten(num_problems=2)
     fit(tmp_path, [dense], steps=2, compressor=FullKV())
     assert set(dense.record.after) == {"dense"}
+    assert dense.record.title == "SparseGRPO with FullKV"
     assert {s["cache"] for s in dense.record.samples} == {"dense"}
     none = Unwritten(num_problems=0)
     fit(tmp_path, [none], steps=2)

@@ -103,7 +103,7 @@ class RunSummary(RolloutCallback):
         record.after = self._evaluate(trainer, module)
         record.steps = trainer.global_step
         record.settings = describe(module)
-        record.title = self.title or f"{type(module).__name__} with {record.settings['compressor']}"
+        record.title = self.title or default_title(module)
         if not trainer.is_global_zero:
             return
         say(f"\n{summary_text(record)}\n")
@@ -197,6 +197,13 @@ def held_out_rows(trainer: Trainer, count: int) -> list[dict[str, Any]]:
             break
         rows.extend(batch)
     return rows[:count]
+
+
+def default_title(module: GenerationModule) -> str:
+    """Module, compressor and budget."""
+    compressor = module.compressor
+    budget = f", budget {compressor.budget} + {compressor.buffer} tokens" if compressor.evicts else ""
+    return f"{type(module).__name__} with {type(compressor).__name__}{budget}"
 
 
 def describe(module: GenerationModule) -> dict[str, str]:

@@ -28,6 +28,7 @@ th, td { text-align: left; padding: .45rem .75rem; border-top: 1px solid var(--l
 th { background: #f1f5f9; } td { overflow-wrap: break-word; }
 article { margin-bottom: .75rem; }
 pre { margin: .4rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .875rem/1.45 ui-monospace, monospace; }
+@media (min-width: 700px) { .tiles { grid-template-columns: repeat(auto-fill, minmax(195px, 1fr)); } }
 @media (max-width: 480px) { main { padding: .75rem .6rem 2rem; } .tile, figure, article { padding: .6rem .7rem; }
   .tile b { font-size: 1.15rem; } }
 .right { color: #15803d; } .wrong { color: #b91c1c; }
