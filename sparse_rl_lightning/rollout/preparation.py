@@ -29,7 +29,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], params: SamplingParams, cont
             )
 
 
-def end_token_ids(model: PreTrainedModel) -> list[int]:
+def default_end_token_ids(model: PreTrainedModel) -> list[int]:
     """The tokens that end a completion by the model's own generation config, or its config."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = model.config.eos_token_id if ids is None else ids

@@ -75,7 +75,7 @@ class RolloutSampler:
         self.model = model
         self.compressor = compressor
         self.num_slots = num_slots
-        self.end_token_ids = end_token_ids(model) if end_token_ids is None else list(end_token_ids)
+        self.end_token_ids = default_end_token_ids(model) if end_token_ids is None else list(end_token_ids)
         self.max_prefill_tokens = max_prefill_tokens
         self.cache: SlotCache | None = None
         self._warned = False
