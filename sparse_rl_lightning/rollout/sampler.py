@@ -14,7 +14,7 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.rollout.attention import SLOTS, Decode, Prefill, attention_implementation
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.preparation import check_prompts, eval_mode
+from sparse_rl_lightning.rollout.preparation import check_prompts, default_end_token_ids, eval_mode
 from sparse_rl_lightning.rollout.results import Results
 from sparse_rl_lightning.rollout.sampling import SamplingParams, draw, prompt_key, sequence_keys
 from sparse_rl_lightning.types import Rollout
