@@ -56,10 +56,10 @@ def arithmetic_reward(
 def worked_steps_reward(
     prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], solution: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """Share of the worked solution's steps that the completion takes, up to its first other step; for ``ArithmeticTasks``.
+    """Share of the worked solution's steps that the completion takes, up to its first other step.
 
-    Pays for a right beginning and so tells a lucky answer from a reasoned one. Nothing can be won by repeating or
-    skipping steps.
+    For ``ArithmeticTasks``. Pays for a right beginning and so tells a lucky answer from a reasoned one. Nothing can
+    be won by repeating or skipping steps.
     """
     return [_share_of_steps(text, worked) for text, worked in zip(completions, solution, strict=True)]
 
