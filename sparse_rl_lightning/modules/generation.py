@@ -134,13 +134,25 @@ class GenerationModule(PolicyModule):
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
         """Greedy completions with the sparse and with the full cache: what was trained, and what is deployed."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Rows, batch_idx: int) -> None:
+        """The same as validation, logged under ``test/``."""
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
+        """The rows, each with the greedy ``completion`` under the module's compressor."""
+        completions = self.generate(batch, self.val_sampling).completions
+        return [row | {"completion": text} for row, text in zip(batch, completions, strict=True)]
+
+    def _evaluate(self, batch: Rows, stage: str) -> None:
         for name in ("dense", "sparse") if self.compressor.evicts else ("dense",):
             scored = self.generate(batch, self.val_sampling, dense=name == "dense")
             rewards, rollout = self.reward(scored), scored.rollout
             self.log_dict(
                 {
-                    f"val/reward_{name}": rewards.nanmean(),
-                    f"val/length_{name}": rollout.completion_lengths.float().mean(),
+                    f"{stage}/reward_{name}": rewards.nanmean(),
+                    f"{stage}/length_{name}": rollout.completion_lengths.float().mean(),
                 },
                 prog_bar=True,
                 batch_size=len(batch),
@@ -148,9 +160,11 @@ class GenerationModule(PolicyModule):
             )
 
     def on_validation_epoch_end(self) -> None:
-        """Give the caches of validation back: training rollouts size their own."""
+        """Give the caches back: training rollouts size their own."""
         for sampler in self._samplers.values():
             sampler.cache = None
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def _end_token_ids(self) -> list[int]:
         assert self.tokenizer is not None

@@ -43,7 +43,7 @@ class PretrainedPolicy(PolicySource):
         """Load from safetensors only.
 
         Raises:
-            ValueError: If a path is given that does not hold a model.
+            ValueError: If the path does not hold a model, or the hub does not have it.
         """
         looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
         path = str(Path(self.path).expanduser())
@@ -52,10 +52,13 @@ class PretrainedPolicy(PolicySource):
                 f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "
                 "such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run configs/warmup.yaml first."
             )
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=self.dtype, attn_implementation=self.attn_implementation, use_safetensors=True
-        )
-        return model, AutoTokenizer.from_pretrained(path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=self.dtype, attn_implementation=self.attn_implementation, use_safetensors=True
+            )
+            return model, AutoTokenizer.from_pretrained(path)
+        except OSError as error:  # no such name on the hub, no network, or a folder that lacks files
+            raise ValueError(f"policy: {self.path!r} cannot be loaded. {error}") from error
 
 
 class TinyPolicy(PolicySource):

@@ -81,7 +81,8 @@ class SparseGRPO(GenerationModule):
         self,
         policy: str | PolicySource,
         compressor: Compressor,
-        reward_funcs: Callable[..., list[float | None]] | list[Callable[..., list[float | None]]],
+        # the list first: jsonargparse saves a list of functions only as the union's first member
+        reward_funcs: list[Callable[..., list[float | None]]] | Callable[..., list[float | None]],
         reward_weights: list[float] | None = None,
         num_generations: int = 8,
         max_completion_length: int = 256,

@@ -1,0 +1,152 @@
+"""The command line: ``sparse-rl fit|validate|test|predict --config FILE``, a plain LightningCLI."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from jsonargparse.typing import PositiveInt
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+# imported so that a configuration can name their classes without the whole path
+import sparse_rl_lightning.callbacks
+import sparse_rl_lightning.compressors
+import sparse_rl_lightning.data
+import sparse_rl_lightning.modules
+import sparse_rl_lightning.rewards  # noqa: F401
+from sparse_rl_lightning import __version__
+from sparse_rl_lightning.callbacks.console import say
+from sparse_rl_lightning.callbacks.folders import write_whole
+from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, warn_of_earlier_run
+from sparse_rl_lightning.cli.messages import ClearParser, explain, is_own, own_error
+from sparse_rl_lightning.cli.quiet import quiet
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.modules.generation import GenerationModule
+
+
+class SparseRLCLI(LightningCLI):
+    """LightningCLI that settles what must hold before any model is built, and never starts over silently."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the number of torch threads: on a small machine one's own choice beats the default."""
+        parser.add_argument(
+            "--num_threads", type=PositiveInt | None, default=None, help="CPU threads of torch, null: default"
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Check folders and checkpoint, and apply what concerns the whole process.
+
+        Raises:
+            ValueError: If the checkpoint to resume from does not exist, or an output folder cannot be written.
+        """
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        check_folders(config)
+        check_checkpoint(config)
+        if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
+            config.trainer.limit_val_batches = None  # the 0 in a configuration speaks of `fit`
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+
+    def instantiate_classes(self) -> None:
+        """Build everything; of an error, say what the class said and not how the parser came to call it."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+
+    def before_fit(self) -> None:
+        """Warn of what will be overwritten."""
+        warn_of_earlier_run(self.config[self.subcommand])
+
+    def before_test(self) -> None:
+        """Refuse modules that write nothing."""
+        self._check_generates()
+
+    def before_predict(self) -> None:
+        """Refuse modules that write nothing."""
+        self._check_generates()
+
+    def after_predict(self) -> None:
+        """Write the completed rows to ``predictions.jsonl`` in ``trainer.default_root_dir``."""
+        rows = [row for batch in self.trainer.predict_loop.predictions for row in batch]
+        rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
+        path = Path(self.trainer.default_root_dir) / f"predictions{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+        say(f"Written: {len(rows)} completions to {path}")
+
+    def _check_generates(self) -> None:
+        if not isinstance(self.model, GenerationModule):
+            raise ValueError(
+                f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
+                f"model={type(self.model).__name__}. Use fit or validate."
+            )
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Writes the whole configuration as ``run_config.yaml`` beside the metrics when training begins.
+
+    Not earlier: a start that fails, or a validation, leaves the configuration of the last training as it is.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Too early."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write."""
+        super().setup(trainer, pl_module, "fit")
+
+
+def main(args: ArgsType = None) -> LightningCLI:
+    """Run the command line, or the same from Python with a list of arguments.
+
+    Args:
+        args: Arguments as on the command line, default those of the process.
+
+    Returns:
+        The CLI with its ``trainer``, ``model`` and ``datamodule``.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
+    with warnings.catch_warnings():
+        quiet()
+        return SparseRLCLI(
+            PolicyModule,
+            PromptDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+            parser_class=ClearParser,
+            # not config.yaml: the folder may hold the user's own
+            save_config_callback=SaveRunConfig,
+            save_config_kwargs={"overwrite": True, "config_filename": "run_config.yaml"},
+            parser_kwargs={"version": __version__, "prog": "sparse-rl"},
+            args=args,
+        )
+
+
+def console() -> None:
+    """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
+
+    Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
+    """
+    try:
+        main()
+    except (ValueError, MisconfigurationException) as error:
+        if _wants_traceback() or not (is_own(error) or isinstance(error, MisconfigurationException)):
+            raise
+        Tqdm.write(f"error: {error}", file=sys.stderr)  # above a bar that is still on the screen
+        sys.exit(1)
+
+
+def _wants_traceback() -> bool:
+    return os.environ.get("SPARSE_RL_TRACEBACK", "0") not in ("", "0")

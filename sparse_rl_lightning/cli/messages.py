@@ -1,0 +1,113 @@
+"""Errors as a user wants to read them: the key, what was given, what may have been meant."""
+
+from __future__ import annotations
+
+import difflib
+import dis
+import importlib
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+from torch.optim import Optimizer
+
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.modules.policy import PolicySource
+
+BASES = (PolicyModule, PromptDataModule, Compressor, PolicySource, Callback, Logger, Optimizer)
+"""Classes whose subclasses a configuration names."""
+
+NOISE = re.compile(
+    r"""\s*(Does\ not\ validate\ against\ any\ of\ the\ Union\ subtypes | Subtypes:\ .* | Errors:
+    | -\ Expected\ a\ <class\ 'NoneType'> | Given\ value\ type:\ .* | Given\ value:\ [\[{N].* )$""",
+    re.VERBOSE,
+)
+"""Lines of jsonargparse's messages that repeat the type or the whole configuration."""
+
+
+class ClearParser(LightningArgumentParser):
+    """A parser whose errors are short and end with what may have been meant."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Explain the message of the outermost parser; those inside become part of it."""
+        super().error(explain(message) if self.exit_on_error else message, ex)
+
+    def print_usage(self, file: Any = None) -> None:
+        """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""
+
+
+def explain(message: str) -> str:
+    r"""A parser's message without its noise, with a suggestion for a misspelt class or option.
+
+    >>> explain("Errors:\n  Expected a dot import path string: SnapKv")
+    "  Expected a dot import path string: SnapKv\nThere is no class 'SnapKv'. Did you mean 'SnapKV'?"
+    """
+    lines = [line for line in message.splitlines() if not NOISE.match(line)]
+    return "\n".join([*lines, *_suggestion(message)]).strip()
+
+
+def own_error(error: BaseException | None) -> BaseException | None:
+    """The first error in a chain of causes that this package raised, None if there is none."""
+    while error is not None and not is_own(error):
+        error = error.__cause__
+    return error
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether a ``raise`` in this package raised it.
+
+    An error that Python itself raises while it runs our code, as ``int("x")`` does, is no message to a user.
+    """
+    traceback = error.__traceback__
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    package = traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    instruction = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
+    return package == __package__.partition(".")[0] and instruction == dis.opmap["RAISE_VARARGS"]
+
+
+def _suggestion(message: str) -> list[str]:
+    if found := re.search(r"Expected a dot import path string: (\w+)", message):
+        hint = _did_you_mean(found[1], _class_names())
+        own = f"A class of your own is named with its module, such as mine.{found[1]}."
+        return [f"There is no class {found[1]!r}. {hint or own}"]
+    if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
+        hint = _did_you_mean(found[2], inspect.signature(_import(found[1])).parameters)
+    elif found := re.search(r"does not accept option '([\w.]+)'", message):
+        options = ["model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
+        hint = _did_you_mean(
+            found[1], [*options, *(f"trainer.{name}" for name in inspect.signature(Trainer).parameters)]
+        )
+    else:
+        hint = ""
+    return [hint] * bool(hint)
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the closest known names, whatever their case, or nothing."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
+    return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _class_names() -> set[str]:
+    names: set[str] = set()
+    waiting: list[type] = list(BASES)
+    while waiting:
+        subclasses: list[type] = waiting.pop().__subclasses__()
+        names.update(c.__name__ for c in subclasses if not c.__name__.startswith("_"))
+        waiting.extend(subclasses)
+    return names
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,39 @@
+"""Silence for messages about the insides of other packages; everything that speaks to the user is heard."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+import transformers
+
+HIDDEN = (
+    # torchdata and Lightning use names that torch 2.13 deprecates
+    "'set_vital' is deprecated",
+    ".*LeafSpec.*is deprecated",
+    # main(args) is meant to be called from Python, where sys.argv belongs to Jupyter or pytest
+    "LightningCLI's args parameter is intended to run from within Python",
+    # expected when a run is resumed; a new run is warned in our words, see warn_of_earlier_run
+    "Checkpoint directory .* exists and is not empty",
+    # rows are dictionaries in memory: workers would only cost
+    ".*does not have many workers",
+)
+"""Beginnings of warnings, as regular expressions."""
+
+
+def quiet() -> None:
+    """Install the filters; those of ``warnings`` end with the caller's ``catch_warnings``."""
+    for message in HIDDEN:
+        warnings.filterwarnings("ignore", message)
+    # LightningCLI 2.6 calls jsonargparse by names that 4.49 deprecated (instantiate_classes, skip_none, ...)
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli")
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    if _is_no_advertisement not in logger.filters:
+        logger.addFilter(_is_no_advertisement)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # "Loading weights" in a log file
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "litlogger" not in record.getMessage()  # an advertisement for an online service
