@@ -89,6 +89,8 @@ def importance_reference(
     query_reduction: QueryReduction, pooling: Pooling, kernel_size: int, scores: Tensor, scratch: Tensor,
 ) -> None:  # fmt: skip
     """The op ``window_importance`` in PyTorch."""
+    if not scores.numel():
+        return
     used = slots >= 0
     slots = slots.clamp(min=0)
     rows, live = gather_heads(offsets[slots], lengths[slots] * used[:, None], scores.shape[2])

@@ -50,7 +50,8 @@ def redundancy_reference(
     used = slots >= 0
     slots = slots.clamp(min=0)
     rows, live = gather_heads(offsets[slots], lengths[slots] * used[:, None], redundancy.shape[2])
-    redundancy.copy_(key_redundancy(key_pool[rows], live, threshold))
+    if redundancy.numel():
+        redundancy.copy_(key_redundancy(key_pool[rows], live, threshold))
 
 
 register("key_redundancy", redundancy_reference)
