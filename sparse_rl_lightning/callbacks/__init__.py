@@ -1,0 +1,21 @@
+"""One behaviour each, switched on by a line under ``trainer.callbacks``."""
+
+from __future__ import annotations
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.completions import CompletionsTable
+from sparse_rl_lightning.callbacks.export import ExportPolicy
+from sparse_rl_lightning.callbacks.progress import RolloutProgress
+from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
+from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
+from sparse_rl_lightning.callbacks.summary import RunSummary
+
+__all__ = [
+    "CompletionsTable",
+    "ExportPolicy",
+    "ImportanceReweighting",
+    "RolloutCallback",
+    "RolloutProgress",
+    "RunSummary",
+    "SparsityAwareRejection",
+]

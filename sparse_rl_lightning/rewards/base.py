@@ -92,10 +92,8 @@ def _call(function: RewardFunction, batch: dict[str, list[Any]]) -> Tensor:
         rewards = list(function(**batch))
     except Exception as error:
         sample = _first_failure(function, batch)
-        raise RuntimeError(
-            f"The reward function {name} raised {type(error).__name__}: {error} "
-            f"({'on the batch as a whole' if sample is None else _describe(sample, completions[sample])})."
-        ) from error
+        where = "the batch as a whole" if sample is None else _describe(sample, completions[sample])
+        raise RuntimeError(f"The reward function {name} raised {ascii(error)[:200]} on {where}.") from error
     if len(rewards) != len(completions):
         raise ValueError(f"The reward function {name} returned {len(rewards)} rewards for {len(completions)} samples.")
     return torch.tensor(

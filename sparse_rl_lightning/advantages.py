@@ -1,0 +1,97 @@
+"""From rewards to advantages: each sample against the other samples of its prompt."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+ScaleRewards = Literal["group", "batch", "none"]
+
+_FLOAT_NOISE = 1e-6
+"""Rewards of a group that differ by less than this share of their size differ by rounding only."""
+
+
+def group_advantages(
+    rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards = "group", eps: float = 1e-6
+) -> Tensor:
+    """Reward minus the mean reward of the prompt's samples, divided by a standard deviation.
+
+    Rejected samples belong here too: rejection happens later and does not move the baseline. A NaN reward (a
+    reward function that did not apply) takes no part in any mean or deviation, and its advantage is 0. Groups
+    whose rewards are all equal have advantage 0. Source: GRPO (arXiv 2402.03300); "none" is
+    Dr. GRPO (arXiv 2503.20783).
+
+    Args:
+        rewards: (B,), the samples of a prompt adjacent.
+        num_generations: Samples per prompt, at least 2.
+        scale_rewards: Divide by the standard deviation of the "group", of the whole "batch", or not at all
+            ("none"). Deviations are Bessel-corrected.
+        eps: Added to the standard deviation.
+
+    Returns:
+        (B,) advantages, at least float32.
+
+    Raises:
+        ValueError: If a group has fewer than 2 samples, the batch is not made of whole groups, or
+            ``scale_rewards`` is unknown.
+    """
+    if scale_rewards not in get_args(ScaleRewards):
+        raise ValueError(f"scale_rewards must be one of {get_args(ScaleRewards)}, got scale_rewards={scale_rewards!r}.")
+    groups = _groups(rewards, num_generations)
+    advantages = groups - groups.nanmean(dim=1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (_nanstd(groups) + eps)
+    elif scale_rewards == "batch":
+        advantages = advantages / (_nanstd(groups.reshape(1, -1)) + eps)
+    counted = ~groups.isnan() & _informative(groups).unsqueeze(1)
+    return torch.where(counted, advantages, 0.0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def informative_groups(rewards: Tensor, num_generations: int) -> Tensor:
+    """Which prompts have samples with different rewards, so that their advantages are not all 0.
+
+    Differences that are mere rounding of a sum of rewards do not count, nor do NaN rewards.
+
+    Args:
+        rewards: (B,), the samples of a prompt adjacent.
+        num_generations: Samples per prompt, at least 2.
+
+    Returns:
+        (B / num_generations,) bool.
+
+    Raises:
+        ValueError: As :func:`group_advantages`.
+    """
+    return _informative(_groups(rewards, num_generations))
+
+
+def _groups(rewards: Tensor, num_generations: int) -> Tensor:
+    """The rewards as (prompts, num_generations) float64."""
+    if num_generations < 2:
+        raise ValueError(
+            f"num_generations must be at least 2, because a sample is judged against the other samples of its "
+            f"prompt; got num_generations={num_generations}."
+        )
+    if rewards.dim() != 1 or len(rewards) % num_generations:
+        raise ValueError(
+            f"rewards must be (prompts x num_generations,) with num_generations={num_generations}, got shape "
+            f"{tuple(rewards.shape)}."
+        )
+    return rewards.double().reshape(-1, num_generations)
+
+
+def _informative(groups: Tensor) -> Tensor:
+    missing = groups.isnan()
+    highest = groups.masked_fill(missing, -torch.inf).amax(dim=1)
+    lowest = groups.masked_fill(missing, torch.inf).amin(dim=1)
+    size = groups.nan_to_num(nan=0.0).abs().amax(dim=1)
+    return highest - lowest > _FLOAT_NOISE * size
+
+
+def _nanstd(rows: Tensor) -> Tensor:
+    """(rows, 1) Bessel-corrected deviation of the values that are not NaN, 0 for fewer than two of them."""
+    squares = (rows - rows.nanmean(dim=1, keepdim=True)) ** 2
+    count = (~rows.isnan()).sum(dim=1, keepdim=True)
+    return (squares.nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()

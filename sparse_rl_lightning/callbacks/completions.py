@@ -1,0 +1,130 @@
+"""CompletionsTable: see what the policy writes, in the terminal and as parquet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.console import say
+from sparse_rl_lightning.callbacks.folders import writable_folder
+from sparse_rl_lightning.report.text import number, printable, prompt_text, table
+from sparse_rl_lightning.types import ScoredRollout
+
+OWN_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "advantage", "rejected")
+
+
+class CompletionsTable(RolloutCallback):
+    """Print a few completions of a rollout and write all of them to ``completions/completions_00000.parquet``.
+
+    The files have one row per completion with the columns ``step``, ``prompt``, ``completion``, ``answer`` where
+    the data has one, a column per reward function, ``reward``, ``advantage`` and ``rejected``. In the terminal,
+    control characters are shown as escapes and long text loses its middle.
+
+    Args:
+        every_n_rollouts: Do so for every so many rollouts, the first among them.
+        num_samples: Completions to print: those of the first prompt, then of the second.
+        folder: Where the ``completions`` folder goes, default ``trainer.default_root_dir``.
+        console: Print.
+        parquet: Write files.
+        width: Most characters of a prompt and of a completion to print.
+
+    Raises:
+        ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        every_n_rollouts: int = 10,
+        num_samples: int = 4,
+        folder: str | Path | None = None,
+        console: bool = True,
+        parquet: bool = True,
+        width: int = 60,
+    ) -> None:
+        for name, value, least in (
+            ("every_n_rollouts", every_n_rollouts, 1), ("num_samples", num_samples, 0), ("width", width, 10)
+        ):  # fmt: skip
+            if value < least:
+                raise ValueError(f"CompletionsTable: {name} must be at least {least}, got {name}={value}.")
+        self.every_n_rollouts = every_n_rollouts
+        self.num_samples = num_samples
+        self.folder = folder
+        self.console = console
+        self.parquet = parquet
+        self.width = width
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out before training that the folder can be written."""
+        if stage == "fit" and self.parquet and trainer.is_global_zero:
+            writable_folder(self._folder(trainer), "CompletionsTable: folder")
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Print and write, on rank zero only."""
+        if scored.index % self.every_n_rollouts or not trainer.is_global_zero:
+            return
+        columns = completion_columns(scored, trainer.global_step)
+        if self.console and self.num_samples:
+            say(f"\nRollout {scored.index}\n{_table(columns, self.num_samples, self.width)}\n")
+        if self.parquet:
+            _write_parquet(self._folder(trainer) / f"completions_{scored.index:05d}.parquet", columns)
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(self.folder or trainer.default_root_dir).expanduser() / "completions"
+
+
+def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]:
+    """A scored rollout as a table: column names with B values each.
+
+    Args:
+        scored: The rollout, after all callbacks that edit it.
+        step: Optimiser steps done.
+    """
+    rollout, count = scored.rollout, len(scored.completions)
+    rows = [row for row in scored.rows for _ in range(scored.num_generations)]
+    columns: dict[str, list[Any]] = {
+        "step": [step] * count,
+        "prompt": [prompt_text(row["prompt"]) for row in rows],
+        "completion": list(scored.completions),
+    }
+    if any("answer" in row for row in rows):
+        columns["answer"] = [None if row.get("answer") is None else str(row["answer"]) for row in rows]
+    for name, values in scored.reward_table.items():
+        columns[f"reward_{name}" if name in OWN_COLUMNS else name] = _numbers(values)
+    rejected = [False] * count if rollout.keep is None else (~rollout.keep.any(dim=1)).tolist()
+    own = {"reward": _numbers(rollout.rewards), "advantage": _numbers(rollout.advantages), "rejected": rejected}
+    return columns | {name: values for name, values in own.items() if values}
+
+
+def _numbers(values: Tensor | None) -> list[float | None]:
+    """Numbers, None where they are NaN."""
+    return [] if values is None else [None if v != v else v for v in values.double().tolist()]
+
+
+def _table(columns: dict[str, list[Any]], num_samples: int, width: int) -> str:
+    head = ["prompt", "completion", "reward", "advantage", "rejected"]
+    shown = [columns.get(name, [None] * num_samples)[:num_samples] for name in head]
+    body = [
+        [printable(prompt, width), printable(text, width), number(reward, 2), number(advantage, 2), "yes" * bool(gone)]
+        for prompt, text, reward, advantage, gone in zip(*shown, strict=True)
+    ]
+    return table([head, *body], "llrr")
+
+
+def _write_parquet(path: Path, columns: dict[str, list[Any]]) -> None:
+    """Write under a temporary name first; text that is no valid Unicode gets escapes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    clean = {name: [_valid(value) for value in values] for name, values in columns.items()}
+    temporary = path.with_name(f".{path.name}")
+    parquet.write_table(pyarrow.table(clean), temporary)
+    temporary.replace(path)
+
+
+def _valid(value: Any) -> Any:
+    """Lone surrogates, which parquet's UTF-8 cannot hold, as escapes."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value

@@ -1,0 +1,40 @@
+"""Writing files so that an unwritable folder is found at once and a half-written file never."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def writable_folder(folder: str | Path, argument: str) -> Path:
+    """Make sure now that files can be written there later, creating the folder.
+
+    Args:
+        folder: An existing or a new folder.
+        argument: What the user would change, for the message.
+
+    Returns:
+        The folder as a path.
+
+    Raises:
+        ValueError: If it cannot be created or written.
+    """
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{argument}={str(path)!r} cannot be written: {error}. Give a folder you may write to."
+        ) from error
+    return path
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file under a temporary name and rename it, so that nobody ever sees half of it."""
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    temporary.replace(path)

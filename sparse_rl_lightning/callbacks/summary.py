@@ -1,0 +1,222 @@
+"""RunSummary: what a run was worth, in a table, a picture and a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.console import say
+from sparse_rl_lightning.callbacks.folders import writable_folder, write_whole
+from sparse_rl_lightning.metrics import rollout_metrics
+from sparse_rl_lightning.report import RunRecord, page, picture, summary_text
+from sparse_rl_lightning.report.text import prompt_text
+from sparse_rl_lightning.types import ScoredRollout
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.modules.generation import GenerationModule
+
+
+class RunSummary(RolloutCallback):
+    """Evaluate greedily before and after training, keep the numbers of every rollout, and report at the end.
+
+    Held-out problems are the data module's validation rows, completed with the full and with the compressed cache.
+    At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
+    ``report.html`` (one self-contained page) and ``report.png`` (one picture; needs matplotlib) are written.
+    A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so a
+    run is the same with this callback and without it. A trial run (``fast_dev_run``) writes nothing.
+
+    Args:
+        num_problems: Held-out problems to evaluate on, 0 for none.
+        num_samples: Completions to show.
+        folder: Where the files go, default ``trainer.default_root_dir``.
+        batch_size: Problems completed at the same time.
+        title: Of picture and page, default the module and its compressor.
+
+    Raises:
+        ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        num_problems: int = 256,
+        num_samples: int = 4,
+        folder: str | Path | None = None,
+        batch_size: int = 64,
+        title: str | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("num_problems", num_problems, 0), ("num_samples", num_samples, 0), ("batch_size", batch_size, 1)
+        ):  # fmt: skip
+            if value < least:
+                raise ValueError(f"RunSummary: {name} must be at least {least}, got {name}={value}.")
+        self.num_problems = num_problems
+        self.num_samples = num_samples
+        self.folder = folder
+        self.batch_size = batch_size
+        self.title = title
+        self.record = RunRecord()
+        self._start: float | None = None  # of the training, when it was not resumed
+
+    # ---------------------------------------------------------------- hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out before training that the folder can be written, and begin a new record."""
+        if stage != "fit":
+            return
+        if not hasattr(pl_module, "reward"):
+            raise ValueError(
+                f"RunSummary: {type(pl_module).__name__} does not generate. Use it with SparseGRPO, or remove it from "
+                "trainer.callbacks."
+            )
+        if trainer.is_global_zero:
+            writable_folder(self._folder(trainer), "RunSummary: folder")
+        if trainer.global_step == 0:
+            self.record = RunRecord()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate, unless an earlier part of the run did."""
+        if not self.record.before:
+            self.record.before = self._evaluate(trainer, cast("GenerationModule", pl_module))
+        self._start = time.monotonic() - self.record.seconds
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Keep the rollout's numbers."""
+        metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
+        self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self.record.seconds = self._seconds()
+        self._start = None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate again, print and write."""
+        module, record = cast("GenerationModule", pl_module), self.record
+        record.after = self._evaluate(trainer, module)
+        record.steps = trainer.global_step
+        record.settings = describe(module)
+        record.title = self.title or default_title(module)
+        if not trainer.is_global_zero:
+            return
+        say(f"\n{summary_text(record)}\n")
+        if not getattr(trainer, "fast_dev_run", False):
+            self._write(self._folder(trainer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and text."""
+        record = self.record
+        return {
+            "history": [dict(row) for row in record.history],
+            "before": dict(record.before),
+            "num_problems": record.num_problems,
+            "measure": record.measure,
+            "seconds": self._seconds(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the record of the run that is resumed."""
+        self.record = RunRecord(**state_dict)
+
+    # ---------------------------------------------------------------- details
+
+    def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
+        """Mean reward of greedy completions by cache; the same on every rank."""
+        with torch.random.fork_rng(devices=[]):  # a loader draws a seed
+            rows = held_out_rows(trainer, self.num_problems)
+        if self.num_problems and not rows:
+            rank_zero_warn("RunSummary: there are no validation rows, so nothing is evaluated before and after.")
+        if rows and trainer.is_global_zero:
+            say(f"Evaluating on {len(rows)} held-out problems ...")
+        results, binary = {}, True
+        self.record.num_problems = len(rows)
+        for cache in ("dense", "sparse") if module.compressor.evicts else ("dense",):
+            rewards = [reward for reward in self._rewards(module, rows, cache) if not math.isnan(reward)]
+            binary = binary and set(rewards) <= {0.0, 1.0}
+            if rewards:
+                results[cache] = sum(rewards) / len(rewards)
+        was_accuracy = not self.record.before or self.record.measure == "accuracy"
+        self.record.measure = "accuracy" if results and binary and was_accuracy else "reward"
+        return results
+
+    def _rewards(self, module: GenerationModule, rows: list[dict[str, Any]], cache: str) -> list[float]:
+        """The reward of every row's greedy completion; the first completions become the samples to show."""
+        rewards: list[float] = []
+        self.record.samples = []
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            scored = module.generate(batch, module.val_sampling, dense=cache == "dense")
+            new = module.reward(scored).tolist()
+            self._keep_samples(cache, batch, scored.completions, new)
+            rewards += new
+        module.sampler(dense=cache == "dense").cache = None  # the memory back, and training's pool gets its own size
+        return rewards
+
+    def _keep_samples(self, cache: str, rows: list[dict[str, Any]], texts: list[str], rewards: list[float]) -> None:
+        for row, text, reward in zip(rows, texts, rewards, strict=True):
+            if len(self.record.samples) < self.num_samples:
+                sample = {"cache": cache, "prompt": prompt_text(row["prompt"]), "completion": text, "reward": reward}
+                answer = None if row.get("answer") is None else str(row["answer"])
+                self.record.samples.append(sample | {"answer": answer})
+
+    def _write(self, folder: Path) -> None:
+        numbers = json.dumps(self.record.as_json(), indent=1, ensure_ascii=True)
+        written = [folder / "summary.json", folder / "report.html"]
+        write_whole(written[0], numbers + "\n")
+        write_whole(written[1], page(self.record))
+        try:
+            write_whole(folder / "report.png", picture(self.record))
+            written.append(folder / "report.png")
+        except ModuleNotFoundError as error:
+            say(f"No picture: {error}")
+        say("Written: " + ", ".join(map(str, written)))
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(self.folder or trainer.default_root_dir).expanduser()
+
+    def _seconds(self) -> float:
+        return self.record.seconds if self._start is None else time.monotonic() - self._start
+
+
+def held_out_rows(trainer: Trainer, count: int) -> list[dict[str, Any]]:
+    """The first ``count`` validation rows of the data module, or of the loader that ``fit`` was given."""
+    data = getattr(trainer, "datamodule", None)
+    loader = trainer.val_dataloaders if data is None else data.val_dataloader()
+    if isinstance(loader, (list, tuple)):
+        loader = loader[0] if loader else None
+    rows: list[dict[str, Any]] = []
+    for batch in loader or []:
+        if len(rows) >= count:
+            break
+        rows.extend(batch)
+    return rows[:count]
+
+
+def default_title(module: GenerationModule) -> str:
+    """Module, compressor and budget."""
+    compressor = module.compressor
+    budget = f", budget {compressor.budget} + {compressor.buffer} tokens" if compressor.evicts else ""
+    return f"{type(module).__name__} with {type(compressor).__name__}{budget}"
+
+
+def describe(module: GenerationModule) -> dict[str, str]:
+    """What a reader of the report must know to judge its numbers."""
+    policy = module.dense_policy
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    edits = [type(callback).__name__ for callback in module.trainer.callbacks if getattr(callback, "edits", False)]  # type: ignore[attr-defined]
+    return {
+        "policy": f"{type(policy).__name__}, {parameters / 1e6:,.2f} million parameters",
+        "compressor": str(module.compressor),
+        "corrections": ", ".join(edits) or "none",
+        "samples per prompt": str(module.num_generations),
+        "temperature": str(module.temperature),
+        "longest completion": f"{module.sampling.max_completion_length} tokens",
+        "reward functions": ", ".join(getattr(f, "__name__", type(f).__name__) for f in module.reward_funcs),
+    }

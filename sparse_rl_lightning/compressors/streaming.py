@@ -1,0 +1,26 @@
+"""StreamingLLM: attention sinks and the most recent tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.types import LayerState
+
+
+class StreamingLLM(Compressor):
+    """Keep the first ``num_sinks`` tokens and the most recent ones (arXiv 2309.17453), the cheapest rule of all.
+
+    Keys keep the rotation of their true positions; the paper renumbers them inside the cache. ``window`` changes
+    nothing here, since all places that the sinks leave go to the most recent tokens.
+    """
+
+    @property
+    def num_queries(self) -> int:
+        """Positions decide, so no queries are kept."""
+        return 0
+
+    def score(self, layer: LayerState) -> Tensor:
+        """The position: (S, H, N)."""
+        return layer.positions.to(torch.float32)

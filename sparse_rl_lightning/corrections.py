@@ -1,0 +1,201 @@
+"""Correcting for samples drawn by another policy than the learner's: rejection, token masks, weights, statistics.
+
+Everything here is about the consistency ratio of one token, xi = pi_old / pi_sparse: the dense policy over the
+sparse policy that drew the token, both at the parameters the rollout used. ``log_ratio`` is its logarithm, and
+``mask`` always is the whole completion, whatever has been rejected before. Nothing carries gradient.
+
+Sparse-RL as in the paper (arXiv 2601.10079) is ``reject_sequences`` and ``importance_weights`` with their
+defaults. The authors' code also drops single tokens and divides the weights by their mean in the micro-batch::
+
+    keep = reject_sequences(log_ratio, mask)[:, None] & mask_tokens(log_ratio, mask, low=0.5, high=1.5)
+    weights = importance_weights(log_ratio, mask, "token_mask", clip_min=0.5, clip_max=1.5)
+    capped = importance_weights(log_ratio, mask, "token_truncate", clip_max=1.5)
+    weights = normalize_weights(weights, capped, mask)  # on a micro-batch, at loss time
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+WeightMode = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
+]
+
+MAX_LOG_RATIO = 20.0
+"""Logarithms of ratios are clamped to plus or minus this before ``exp``, against overflow only."""
+
+
+def consistency_log_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The log-ratio log pi_old - log pi_sparse of every token drawn, 0 outside the completions.
+
+    Args:
+        old_logprobs: (B, T) dense policy that the rollout used.
+        sampler_logprobs: (B, T) sparse policy that drew the tokens, at the same temperature.
+        mask: (B, T) bool, completion tokens.
+
+    Returns:
+        (B, T), detached.
+    """
+    return torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
+
+
+def reject_sequences(log_ratio: Tensor, mask: Tensor, threshold: float = 1e-4) -> Tensor:
+    """Which sequences stay: all but those with a token that the dense policy finds near-impossible.
+
+    One-sided: a token the dense policy likes much better than the sampler did rejects nothing (Sparse-RL,
+    arXiv 2601.10079, sparsity-aware rejection sampling).
+
+    Args:
+        log_ratio: (B, T) from :func:`consistency_log_ratio`.
+        mask: (B, T) bool, completion tokens.
+        threshold: A sequence goes when any of its tokens has xi below this.
+
+    Returns:
+        (B,) bool, False where the sequence is rejected.
+
+    Raises:
+        ValueError: If ``threshold`` is not between 0 and 1.
+    """
+    if not 0 < threshold < 1:
+        raise ValueError(f"threshold must be between 0 and 1 (a ratio of probabilities), got threshold={threshold}.")
+    return ~((log_ratio < math.log(threshold)) & mask).any(dim=1)
+
+
+def mask_tokens(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    """Which completion tokens have a ratio within [low, high] (IcePop; the authors' code of Sparse-RL).
+
+    Args:
+        log_ratio: (B, T) from :func:`consistency_log_ratio`.
+        mask: (B, T) bool, completion tokens.
+        low: Smallest ratio that stays, 0 for no bound.
+        high: Largest ratio that stays, infinity for no bound.
+
+    Returns:
+        (B, T) bool, False outside the interval and outside ``mask``.
+
+    Raises:
+        ValueError: If the interval is empty.
+    """
+    if not 0 <= low < high:
+        raise ValueError(f"low and high must satisfy 0 <= low < high, got low={low}, high={high}.")
+    log_low = math.log(low) if low > 0 else -math.inf
+    return mask & (log_ratio >= log_low) & (log_ratio <= math.log(high))
+
+
+def importance_weights(
+    log_ratio: Tensor,
+    mask: Tensor,
+    mode: WeightMode = "token_truncate",
+    clip_min: float | None = None,
+    clip_max: float | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """Weights that make tokens of the sparse policy count as the dense policy would have drawn them.
+
+    "token" weights a token by its own xi, "sequence" by the product over its sequence, "geometric" by the
+    geometric mean. "_truncate" clamps the weight to [clip_min, clip_max], "_mask" sets it to 0 outside. With no
+    bounds the "token" modes give the paper's uncapped xi.
+
+    Args:
+        log_ratio: (B, T) from :func:`consistency_log_ratio`.
+        mask: (B, T) bool, completion tokens, rejected ones included.
+        mode: Level and treatment of extremes.
+        clip_min: Lower bound of the weight, None for none.
+        clip_max: Upper bound of the weight, None for none.
+        normalize: Divide by the mean weight of all tokens given, so that it becomes 1. For a mean over a
+            micro-batch, or of other weights than these, leave it out and call :func:`normalize_weights`.
+
+    Returns:
+        (B, T), detached, 0 outside ``mask``.
+
+    Raises:
+        ValueError: If ``mode`` is unknown or the bounds contradict each other.
+    """
+    _check_mode(mode, clip_min, clip_max)
+    level, treatment = mode.split("_")
+    masked = torch.where(mask, log_ratio, 0.0).detach()
+    if level != "token":
+        masked = masked.sum(dim=1, keepdim=True)
+    if level == "geometric":
+        masked = masked / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    ratio = _ratio(masked).expand(mask.shape)
+    bounded = ratio if clip_min is clip_max is None else ratio.clamp(clip_min, clip_max)
+    if treatment == "mask":
+        bounded = torch.where(bounded == ratio, ratio, 0.0)
+    weights = torch.where(mask, bounded, 0.0)
+    return normalize_weights(weights, weights, mask) if normalize else weights
+
+
+def normalize_weights(weights: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """Divide ``weights`` by the mean of ``reference`` over the tokens of ``mask``.
+
+    The two differ in the authors' code of Sparse-RL: weights are 0 outside [0.5, 1.5], but their divisor is the
+    mean of min(xi, 1.5) over all completion tokens of the micro-batch, masked and rejected ones included. The
+    result depends on how sequences are put into micro-batches; call it at loss time.
+
+    Args:
+        weights: (B, T).
+        reference: (B, T), not negative.
+        mask: (B, T) bool, completion tokens, rejected ones included.
+
+    Returns:
+        (B, T); ``weights`` as they are where the mean is 0 or there are no tokens.
+    """
+    mean = torch.where(mask, reference, 0.0).sum() / mask.sum().clamp(min=1)
+    return weights / torch.where(mean > 0, mean, 1.0)
+
+
+def mismatch_statistics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far the sparse policy is from the dense one, over all completion tokens before any rejection.
+
+    The KL divergences are KL(sparse || dense), estimated on the sampler's own tokens.
+
+    Args:
+        log_ratio: (B, T) from :func:`consistency_log_ratio`.
+        mask: (B, T) bool, the completions, rejected sequences and tokens included.
+
+    Returns:
+        Scalars, those of a perfect match where there are no tokens:
+
+        - ``mismatch/kl_k1``: mean of -log xi, unbiased, may be negative;
+        - ``mismatch/kl_k3``: mean of xi - 1 - log xi, never negative;
+        - ``mismatch/ratio_p05``: 5th percentile of xi (nearest rank);
+        - ``mismatch/ess``: effective sample size of the weights xi as a share of the tokens, (0, 1];
+        - ``mismatch/low_ratio_tokens``: share of tokens with xi below 1e-4;
+        - ``mismatch/low_ratio_sequences``: share of sequences with such a token;
+        - ``sampling/importance_sampling_ratio/{min,mean,max}``: of xi (TRL's names);
+        - ``sampling/sampling_logp_difference/{mean,max}``: of the absolute log xi (TRL's names).
+    """
+    log_xi = log_ratio.detach()[mask]
+    if not len(log_xi):
+        log_xi = log_ratio.new_zeros(1)
+    xi = _ratio(log_xi)
+    low = (log_ratio < math.log(1e-4)) & mask
+    return {
+        "mismatch/kl_k1": -log_xi.mean(),
+        "mismatch/kl_k3": (torch.expm1(log_xi.clamp(max=MAX_LOG_RATIO)) - log_xi).mean(),
+        "mismatch/ratio_p05": xi.kthvalue(math.ceil(0.05 * len(xi))).values,
+        "mismatch/ess": xi.sum() ** 2 / (len(xi) * (xi**2).sum()),
+        "mismatch/low_ratio_tokens": low.sum() / mask.sum().clamp(min=1),
+        "mismatch/low_ratio_sequences": low.any(dim=1).sum() / mask.any(dim=1).sum().clamp(min=1),
+        "sampling/importance_sampling_ratio/min": xi.min(),
+        "sampling/importance_sampling_ratio/mean": xi.mean(),
+        "sampling/importance_sampling_ratio/max": xi.max(),
+        "sampling/sampling_logp_difference/mean": log_xi.abs().mean(),
+        "sampling/sampling_logp_difference/max": log_xi.abs().max(),
+    }
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
+    if mode not in get_args(WeightMode):
+        raise ValueError(f"mode must be one of {get_args(WeightMode)}, got mode={mode!r}.")
+    if clip_min is not None and clip_max is not None and clip_min > clip_max:
+        raise ValueError(f"clip_min must not exceed clip_max, got clip_min={clip_min}, clip_max={clip_max}.")

@@ -1,0 +1,272 @@
+"""The policy-gradient objectives and the KL penalty, per token, and the one way both become a scalar.
+
+Letters: w = pi / pi_old (staleness ratio), A advantage, m mask (completion tokens), k = m and keep (the tokens
+that survive rejection), x the term of a token, already clipped and weighted, n_i = sum_t m, k_i = sum_t k of
+sequence i. A sequence with k_i = 0 is rejected as a whole. :func:`aggregate` forms
+
+=============  =====================================  ==========================================
+family         loss                                   items, by ``denominator``
+=============  =====================================  ==========================================
+sequence mean  sum_i (sum_t k x / length_i) / items   all: B; kept_tokens: B; kept: sequences with k_i > 0
+token mean     sum_i sum_t k x / items                all: sum n_i; kept: sum k_i; kept_tokens: sum of k_i, or
+                                                      of n_i where the sequence is rejected as a whole
+constant       sum_i sum_t k x / (items * L)          as sequence mean; L = max_completion_length
+=============  =====================================  ==========================================
+
+with length_i = n_i for "all" and k_i otherwise. "all" counts what is rejected as zeros (Sparse-RL's paper, TRL),
+"kept_tokens" lets rejected tokens leave but keeps rejected sequences as zeros (the authors' code), "kept" lets
+both leave (verl). grpo is the sequence mean, dapo, bnpo and cispo the token mean, dr_grpo the constant. Rows of
+an empty mask count as sequences, as in TRL.
+
+``num_items`` replaces ``items`` when a batch is one part of an optimisation step: the sum over all parts (and
+ranks) of :func:`count_items`, with the same loss type and denominator. The parts' losses then *add up* to the loss
+of the whole step, so a trainer that averages over parts or ranks must be given the loss times their number.
+bnpo is dapo without ``num_items``: each part has its own mean.
+
+The KL term takes the same path: ``aggregate(kl_penalty(...), mask, keep, ...)``, with ``keep=None`` where the
+penalty holds for rejected tokens too (preset "paper", whose denominator "all" does not depend on keep).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.corrections import MAX_LOG_RATIO
+from sparse_rl_lightning.types import LossOutput
+
+LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo"]
+Denominator = Literal["all", "kept_tokens", "kept"]
+ImportanceSamplingLevel = Literal["token", "sequence"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    keep: Tensor | None = None,
+    weights: Tensor | None = None,
+    loss_type: LossType = "grpo",
+    importance_sampling_level: ImportanceSamplingLevel = "token",
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    denominator: Denominator = "all",
+    max_completion_length: int | None = None,
+    num_items: int | float | Tensor | None = None,
+) -> LossOutput:
+    """Minus the clipped objective weights * min(w A, clip(w) A), kept tokens only, as one number.
+
+    Args:
+        logprobs: (B, T) learner, with gradient.
+        old_logprobs: (B, T) dense policy before the update.
+        advantages: (B,).
+        mask: (B, T) bool, completion tokens, rejected ones included.
+        keep: (B, T) bool, False for rejected tokens; None keeps all.
+        weights: (B, T) factors on the clipped term, used without gradient; None for 1.
+        loss_type: How terms are aggregated (module docstring). "cispo" also replaces the clipped term by
+            min(w, epsilon_high) A log pi with the first factor detached (arXiv 2506.13585).
+        importance_sampling_level: w of the "token", or the geometric mean over the "sequence" (GSPO,
+            arXiv 2507.18071).
+        epsilon: w is clipped below at 1 - epsilon.
+        epsilon_high: And above at 1 + epsilon_high, None for ``epsilon``. For cispo the cap itself, e.g. 5.
+        delta: Upper bound of the unclipped w too, which bounds the loss of unlikely bad tokens; None for none.
+        denominator: What rejection does to the divisor (module docstring).
+        max_completion_length: The L of dr_grpo.
+        num_items: Items of the whole optimisation step, None for those of this batch.
+
+    Returns:
+        The loss, a zero attached to the graph when nothing is kept; and metrics over all of ``mask``:
+        ``clip_ratio/{low,high,region}_mean`` (tokens, or sequences, whose gradient the clip stops) and
+        ``kept_fraction``.
+
+    Raises:
+        ValueError: If an option is unknown or does not fit the others, or shapes differ.
+    """
+    _check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, keep=keep, weights=weights)
+    _check_shapes(mask[:, 0], advantages=advantages)
+    _check_options(loss_type, importance_sampling_level, epsilon_high, delta)
+    kept = _kept(mask, keep)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask, importance_sampling_level)
+    metrics = _clip_metrics(log_ratio.detach().exp(), advantages, mask, loss_type, epsilon, epsilon_high)
+    metrics["kept_fraction"] = kept.sum() / mask.sum().clamp(min=1)
+
+    ratio = torch.where(kept, log_ratio, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if loss_type == "cispo":
+        objective = ratio.clamp(max=epsilon_high).detach() * advantages[:, None] * logprobs
+    else:
+        objective = _clipped(ratio, advantages[:, None], epsilon, epsilon_high, delta)
+    if weights is not None:
+        objective = objective * torch.where(kept, weights, 0.0).detach()
+    loss = aggregate(-objective, mask, kept, loss_type, denominator, max_completion_length, num_items)
+    return LossOutput(loss, metrics)
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+    """KL(pi || pi_ref) of every token, estimated on tokens of pi (Schulman, "Approximating KL divergence", 2020).
+
+    With d = log pi_ref - log pi: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. As a loss k1 has no expected
+    gradient; it is for logging.
+
+    Args:
+        logprobs: (B, T) learner, with gradient.
+        ref_logprobs: (B, T) reference policy.
+        mask: (B, T) bool, completion tokens.
+        estimator: "k1", "k2" or "k3". For k3, d is clamped to at most 20 against overflow.
+
+    Returns:
+        (B, T), 0 outside ``mask``. Sum it up with :func:`aggregate`.
+
+    Raises:
+        ValueError: If ``estimator`` is unknown or shapes differ.
+    """
+    _check_choice("estimator", estimator, get_args(KLEstimator))
+    _check_shapes(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    difference = torch.where(mask, ref_logprobs - logprobs, 0.0)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference**2 / 2
+    difference = difference.clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(difference) - difference
+
+
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    keep: Tensor | None = None,
+    loss_type: LossType = "grpo",
+    denominator: Denominator = "all",
+    max_completion_length: int | None = None,
+    num_items: int | float | Tensor | None = None,
+) -> Tensor:
+    """The scalar that (B, T) terms come to under a loss type and a denominator (formulas: module docstring).
+
+    Args:
+        per_token: (B, T); values of tokens that are not kept are never used.
+        mask: (B, T) bool, completion tokens, rejected ones included.
+        keep: (B, T) bool, False for rejected tokens; None keeps all.
+        loss_type: Picks the family: sequence mean, token mean or constant.
+        denominator: "all", "kept_tokens" or "kept".
+        max_completion_length: The L of dr_grpo.
+        num_items: Items of the whole optimisation step, None for those of this batch.
+
+    Returns:
+        A scalar, attached to the graph of ``per_token`` even when nothing is kept.
+
+    Raises:
+        ValueError: If an option is unknown, dr_grpo has no length, or shapes differ.
+    """
+    _check_shapes(mask, per_token=per_token, keep=keep)
+    kept = _kept(mask, keep)
+    own_items = count_items(mask, kept, loss_type, denominator)
+    items = torch.as_tensor(
+        own_items if num_items is None else num_items, dtype=per_token.dtype, device=per_token.device
+    )
+    terms = torch.where(kept, per_token, 0.0)
+    if loss_type == "grpo":
+        lengths = (mask if denominator == "all" else kept).sum(dim=1, keepdim=True)
+        terms = terms / lengths.clamp(min=1)
+    if loss_type == "dr_grpo":
+        if max_completion_length is None:
+            raise ValueError("loss_type='dr_grpo' divides by max_completion_length: pass it.")
+        items = items * max_completion_length
+    return terms.sum() / torch.where(items > 0, items, 1)
+
+
+def count_items(
+    mask: Tensor, keep: Tensor | None = None, loss_type: LossType = "grpo", denominator: Denominator = "all"
+) -> Tensor:
+    """What this batch adds to ``num_items``: sequences for grpo and dr_grpo, tokens for dapo, bnpo and cispo.
+
+    Args:
+        mask: (B, T) bool, completion tokens, rejected ones included.
+        keep: (B, T) bool, False for rejected tokens; None keeps all.
+        loss_type: Picks the family.
+        denominator: "all", "kept_tokens" or "kept".
+
+    Returns:
+        A whole number, (). Counts of the parts of a step add up to the count of the step.
+
+    Raises:
+        ValueError: If an option is unknown.
+    """
+    _check_choice("loss_type", loss_type, get_args(LossType))
+    _check_choice("denominator", denominator, get_args(Denominator))
+    kept = _kept(mask, keep)
+    alive = kept.any(dim=1)
+    if loss_type in ("grpo", "dr_grpo"):
+        return (alive if denominator == "kept" else torch.ones_like(alive)).sum()
+    if denominator == "kept_tokens":
+        return torch.where(alive, kept.sum(dim=1), mask.sum(dim=1)).sum()
+    return (kept if denominator == "kept" else mask).sum()
+
+
+def _kept(mask: Tensor, keep: Tensor | None) -> Tensor:
+    return mask if keep is None else mask & keep
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: ImportanceSamplingLevel) -> Tensor:
+    """The logarithm of w, (B, T) for the token level, (B, 1) for the sequence level."""
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    if level == "token":
+        return log_ratio
+    return log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _clipped(
+    ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float | None, delta: float | None
+) -> Tensor:
+    """min(w A, clip(w) A), the first w bounded by ``delta`` (two-sided clip of INTELLECT-2, arXiv 2505.07291)."""
+    high = epsilon if epsilon_high is None else epsilon_high
+    clipped = ratio.clamp(1 - epsilon, 1 + high) * advantages
+    return torch.minimum((ratio if delta is None else ratio.clamp(max=delta)) * advantages, clipped)
+
+
+def _clip_metrics(
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    loss_type: LossType,
+    epsilon: float,
+    epsilon_high: float | None,
+) -> dict[str, Tensor]:
+    """Shares of tokens (ratio (B, T)) or of sequences (ratio (B, 1)) beyond the clip on the side that matters."""
+    counted = mask if ratio.shape == mask.shape else mask.any(dim=1, keepdim=True)
+    high_bound = epsilon if epsilon_high is None else epsilon_high
+    low_bound, high_bound = (0.0, high_bound) if loss_type == "cispo" else (1 - epsilon, 1 + high_bound)
+    side = torch.where(counted, advantages[:, None], 0.0)
+    low, high = (ratio < low_bound) & (side < 0), (ratio > high_bound) & (side > 0)
+    total = counted.sum().clamp(min=1)
+    return {
+        "clip_ratio/low_mean": low.sum() / total,
+        "clip_ratio/high_mean": high.sum() / total,
+        "clip_ratio/region_mean": (low | high).sum() / total,
+    }
+
+
+def _check_options(loss_type: str, level: str, epsilon_high: float | None, delta: float | None) -> None:
+    _check_choice("loss_type", loss_type, get_args(LossType))
+    _check_choice("importance_sampling_level", level, get_args(ImportanceSamplingLevel))
+    if loss_type == "cispo" and epsilon_high is None:
+        raise ValueError("loss_type='cispo' caps the ratio at epsilon_high itself: pass epsilon_high, e.g. 5.0.")
+    if loss_type == "cispo" and delta is not None:
+        raise ValueError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {name}={value!r}.")
+
+
+def _check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be a bool tensor, got {mask.dtype}.")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != mask.shape:
+            raise ValueError(f"{name} must have shape {tuple(mask.shape)} to fit mask, got {tuple(tensor.shape)}.")

@@ -1,0 +1,82 @@
+"""How much a completion repeats itself: the visible failure of sequences whose cache forgot too much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+NGRAM = 4
+"""Tokens that count as one phrase: short enough to catch loops of any length, long enough to spare plain grammar."""
+
+
+def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
+    """Share of a completion's n-grams that stood in the same completion before.
+
+    A text without any repeated phrase has 0; one that ends in a loop approaches 1. Completions of fewer than n
+    tokens have 0. Phrases are compared exactly, not by hash.
+
+    Args:
+        sequences: (B, T) token ids.
+        mask: (B, T) bool, the completion of each sequence, without gaps.
+        n: Tokens per phrase.
+
+    Returns:
+        (B,) between 0 and 1.
+
+    Raises:
+        ValueError: If ``n`` is not positive.
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1 token, got n={n}.")
+    if sequences.shape[1] < n or not sequences.numel():
+        return torch.zeros(sequences.shape[0], device=sequences.device)
+    phrases = _phrase_ids(sequences, n)  # (B, T - n + 1)
+    inside = mask[:, : phrases.shape[1]] & mask[:, n - 1 :]
+    rows = torch.arange(len(sequences), device=sequences.device)[:, None].expand_as(phrases)
+    pairs = torch.stack([rows[inside], phrases[inside]])
+    distinct = torch.unique(pairs[0] * (phrases.max() + 1) + pairs[1]) // (phrases.max() + 1)
+    different = torch.bincount(distinct, minlength=len(sequences))
+    count = inside.sum(dim=1)
+    return (count - different) / count.clamp(min=1)
+
+
+class RepetitionRate(Metric):
+    """Mean of :func:`repetition_rates` over all completions seen.
+
+    Args:
+        n: Tokens per phrase.
+        **kwargs: Of ``torchmetrics.Metric``.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, n: int = NGRAM, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.n = n
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, sequences: Tensor, mask: Tensor) -> None:
+        """Add token ids (B, T) with their completion mask (B, T)."""
+        self.total += repetition_rates(sequences, mask, self.n).double().sum()
+        self.count += len(sequences)
+
+    def compute(self) -> Tensor:
+        """A number between 0 and 1; 0 before the first completion."""
+        return self.total / self.count.clamp(min=1)
+
+
+def _phrase_ids(sequences: Tensor, n: int) -> Tensor:
+    """(B, T - n + 1) a number per phrase, the same for the same n tokens: one token is added at a time."""
+    ids, tokens = sequences, int(sequences.max()) + 1
+    for offset in range(1, n):
+        longer = ids[:, :-1] * tokens + sequences[:, offset:]
+        ids = torch.unique(longer, return_inverse=True)[1]
+    return ids

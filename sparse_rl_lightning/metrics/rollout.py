@@ -1,0 +1,132 @@
+"""The numbers of one rollout that are logged: what was sampled, what it cost, what rejection made of it.
+
+Names are TRL's where TRL measures the same. A rollout's numbers speak of all its B sequences; those that rejection
+drops are left out nowhere but in the two rejection rates. The table, key by key:
+
+=========================================== ============ =====================================================
+key                                         unit         meaning
+=========================================== ============ =====================================================
+completions/mean_length                     tokens       mean length of the completions, end token included
+completions/min_length                      tokens       shortest
+completions/max_length                      tokens       longest
+completions/clipped_ratio                   share        completions cut off by max_completion_length
+completions/mean_terminated_length          tokens       mean length of those that ended by themselves (0: none)
+completions/min_terminated_length           tokens       shortest of those
+completions/max_terminated_length           tokens       longest of those
+completions/repetition_rate                 share        4-grams that stood in the same completion before
+rewards/{function}/mean                     reward       mean of one reward function where it applies
+rewards/{function}/std                      reward       its standard deviation over all completions
+reward                                      reward       mean of the weighted sum of the reward functions
+reward_std                                  reward       standard deviation within a prompt's samples, mean of it
+frac_reward_zero_std                        share        prompts whose samples all have the same reward
+rejection_rate                              share        sequences of which rejection leaves no token
+token_mask_rate                             share        tokens left out, those of rejected sequences included
+mismatch/kl_k1                              nats/token   KL(sparse || dense), unbiased, may be negative
+mismatch/kl_k3                              nats/token   the same, never negative
+mismatch/ratio_p05                          ratio        5th percentile of xi = dense / sparse probability
+mismatch/ess                                share        effective sample size of the weights xi
+mismatch/low_ratio_tokens                   share        tokens with xi below 1e-4
+mismatch/low_ratio_sequences                share        sequences with such a token
+sampling/importance_sampling_ratio/min      ratio        smallest xi
+sampling/importance_sampling_ratio/mean     ratio        mean of xi
+sampling/importance_sampling_ratio/max      ratio        largest xi
+sampling/sampling_logp_difference/mean      nats         mean of |log xi|
+sampling/sampling_logp_difference/max       nats         largest |log xi|
+kv/saving_final                             share        KV tokens not stored at the end of the sequences
+kv/saving_integral                          share        KV tokens not stored, over all decode steps
+kv/peak_bytes                               bytes        key and value pools that were allocated
+kv/full_peak_bytes                          bytes        the same slots with a full cache
+kv/prefill_peak_bytes                       bytes        staging beside the pools while prompts were read
+time/rollout                                seconds      sampling under the compressed cache
+time/rescoring                              seconds      dense log-probs (and the reference policy's)
+time/rewards                                seconds      reward functions and advantages
+time/tokens_per_second                      tokens/s     completion tokens over time/rollout
+=========================================== ============ =====================================================
+
+The ``mismatch/`` and ``sampling/`` keys need dense rescoring and are absent without it; they see the completions
+before any rejection. Standard deviations are Bessel-corrected. Shares lie between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.advantages import informative_groups
+from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
+from sparse_rl_lightning.metrics.rejection import rejection_rate, token_mask_rate
+from sparse_rl_lightning.metrics.repetition import repetition_rates
+from sparse_rl_lightning.types import Rollout, ScoredRollout
+
+
+def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
+    """Everything worth logging about a scored rollout; the module's docstring has the table of keys and units.
+
+    Args:
+        scored: A rollout after all callbacks that edit it.
+
+    Returns:
+        Scalars by name. Which names there are depends on what the rollout carries, never on its values.
+    """
+    rollout = scored.rollout
+    metrics: dict[str, Tensor | float] = {**_completions(rollout), **_rewards(scored), **_rejection(rollout)}
+    if rollout.old_logprobs is not None:
+        mask = rollout.completion_mask
+        log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sampler_logprobs, mask)
+        metrics.update(mismatch_statistics(log_ratio, mask))
+    if rollout.kv is not None:
+        metrics.update(
+            {
+                "kv/saving_final": rollout.kv.saving_final,
+                "kv/saving_integral": rollout.kv.saving_integral,
+                "kv/peak_bytes": float(rollout.kv.peak_bytes),
+                "kv/full_peak_bytes": float(rollout.kv.full_peak_bytes),
+                "kv/prefill_peak_bytes": float(rollout.kv.prefill_peak_bytes),
+            }
+        )
+    metrics.update({f"time/{stage}": seconds for stage, seconds in scored.seconds.items()})
+    if scored.seconds.get("rollout"):
+        metrics["time/tokens_per_second"] = rollout.completion_mask.sum() / scored.seconds["rollout"]
+    return metrics
+
+
+def _completions(rollout: Rollout) -> dict[str, Tensor]:
+    lengths = rollout.completion_lengths.float()
+    ended = lengths[rollout.finished] if bool(rollout.finished.any()) else lengths.new_zeros(1)
+    return {
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": 1 - rollout.finished.float().mean(),
+        "completions/mean_terminated_length": ended.mean(),
+        "completions/min_terminated_length": ended.min(),
+        "completions/max_terminated_length": ended.max(),
+        "completions/repetition_rate": repetition_rates(rollout.sequences, rollout.completion_mask).mean(),
+    }
+
+
+def _rewards(scored: ScoredRollout) -> dict[str, Tensor]:
+    metrics, device = {}, scored.rollout.sequences.device  # reward functions give CPU tensors
+    for name, values in {name: values.to(device) for name, values in scored.reward_table.items()}.items():
+        metrics[f"rewards/{name}/mean"] = values.nanmean()
+        metrics[f"rewards/{name}/std"] = _nanstd(values[None])[0]
+    rewards, generations = scored.rollout.rewards, scored.num_generations
+    if rewards is not None:
+        metrics["reward"] = rewards.nanmean()
+    if rewards is not None and generations > 1:
+        metrics["reward_std"] = _nanstd(rewards.view(-1, generations)).mean()
+        metrics["frac_reward_zero_std"] = 1 - informative_groups(rewards, generations).float().mean()
+    return metrics
+
+
+def _rejection(rollout: Rollout) -> dict[str, Tensor]:
+    mask = rollout.completion_mask
+    keep = mask if rollout.keep is None else rollout.keep
+    return {"rejection_rate": rejection_rate(keep, mask), "token_mask_rate": token_mask_rate(keep, mask)}
+
+
+def _nanstd(rows: Tensor) -> Tensor:
+    """(rows,) Bessel-corrected deviation of the values that are not NaN, 0 for fewer than two of them."""
+    squares = (rows - rows.nanmean(dim=1, keepdim=True)) ** 2
+    count = (~torch.isnan(rows)).sum(dim=1)
+    return (squares.nansum(dim=1) / (count - 1).clamp(min=1)).sqrt()

@@ -1,0 +1,102 @@
+"""How much attention the most recent queries pay to every cached key."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GroupReduction = Literal["max", "mean"]
+QueryReduction = Literal["mean", "sum"]
+Pooling = Literal["max", "avg", "none"]
+
+
+def window_importance(
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    valid: Tensor,
+    positions: Tensor,
+    scale: float,
+    *,
+    window: int,
+    exclude_window: bool = True,
+    group_reduction: GroupReduction = "max",
+    query_reduction: QueryReduction = "mean",
+    pooling: Pooling = "max",
+    kernel_size: int = 7,
+) -> Tensor:
+    """Attention from the recent queries to the entries before the observation window, pooled over neighbours.
+
+    In the order of the operations: logits; ``group_reduction="max"`` over the query heads of a group; softmax; mean
+    or sum over the queries; pooling; ``group_reduction="mean"``. A query sees the entries at its own position and
+    before. Every (slot, head) row is on its own: neither other rows nor free memory can change its result.
+
+    Args:
+        queries: (S, Hq, A, D) post-RoPE, in any order; Hq is a multiple of H, the heads of a group are adjacent.
+        query_positions: (S, A) their positions, -1 for an absent query, whose content is not used.
+        keys: (S, H, N, D) post-RoPE, in the order of their positions, live ones first.
+        valid: (S, H, N) bool, live entries.
+        positions: (S, H, N) true token positions.
+        scale: Factor on q.k before the softmax.
+        window: The last ``window`` live entries of a row are the observation window. They get 0 and do not take
+            part in the pooling.
+        exclude_window: Softmax over the live entries outside the window (R-KV) or over all of them (SnapKV).
+        group_reduction: "max" of the logits before the softmax (R-KV) or "mean" of the importance (kvpress).
+        query_reduction: "mean" over the queries present (R-KV) or their "sum" (SnapKV).
+        pooling: "max", "avg" or "none" over ``kernel_size`` entries, stride 1. The average divides by
+            ``kernel_size`` at the borders too (SnapKV's ``avg_pool1d`` with its counted zero padding).
+        kernel_size: Odd number of entries.
+
+    Returns:
+        (S, H, N), 0 in the window and in free memory; float64 if the keys are, else float32.
+    """
+    assert group_reduction in ("max", "mean"), group_reduction
+    assert query_reduction in ("mean", "sum"), query_reduction
+    outside = valid & (torch.arange(valid.shape[-1], device=valid.device) < valid.sum(-1, keepdim=True) - window)
+    attended = outside if exclude_window else valid
+    visible = attended.unsqueeze(2) & (positions.unsqueeze(2) <= query_positions[:, None, :, None])  # (S, H, A, N)
+    logits = _group_logits(queries, keys, scale)  # (S, H, G, A, N)
+    if group_reduction == "max":
+        logits = logits.amax(dim=2, keepdim=True)
+    hidden = ~visible.unsqueeze(2)  # absent queries, at position -1, see nothing
+    # a query that sees nothing has a softmax of NaN, free memory may hold NaN: both are cut here
+    paid = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).masked_fill(hidden, 0.0).sum(dim=3)  # (S, H, G, N)
+    if query_reduction == "mean":
+        paid = paid / (query_positions >= 0).sum(dim=-1).clamp(min=1)[:, None, None, None]
+    return pool_entries(paid, outside.unsqueeze(2), pooling, kernel_size).mean(dim=2)
+
+
+def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: int) -> Tensor:
+    """Max or average over neighbours along the last dimension, as if only the entries ``inside`` existed.
+
+    Args:
+        values: (..., N) float, finite where ``inside``.
+        inside: bool, broadcasts to ``values``, one run of entries from the first one on.
+        pooling: "max", "avg" (missing neighbours count as zeros) or "none".
+        kernel_size: Odd number of entries.
+
+    Returns:
+        (..., N), 0 where not ``inside``.
+    """
+    assert pooling in ("max", "avg", "none"), pooling
+    assert kernel_size % 2 == 1, kernel_size
+    if pooling == "none":
+        return values.masked_fill(~inside, 0.0)
+    rows = values.masked_fill(~inside, -torch.inf if pooling == "max" else 0.0).flatten(end_dim=-2)
+    pool = F.max_pool1d if pooling == "max" else F.avg_pool1d
+    pooled = pool(rows, kernel_size, stride=1, padding=kernel_size // 2)
+    return pooled.view(values.shape).masked_fill(~inside, 0.0)
+
+
+def _group_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """(S, H, G, A, N) scaled products of every query with the keys of its group, at least in float32."""
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    slots, heads, num_entries, dim = keys.shape
+    group, num_queries = queries.shape[1] // heads, queries.shape[2]
+    stacked = queries.to(dtype).reshape(slots, heads, group * num_queries, dim)
+    with torch.autocast(keys.device.type, enabled=False):  # mixed-precision training would round them to bf16
+        logits = torch.matmul(stacked, keys.to(dtype).mT) * scale
+    return logits.view(slots, heads, group, num_queries, num_entries)

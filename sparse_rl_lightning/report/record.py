@@ -1,0 +1,81 @@
+"""What is known about a run when it ends: the numbers behind its table, picture and page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunRecord:
+    """A run in plain numbers and text, nothing of it from torch.
+
+    ``before`` and ``after`` hold mean rewards of greedy completions on held-out problems by cache, ``dense`` and
+    ``sparse``; either may be missing. ``history`` has one row per rollout with the keys of
+    :mod:`sparse_rl_lightning.metrics.rollout`. A sample has ``prompt``, ``completion``, ``reward`` and ``cache``,
+    and ``answer`` where the data has one.
+    """
+
+    history: list[dict[str, float]] = field(default_factory=list)
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    num_problems: int = 0
+    measure: str = "reward"  # "accuracy" where all rewards are 0 or 1
+    seconds: float = 0.0  # wall time of training
+    steps: int = 0  # optimiser steps
+    settings: dict[str, str] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    title: str = "Sparse-RL run"
+
+    def column(self, key: str) -> list[float]:
+        """One number per rollout, NaN where there is none."""
+        return [row.get(key, math.nan) for row in self.history]
+
+    def mean(self, key: str) -> float | None:
+        """Mean over the rollouts that have it, None if none has."""
+        values = self._known(key)
+        return sum(values) / len(values) if values else None
+
+    def maximum(self, key: str) -> float | None:
+        """Largest value over the rollouts, None if none has one."""
+        return max(self._known(key), default=None)
+
+    def summary(self) -> dict[str, Any]:
+        """The run in a few numbers: means over rollouts, peaks as maxima, shares between 0 and 1."""
+        return {
+            "rollouts": len(self.history),
+            "optimizer_steps": self.steps,
+            "wall_time_seconds": self.seconds,
+            "held_out_problems": self.num_problems,
+            "measure": self.measure,
+            "before": dict(self.before),
+            "after": dict(self.after),
+            "kv_saving_final": self.mean("kv/saving_final"),
+            "kv_saving_integral": self.mean("kv/saving_integral"),
+            "kv_peak_bytes": self.maximum("kv/peak_bytes"),
+            "kv_full_peak_bytes": self.maximum("kv/full_peak_bytes"),
+            "rejection_rate": self.mean("rejection_rate"),
+            "token_mask_rate": self.mean("token_mask_rate"),
+            "mismatch_kl_k3": self.mean("mismatch/kl_k3"),
+            "repetition_rate": self.mean("completions/repetition_rate"),
+            "tokens_per_second": self.mean("time/tokens_per_second"),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with null in place of numbers that JSON does not have."""
+        parts = {"summary": self.summary(), "settings": self.settings, "samples": self.samples, "history": self.history}
+        cleaned: dict[str, Any] = _finite(parts)
+        return cleaned
+
+    def _known(self, key: str) -> list[float]:
+        return [value for value in self.column(key) if math.isfinite(value)]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,224 @@
+"""Progress, summary and completions in real runs of SparseGRPO: what is shown, what is written, what a resume keeps."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks import (
+    CompletionsTable,
+    ImportanceReweighting,
+    RolloutProgress,
+    RunSummary,
+    SparsityAwareRejection,
+)
+from sparse_rl_lightning.compressors import Compressor, FullKV, StreamingLLM
+from sparse_rl_lightning.data import PromptDataModule
+from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+ALPHABET = "0123456789abcdef"
+
+
+class Prompts(PromptDataModule):
+    """Sixteen training and six validation prompts."""
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [{"prompt": ALPHABET[i:] + "a", "answer": ALPHABET[i]} for i in range(16)]
+
+    def val_rows(self) -> list[dict[str, Any]]:
+        return self.train_rows()[:6]
+
+
+def has_answer(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
+    return [float(right in text) for right, text in zip(answer, completions, strict=True)]
+
+
+def fit(
+    folder: Path, callbacks: list[Any], steps: int = 4, compressor: Compressor | None = None, **options: Any
+) -> Trainer:
+    """Rollouts of 2 prompts x 4 samples, two optimiser steps each."""
+    tokenizer = character_tokenizer(ALPHABET)
+    policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.4)
+    grpo = SparseGRPO(
+        LoadedPolicy(policy, tokenizer),
+        compressor or StreamingLLM(budget=8, buffer=3, num_sinks=1, window=4),
+        has_answer,
+        num_generations=4,
+        max_completion_length=10,
+        steps_per_generation=2,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        seed=3,
+    )
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing="ckpt_path" in options,
+        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, default_root_dir=folder,
+        enable_progress_bar=any(isinstance(c, RolloutProgress) for c in callbacks),
+        callbacks=[SparsityAwareRejection(), ImportanceReweighting(), *callbacks],
+        fast_dev_run=options.get("fast_dev_run", False),
+    )  # fmt: skip
+    trainer.fit(
+        grpo, datamodule=options.get("data", Prompts(prompts_per_rollout=2)), ckpt_path=options.get("ckpt_path")
+    )
+    return trainer
+
+
+def weights(trainer: Trainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.lightning_module.policy.parameters()])
+
+
+def forget_times(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in history]
+
+
+class Unwritten(RunSummary):
+    """A summary that spares the test the time for pictures."""
+
+    def _write(self, folder: Path) -> None:
+        pass
+
+
+# ---------------------------------------------------------------- summary
+
+
+def test_summary_reports_the_run_and_leaves_it_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = RunSummary(num_problems=5, num_samples=2, batch_size=2)
+    with_summary = fit(tmp_path, [summary, CompletionsTable(every_n_rollouts=1, console=False)])
+    shown = capsys.readouterr().out
+    random_state = torch.get_rng_state()
+    torch.manual_seed(0)  # as before the first run
+    assert weights(with_summary).equal(weights(fit(tmp_path / "other", [])))
+    assert torch.get_rng_state().equal(random_state)
+
+    numbers = json.loads((tmp_path / "summary.json").read_text())
+    assert numbers["summary"]["optimizer_steps"] == 4
+    assert numbers["summary"]["held_out_problems"] == 5
+    assert numbers["summary"]["measure"] == "accuracy"
+    for moment in ("before", "after"):
+        results = numbers["summary"][moment]
+        assert set(results) == {"dense", "sparse"}
+        assert all(5 * share == pytest.approx(round(5 * share)) for share in results.values())
+    assert [row["step"] for row in numbers["history"]] == [0, 2]
+    assert [s["prompt"] for s in numbers["samples"]] == [row["prompt"] for row in Prompts().val_rows()[:2]]
+    assert [s["answer"] for s in numbers["samples"]] == ["0", "1"]
+
+    module = with_summary.lightning_module
+    assert module.sampler().cache is None  # evaluation gave its memory back
+    dense, sparse = (module.generate(Prompts().val_rows()[:5], module.val_sampling, dense=d) for d in (True, False))
+    assert numbers["summary"]["after"]["dense"] == pytest.approx(float(module.reward(dense).mean()))
+    assert [s["completion"] for s in numbers["samples"]] == sparse.completions[:2] != dense.completions[:2]
+
+    assert "greedy accuracy, 5 held-out problems" in shown
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>SparseGRPO with StreamingLLM, budget 8 + 3 tokens</h1>" in html
+    assert "SparsityAwareRejection, ImportanceReweighting" in html
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((tmp_path / "completions").iterdir())) == 2
+
+
+def test_a_resumed_run_keeps_evaluation_and_history(tmp_path: Path) -> None:
+    whole = Unwritten(num_problems=3)
+    fit(tmp_path / "whole", [whole], steps=8)
+    first = Unwritten(num_problems=3)
+    save = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1)
+    fit(tmp_path / "cut", [first, save], steps=3, ckpt_path=None)
+    (checkpoint,) = (tmp_path / "ckpt").iterdir()
+    state = torch.load(checkpoint, weights_only=True)["callbacks"][first.state_key]
+    assert state["before"] == whole.record.before
+    state["before"]["dense"] = first.record.before["dense"] = 0.125  # to see that it is taken, not evaluated again
+    content = torch.load(checkpoint, weights_only=True)
+    content["callbacks"][first.state_key] = state
+    torch.save(content, checkpoint)
+
+    resumed = Unwritten(num_problems=3)
+    fit(tmp_path / "cut", [resumed], steps=8, ckpt_path=str(checkpoint))
+    assert resumed.record.before["dense"] == 0.125
+    assert resumed.record.after == whole.record.after
+    assert forget_times(resumed.record.history) == forget_times(whole.record.history)
+    assert len(whole.record.history) == 4
+    assert resumed.record.seconds > first.record.seconds
+
+
+def test_dense_runs_and_runs_without_held_out_problems(tmp_path: Path) -> None:
+    dense = Unwritten(num_problems=2)
+    fit(tmp_path, [dense], steps=2, compressor=FullKV())
+    assert set(dense.record.after) == {"dense"}
+    assert dense.record.title == "SparseGRPO with FullKV"
+    assert {s["cache"] for s in dense.record.samples} == {"dense"}
+    none = Unwritten(num_problems=0)
+    fit(tmp_path, [none], steps=2)
+    assert none.record.before == none.record.after == {}
+    assert len(none.record.history) == 1
+
+
+def test_missing_validation_rows_are_warned_of(tmp_path: Path) -> None:
+    class NoValidation(Prompts):
+        def val_rows(self) -> list[dict[str, Any]]:
+            return []
+
+    with pytest.warns(UserWarning, match="no validation rows"):
+        fit(tmp_path, [Unwritten()], steps=1, data=NoValidation(prompts_per_rollout=2))
+
+
+def test_a_trial_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, [RunSummary(num_problems=1)], fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+    assert "greedy" in capsys.readouterr().out
+
+
+def test_an_unwritable_folder_is_an_error_before_the_first_rollout(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=r"RunSummary: folder=.*cannot be written"):
+        fit(tmp_path, [RunSummary(folder=tmp_path / "file")])
+
+
+# ---------------------------------------------------------------- progress
+
+
+class Terminal(io.StringIO):
+    """An output that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_in_a_terminal_is_one_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "200")
+    callback = RolloutProgress(refresh_seconds=0)
+    trainer = fit(tmp_path, [callback])
+    assert trainer.progress_bar_callback is callback
+    shown = sys.stdout.getvalue()
+    frames = [frame for frame in shown.split("\r") if frame.strip()]
+    assert "0/4" in frames[0] or "0/?" in frames[0]
+    rolling = [frame for frame in frames if frame.startswith("Rollout")]
+    assert "/8, " in rolling[0]
+    assert "tokens/s" in rolling[0]
+    last = frames[-1]
+    assert last.startswith("Trained: 100%")
+    assert "4/4" in last
+    order = [last.index(name) for name in ("reward ", "length ", "rejected ", "KV saved ")]
+    assert order == sorted(order)
+    assert "loss" not in shown
+    assert shown.count("\n") == 1  # the end of the one bar
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, [RolloutProgress(line_seconds=3600)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert len(lines) == 2  # at once, and at the end
+    assert re.match(r"step 0/4: rollout \d/8, [\d,]+ tokens/s$", lines[0])
+    assert lines[1].startswith("step 4/4: trained; reward ")
+    fit(tmp_path, [RolloutProgress(line_seconds=0)])
+    assert len(capsys.readouterr().out.splitlines()) > 20

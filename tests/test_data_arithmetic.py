@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from sparse_rl_lightning.data import ARITHMETIC_ALPHABET, ArithmeticTasks, Row
+from sparse_rl_lightning.data.arithmetic import is_validation_question
+from sparse_rl_lightning.rewards import arithmetic_reward
+from sparse_rl_lightning.rewards.expression import evaluate_expression
+from sparse_rl_lightning.testing import character_tokenizer
+
+TASKS = ["sum", "product", "modulo", "countdown"]
+
+
+def rows(tasks: str | list[str] = "sum", **arguments: Any) -> list[Row]:
+    return ArithmeticTasks(tasks, **({"num_train": 200, "num_val": 100} | arguments)).train_rows()
+
+
+def reward(row: Row, completion: str) -> float | None:
+    columns = {name: [value] for name, value in row.items() if name != "prompt"}
+    return arithmetic_reward([row["prompt"]], [completion], [[]], **columns)[0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_look_as_documented(task: str) -> None:
+    pattern = {
+        "sum": r"\d\d\+\d\d\+\d\d\+\d\d=",
+        "product": r"\d\d\*\d\d\*\d\d\*\d\d=",
+        "modulo": r"\(\d\d\+\d\d\+\d\d\+\d\d\)%\d\d=",
+        "countdown": r"\d\d,\d\d,\d\d,\d\d>\d+=",
+    }[task]
+    for row in rows(task):
+        assert re.fullmatch(pattern, row["prompt"])
+        assert set(row) == {"prompt", "answer", "solution", "task"}
+        assert row["task"] == task
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answer_by_independent_arithmetic(task: str) -> None:
+    for row in rows(task, num_terms=3):
+        question = row["prompt"].removesuffix("=")
+        if task == "countdown":
+            numbers, _, target = question.partition(">")
+            value = evaluate_expression(row["answer"])
+            assert value is not None
+            assert value[0] == int(target)
+            assert sorted(value[1]) == sorted(int(number) for number in numbers.split(","))
+        else:
+            python = re.sub(r"0*(\d+)", r"\1", question)
+            assert row["answer"] == str(eval(python))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_step_of_the_scratchpad_is_true_and_follows(task: str) -> None:
+    for row in rows(task):
+        work, _, answer = row["solution"].partition("#")
+        steps = [step.split("=") for step in work.split(";")]
+        assert answer == row["answer"]
+        assert len(steps) == (4 if task == "modulo" else 3)
+        for (left, right), following in zip(steps, [*steps[1:], None], strict=True):
+            assert str(eval(left)) == right
+            assert following is None or re.match(rf"{right}[-+*%]", following[0])
+
+
+def test_a_question_worked_out_by_hand() -> None:
+    assert rows()[0] == {
+        "prompt": "64+88+54+47=",
+        "answer": "253",
+        "solution": "64+88=152;152+54=206;206+47=253#253",
+        "task": "sum",
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_reward_of_the_solution_and_of_a_wrong_one(task: str) -> None:
+    data = rows(task)
+    assert {reward(row, row["solution"]) for row in data} == {1.0}
+    assert {reward(row, row["solution"] + "1") for row in data} == {0.0}
+    assert {reward(row, row["solution"].replace("#", "")) for row in data} == {0.0}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_characters_lie_in_the_alphabet(task: str) -> None:
+    text = "".join(row["prompt"] + row["solution"] for row in rows(task))
+    assert set(text) <= set(ARITHMETIC_ALPHABET)
+    assert len(set(ARITHMETIC_ALPHABET)) == len(ARITHMETIC_ALPHABET)
+    tokenizer = character_tokenizer(ARITHMETIC_ALPHABET)
+    assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_question_leaks_under_any_seed(seed: int) -> None:
+    # two terms of two digits: a space so small that independent draws would collide by the hundred
+    train = {row["prompt"] for row in rows(num_terms=2, num_train=5000, seed=seed)}
+    for other in range(3):
+        validation = ArithmeticTasks(num_terms=2, num_val=500, seed=other).val_rows()
+        assert train.isdisjoint(row["prompt"] for row in validation)
+        assert len({row["prompt"] for row in validation}) == 500
+    assert len(train) == 5000
+
+
+def test_split_is_fixed_for_all_time() -> None:
+    questions = [f"{a:02d}+{b:02d}=" for a in range(100) for b in range(100)]
+    chosen = [question for question in questions if is_validation_question(question)]
+    assert chosen[:4] == ["00+00=", "00+06=", "00+14=", "00+19="]
+    assert len(chosen) == pytest.approx(10_000 / 8, rel=0.1)
+
+
+def test_seeds() -> None:
+    assert rows(seed=1) == rows(seed=1)
+    one, two = ({row["prompt"] for row in rows(seed=seed)} for seed in (1, 2))
+    assert len(one & two) < 5
+    assert ArithmeticTasks(seed=1).val_rows() == ArithmeticTasks(seed=1, num_train=7).val_rows()
+
+
+def test_tasks_take_turns() -> None:
+    assert Counter(row["task"] for row in rows(TASKS)) == dict.fromkeys(TASKS, 50)
+
+
+@pytest.mark.parametrize("digits", [1, 3])
+def test_digits_and_terms(digits: int) -> None:
+    numbers = [re.findall(r"\d+", row["prompt"]) for row in rows(digits=digits, num_terms=5)]
+    assert {len(number) for question in numbers for number in question} == {digits}
+    assert {len(question) for question in numbers} == {5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tasks": "suM"}, "tasks must be among sum, product, modulo, countdown, got tasks='suM'"),
+        ({"tasks": ["sum", "gcd"]}, "gcd"),
+        ({"tasks": []}, "tasks must be among"),
+        ({"num_terms": 1}, "num_terms must be at least 2, got num_terms=1"),
+        ({"digits": 0}, "digits must be at least 1"),
+        ({"num_train": 0}, "num_train must be at least 1"),
+        ({"num_val": -1}, "num_val must not be negative"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ArithmeticTasks(**arguments)
+
+
+def test_more_questions_than_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"num_train=100 questions were asked for, but sum .* raise num_terms or digits"
+    ):
+        rows(num_terms=2, digits=1, num_train=100)

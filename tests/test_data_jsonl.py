@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_rl_lightning.data import JsonlPrompts, Row
+from sparse_rl_lightning.rewards import boxed_math_reward
+
+ADVICE = "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+
+
+def write(tmp_path: Path, *lines: Any, name: str = "data.jsonl") -> str:
+    path = tmp_path / name
+    texts = [line if isinstance(line, bytes) else json.dumps(line, ensure_ascii=False).encode() for line in lines]
+    path.write_bytes(b"\n".join(texts))
+    return str(path)
+
+
+def rows(path: str, **arguments: Any) -> list[Row]:
+    return JsonlPrompts(path, **arguments).train_rows()
+
+
+def test_columns_are_renamed_and_the_rest_is_passed_on(tmp_path: Path) -> None:
+    path = write(tmp_path, {"q": "1+1?", "gold": 2, "level": 3}, {"q": "2+2?", "gold": "4", "source": ["a"]})
+    first, second = rows(path, prompt_column="q", answer_column="gold")
+    assert first == {"q": "1+1?", "gold": 2, "level": 3, "prompt": "1+1?", "answer": "2"}
+    assert (second["prompt"], second["answer"], second["source"]) == ("2+2?", "4", ["a"])
+
+
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    odd = "a\u2028b\u2029c\x85d\x0be\x1cf"
+    path = write(tmp_path, {"prompt": odd, "answer": "1"}, b"", b"  \r", b'{"prompt": "x",\r "answer": "2"}\r')
+    assert [row["prompt"] for row in rows(path)] == [odd, "x"]
+
+
+def test_byte_order_mark_and_lone_surrogates(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        b'\xef\xbb\xbf{"prompt": "a\\ud800b", "answer": "1", "tags": ["\\udfff"]}',
+        b'{"prompt": [{"role": "user", "content": "\\ud83d\\ude00 \xed\xa0\x80"}], "answer": "2"}',
+    )
+    first, second = rows(path)
+    assert (first["prompt"], first["tags"]) == ("a\ufffdb", ["\ufffd"])
+    assert second["prompt"] == [{"role": "user", "content": "😀 \ufffd"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "a"', r"data.jsonl, line 2 is not JSON \(.*\): '\{\"prompt\": \"a\"'"),
+        (b"\x1b[31mred", r"line 2 is not JSON .*'\\x1b\[31mred'"),
+        (b'{"prompt": "\xff"}', "line 2 is not JSON .*utf-8"),
+        (b"[" * 100_000, "line 2 is not JSON"),
+        (b'["a"]', "line 2 holds a JSON list; expected one object per line"),
+        ({"prompt": "", "answer": "1"}, "line 2: the prompt in column 'prompt' is empty"),
+        ({"prompt": " \n", "answer": "1"}, "line 2: the prompt .* is empty"),
+        ({"prompt": [], "answer": "1"}, "line 2: the prompt .* is empty"),
+        ({"prompt": [{"role": "user", "content": ""}], "answer": "1"}, "line 2: the prompt .* is empty"),
+        ({"prompt": 5, "answer": "1"}, "line 2: the prompt .* must be text or a list of chat messages .* got 5"),
+        ({"prompt": ["hi"], "answer": "1"}, "line 2: the prompt .* must be text or a list"),
+        ({"prompt": "a", "answer": ["1"]}, "line 2: the answer in column 'answer' must be text or a number"),
+        ({"prompt": "a", "answer": True}, "line 2: the answer .* got True"),
+        (
+            {"prompt": "a", "gold": "1"},
+            r"line 2 has no column 'answer' \(answer_column\). Its columns are: 'prompt', 'gold'",
+        ),
+        ({"question": "a", "answer": "1"}, r"line 2 has no column 'prompt' \(prompt_column\)"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    path = write(tmp_path, {"prompt": "fine", "answer": "1"}, line)
+    with pytest.raises(ValueError, match=message):
+        rows(path)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"There is no data file '.*{name}'"):
+        rows(str(tmp_path / name))
+
+
+def test_a_missing_hub_dataset_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"datasets could not load 'nobody/nothing' .*split 'train'.*\.jsonl, \.json, \.parquet"
+    ):
+        rows("nobody/nothing")
+
+
+def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, b"", name="data.parquet")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        rows(path)
+
+
+def test_rows_with_an_empty_answer_are_dropped_and_counted(tmp_path: Path) -> None:
+    answers = ["1", "", None, " ", float("nan"), 0, 27.0]
+    path = write(tmp_path, *({"prompt": f"q{i}", "answer": answer} for i, answer in enumerate(answers)))
+    with pytest.warns(
+        UserWarning, match="dropped 4 of 7 rows with an empty answer .*: line 2, line 3, line 4, line 5$"
+    ):
+        kept = rows(path)
+    assert [(row["prompt"], row["answer"]) for row in kept] == [("q0", "1"), ("q5", "0"), ("q6", "27.0")]
+
+
+def test_a_file_without_any_answer(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "a", "answer": "no mark"})
+    with pytest.raises(ValueError, match=r"dropped 1 of 1 rows .*'gsm8k'.*check answer_column and answer_pattern"):
+        rows(path, answer_pattern="gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "answer"),
+    [
+        (None, " 1,000 ", "1,000"),
+        ("gsm8k", "so 3\n#### 1,000", "1000"),
+        ("gsm8k", "#### 1\n####2 ", "2"),
+        (r"= (\d+)", "a = 1, b = 22", "22"),
+        (r"\d+", "a = 1, b = 22", "22"),
+    ],
+)
+def test_answer_patterns(tmp_path: Path, pattern: str | None, text: str, answer: str) -> None:
+    path = write(tmp_path, {"prompt": "q", "answer": text})
+    row = rows(path, answer_pattern=pattern, solution_column="answer")[0]
+    assert (row["answer"], row["solution"]) == (answer, text)
+
+
+def test_template(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "b{c}"}]
+    path = write(tmp_path, {"prompt": "a {x} {{}}", "answer": "1"}, {"prompt": chat, "answer": "1"})
+    text, messages = (row["prompt"] for row in rows(path, prompt_template=ADVICE))
+    tail = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert text == "a {x} {{}}" + tail
+    assert messages == [chat[0], {"role": "user", "content": "b{c}" + tail}]
+
+
+def test_text_as_chat(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "b"}]
+    path = write(tmp_path, {"prompt": "a", "answer": "1"}, {"prompt": own, "answer": "1"})
+    user = {"role": "user", "content": "a!"}
+    arguments = {"as_chat": True, "prompt_template": "{prompt}!"}
+    assert rows(path, **arguments)[0]["prompt"] == [user]
+    first, second = (row["prompt"] for row in rows(path, system_prompt="Be brief.", **arguments))
+    assert first == [{"role": "system", "content": "Be brief."}, user]
+    assert second == [own[0], {"role": "user", "content": "b!"}]
+    with pytest.raises(ValueError, match=r"line 1: .* plain text, which takes no system_prompt"):
+        rows(path, system_prompt="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"answer_pattern": "("}, r"answer_pattern='\(' is not a regular expression"),
+        ({"prompt_template": "{question}"}, "prompt_template='{question}' is malformed"),
+        ({"prompt_template": "{prompt} {}"}, "malformed"),
+        ({"prompt_template": "{prompt} {"}, "malformed"),
+        ({"prompt_template": "{prompt.x}"}, "malformed"),
+        ({"prompt_template": "answer:"}, r"does not contain \{prompt\}"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JsonlPrompts("x.jsonl", **arguments)
+
+
+def test_validation_file(tmp_path: Path) -> None:
+    train = write(tmp_path, {"prompt": "a", "answer": "1"}, name="train.jsonl")
+    val = write(tmp_path, *({"prompt": f"v{i}", "answer": "1"} for i in range(3)), name="val.json")
+    data = JsonlPrompts(train, val_path=val, max_val_prompts=2)
+    assert [[row["prompt"] for row in batch] for batch in data.val_dataloader()] == [["v0", "v1"]]
+    assert JsonlPrompts(train).val_rows() == []
+
+
+def test_parquet(tmp_path: Path) -> None:
+    import datasets
+
+    path = str(tmp_path / "data.parquet")
+    table = {"problem": ["a", "b"], "answer": [1.0, None], "level": [[1], [2]]}
+    datasets.Dataset.from_dict(table).to_parquet(path)
+    with pytest.warns(UserWarning, match=r"data.parquet: dropped 1 of 2 rows .*: row 1$"):
+        kept = rows(path, prompt_column="problem")
+    assert kept == [{"problem": "a", "answer": "1.0", "level": [1], "prompt": "a"}]
+    with pytest.raises(ValueError, match="row 0 has no column 'prompt'"):
+        rows(path)
+
+
+def quietly(path: Path, **arguments: Any) -> list[Row]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return rows(str(path), **arguments)
+
+
+@pytest.mark.parametrize(("file", "count"), [("gsm8k_train.jsonl", 7473), ("gsm8k_test.jsonl", 1319)])
+def test_gsm8k(data_dir: Path, file: str, count: int) -> None:
+    data = quietly(
+        data_dir / file, prompt_column="question", answer_pattern="gsm8k", prompt_template=ADVICE, as_chat=True
+    )
+    assert len(data) == count
+    assert all(row["answer"].removeprefix("-").replace(".", "", 1).isdigit() for row in data)
+    assert all(row["prompt"][0]["content"].endswith("within \\boxed{}.") for row in data)
+
+
+@pytest.mark.parametrize("file", ["simplelr_level3to5.sample.jsonl", "simplelr_qwen_level3to5.sample.jsonl"])
+def test_simplerl(data_dir: Path, file: str) -> None:
+    with pytest.warns(UserWarning, match="dropped 2 of 408 rows with an empty answer .*: line 405, line 406$"):
+        data = rows(str(data_dir / file), answer_column="label")
+    assert len(data) == 406
+    chat = "qwen" not in file
+    texts = [row["prompt"][-1]["content"] if chat else row["prompt"] for row in data]
+    end = "within \\boxed{{}}." + ("" if chat else "<|im_end|>\n<|im_start|>assistant\n")
+    assert all(text.endswith(end) for text in texts)
+    completions = [f"\\boxed{{{row['label']}}}" for row in data]
+    assert set(boxed_math_reward([], completions, [], answer=[row["answer"] for row in data])) == {1.0}
+
+
+def test_both_forms_of_simplerl_hold_the_same_rows(data_dir: Path) -> None:
+    chat, rendered = (
+        JsonlPrompts(str(data_dir / f"simplelr{form}_level3to5.sample.jsonl"), answer_column="label")
+        for form in ("", "_qwen")
+    )
+    with pytest.warns(UserWarning, match="dropped 2"):
+        pairs = list(zip(chat.train_rows(), rendered.train_rows(), strict=True))
+    for one, other in pairs:
+        system, user = one["prompt"]
+        assert one["answer"] == other["answer"]
+        assert other["prompt"] == (
+            f"<|im_start|>system\n{system['content']}<|im_end|>\n<|im_start|>user\n{user['content']}<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from sparse_rl_lightning.data import PromptDataModule, RepeatedBlockSampler, Row
+
+Batches = list[tuple[str, ...]]
+
+
+class Letters(PromptDataModule):
+    """Seven prompts a to g; blocks of two leave one out of every epoch."""
+
+    def __init__(self, count: int = 7, num_val: int = 0, **arguments: Any) -> None:
+        super().__init__(**({"prompts_per_rollout": 2, "seed": 3} | arguments))
+        self.count, self.num_val = count, num_val
+
+    def train_rows(self) -> list[Row]:
+        return [{"prompt": letter, "answer": letter.upper()} for letter in "abcdefghijklmnop"[: self.count]]
+
+    def val_rows(self) -> list[Row]:
+        return [{"prompt": letter, "answer": letter} for letter in "zyxwv"[: self.num_val]]
+
+
+class Recorder(LightningModule):
+    """Trains two batches per rollout and remembers every batch it was given."""
+
+    steps_per_rollout = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Linear(1, 1)
+        self.seen: Batches = []
+
+    def training_step(self, batch: list[Row], batch_idx: int) -> torch.Tensor:
+        self.seen.append(tuple(row["prompt"] for row in batch))
+        return self.weight(torch.ones(1)).sum()
+
+    def validation_step(self, batch: list[Row], batch_idx: int) -> None:
+        assert len(batch) <= 2
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(max_steps: int, callbacks: list[Callback] | None = None, **arguments: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return Trainer(
+        max_steps=max_steps,
+        max_epochs=-1,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        **quiet,
+        **arguments,
+    )
+
+
+def fit(steps: int, data: Letters | None = None, resume: Path | None = None, **arguments: Any) -> Batches:
+    module = Recorder()
+    trainer(steps, **arguments).fit(module, datamodule=data or Letters(), ckpt_path=resume)
+    return module.seen
+
+
+def sampler(count: int = 7, **arguments: Any) -> RepeatedBlockSampler:
+    return RepeatedBlockSampler(range(count), **({"block_size": 2, "repeats": 3} | arguments))
+
+
+def test_each_block_is_yielded_so_often_in_succession() -> None:
+    indices = list(sampler())
+    assert len(indices) == len(sampler()) == 3 * 3 * 2
+    blocks = [tuple(indices[i : i + 2]) for i in range(0, 18, 2)]
+    assert blocks[0] == blocks[1] == blocks[2]
+    assert blocks[3] == blocks[4] == blocks[5]
+    assert blocks[6] == blocks[7] == blocks[8]
+    assert Counter(indices).most_common() == [(index, 3) for index in dict.fromkeys(indices)]
+    assert len(set(indices)) == 6
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    first, second = sampler(20), sampler(20)
+    epochs = [list(first) for _ in range(3)]
+    assert epochs == [list(second) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert list(sampler(20, seed=1)) not in epochs  # seed 1, epoch 0 is not seed 0, epoch 1
+    assert epochs[2] == sampler(20).epoch_indices(2)
+
+
+def test_set_epoch_chooses_where_the_stream_begins_and_never_cuts_a_block() -> None:
+    expected = sampler(20).epoch_indices(2)
+    fresh = sampler(20)
+    iterator = iter(fresh)  # Lightning makes the iterator first and tells the epoch afterwards
+    fresh.set_epoch(2)
+    head = [next(iterator) for _ in range(5)]
+    fresh.set_epoch(7)
+    assert head + list(fresh) == expected
+    assert list(fresh) == sampler(20).epoch_indices(3)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_ranks_share_out_whole_prompts(num_replicas: int) -> None:
+    ranks = [sampler(20, num_replicas=num_replicas, rank=rank) for rank in range(num_replicas)]
+    parts = [list(rank) for rank in ranks]
+    assert {len(part) for part in parts} == {20 // (2 * num_replicas) * 2 * 3}
+    assert sum(len(set(part)) for part in parts) == len(set().union(*parts))
+    together = sampler(20, block_size=2 * num_replicas).epoch_indices(0)
+    for step in range(len(parts[0]) // 2):  # the same global block as on one rank
+        block = [index for part in parts for index in part[2 * step : 2 * step + 2]]
+        assert block == together[2 * num_replicas * step : 2 * num_replicas * (step + 1)]
+
+
+def test_lightning_leaves_it_alone() -> None:
+    assert isinstance(sampler(), DistributedSampler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": 1}, "1 prompts do not fill one block: 2 prompts per rollout on each of 1 rank"),
+        ({"count": 3, "num_replicas": 2}, "3 prompts do not fill one block"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"repeats": 0}, "repeats=0"),
+        ({"num_replicas": 2, "rank": 2}, "rank"),
+    ],
+)
+def test_bad_samplers(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampler(**arguments)
+
+
+def test_a_place_in_other_data_is_refused() -> None:
+    state = sampler(20).state_dict()
+    with pytest.raises(ValueError, match="number of prompts was 20 and is 21, steps per rollout was 3 and is 4"):
+        sampler(21, repeats=4).load_state_dict(state)
+
+
+def loader() -> StatefulDataLoader[list[int]]:
+    order = RepeatedBlockSampler(range(7), block_size=2, repeats=3, seed=5)
+    return StatefulDataLoader(list(range(7)), batch_size=2, sampler=order, collate_fn=list)
+
+
+@pytest.mark.parametrize("stop", range(1, 18))
+def test_loader_state_resumes_with_the_next_batch(stop: int) -> None:
+    whole = loader()
+    expected = [batch for _ in range(2) for batch in whole]
+    assert len(expected) == 18
+    interrupted = loader()
+    iterator = iter(interrupted)
+    seen = []
+    while len(seen) < stop:
+        try:
+            seen.append(next(iterator))
+        except StopIteration:
+            iterator = iter(interrupted)
+    state = interrupted.state_dict()
+    resumed = loader()
+    resumed.load_state_dict(state)
+    while len(seen) < 18:
+        seen += list(resumed)
+    assert seen == expected
+
+
+def test_data_module_without_a_trainer() -> None:
+    batches = list(Letters().train_dataloader())
+    assert len(batches) == 3
+    assert all(row["answer"] == row["prompt"].upper() for batch in batches for row in batch)
+    assert Letters().val_dataloader() == []
+
+
+def test_repeats_come_from_the_module() -> None:
+    seen = fit(6)
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert seen[4] == seen[5]
+    assert len({letter for batch in seen for letter in batch}) == 6
+
+
+def test_validation_rows_come_in_order_and_are_limited() -> None:
+    def prompts(data: Letters) -> list[list[str]]:
+        return [[row["prompt"] for row in batch] for batch in data.val_dataloader()]
+
+    assert prompts(Letters(num_val=5, val_batch_size=2)) == [["z", "y"], ["x", "w"], ["v"]]
+    assert prompts(Letters(num_val=5, val_batch_size=2, max_val_prompts=3)) == [["z", "y"], ["x"]]
+
+
+@pytest.mark.parametrize("name", ["prompts_per_rollout", "val_batch_size", "max_val_prompts"])
+def test_numbers_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Letters: {name} must be at least 1, got {name}=0"):
+        Letters(**{name: 0})
+
+
+@pytest.mark.parametrize(("count", "message"), [(0, "no rows"), (1, "do not fill one block")])
+def test_too_few_prompts(count: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(1, Letters(count=count))
+
+
+@pytest.mark.parametrize("num_val", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_killed_run_goes_on_with_the_very_next_batch(tmp_path: Path, num_val: int, accumulate: int) -> None:
+    """Six batches per epoch: the checkpoints fall into blocks, between them, and on the end of an epoch."""
+    arguments = {"accumulate_grad_batches": accumulate}
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = fit(16 // accumulate, Letters(num_val=num_val, val_batch_size=2), callbacks=[save], **arguments)
+    assert len(whole) == 16
+    assert len({letter for batch in whole[:6] for letter in batch}) == 6
+    for step in range(1, 14 // accumulate):
+        checkpoint = tmp_path / f"step={step}.ckpt"
+        rest = fit(16 // accumulate, Letters(num_val=num_val, val_batch_size=2), resume=checkpoint, **arguments)
+        assert whole[: step * accumulate] + rest == whole, f"resumed after optimizer step {step}"
+
+
+@pytest.mark.parametrize("steps", [1, 4, 6, 9])
+@pytest.mark.parametrize("when", ["at the end of the epoch", "after fit"])
+def test_a_finished_run_can_be_prolonged(tmp_path: Path, steps: int, when: str) -> None:
+    """Stopping by max_steps counts as the end of an epoch for Lightning, but not for the prompts."""
+    whole = fit(14)
+    first = Recorder()
+    save = ModelCheckpoint(tmp_path, filename="last") if when == "at the end of the epoch" else None
+    run = trainer(steps, callbacks=[save] if save else None)
+    run.fit(first, datamodule=Letters())
+    if save is None:
+        run.save_checkpoint(tmp_path / "last.ckpt")
+    assert first.seen + fit(14, resume=tmp_path / "last.ckpt") == whole
+
+
+def test_limited_epochs_do_not_cut_blocks() -> None:
+    assert fit(12, limit_train_batches=5) == fit(12)

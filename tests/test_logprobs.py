@@ -1,0 +1,164 @@
+"""Chunked log-probabilities against the whole logits of a plain forward: values, gradients, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from sparse_rl_lightning.logprobs import hidden_states, sequence_logprobs, token_logprobs
+
+LENGTHS = (9, 6, 4)
+PROMPTS = (3, 2, 1)
+
+
+def tiny_model(tied: bool = True) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.5,
+        attn_implementation="sdpa",
+    )
+    return Qwen2ForCausalLM(config).double().eval()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Right-padded sequences (3, 9) and the mask of their completions."""
+    generator = torch.Generator().manual_seed(1)
+    index = torch.arange(max(LENGTHS))
+    sequences = torch.randint(1, 31, (3, max(LENGTHS)), generator=generator)
+    lengths, prompts = torch.tensor(LENGTHS)[:, None], torch.tensor(PROMPTS)[:, None]
+    return sequences.masked_fill(index >= lengths, 0), (index >= prompts) & (index < lengths)
+
+
+def plain(model: Qwen2ForCausalLM, sequences: Tensor, mask: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The same by the book: all logits, one row at a time, no padding."""
+    logprobs, entropy = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.float64)
+    for row, length in enumerate(LENGTHS):
+        full = (model(sequences[row : row + 1, :length]).logits[0] / temperature).log_softmax(-1)
+        for t in range(1, length):
+            if mask[row, t]:
+                logprobs[row, t] = full[t - 1, sequences[row, t]]
+                entropy[row, t] = torch.distributions.Categorical(logits=full[t - 1]).entropy()
+    return logprobs, entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_size", [1, 4, 512])
+def test_values_are_those_of_a_plain_forward(temperature: float, chunk_size: int) -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    with torch.no_grad():
+        logprobs, entropy = sequence_logprobs(model, sequences, mask, temperature, chunk_size)
+        expected_logprobs, expected_entropy = plain(model, sequences, mask, temperature)
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-10, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-10, rtol=0)
+    assert bool((logprobs[mask] < 0).all())
+    assert logprobs[~mask].count_nonzero() == 0
+    assert entropy[~mask].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_are_those_of_a_plain_forward(tied: bool) -> None:
+    sequences, mask = batch()
+    factors = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gradients = []
+    for function in (lambda m: sequence_logprobs(m, sequences, mask, 0.7, 4), lambda m: plain(m, sequences, mask, 0.7)):
+        model = tiny_model(tied)
+        logprobs, entropy = function(model)
+        (factors * logprobs + factors.flip(1) * entropy).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert min(gradient.abs().max() for gradient in gradients[1].values()) > 1e-3
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-9, rtol=0, msg=name)
+
+
+def test_the_head_never_sees_more_than_a_chunk_and_only_masked_tokens() -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    rows: list[int] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: rows.append(output.shape[:-1].numel()))
+    logprobs, _ = sequence_logprobs(model, sequences, mask, chunk_size=5)
+    assert int(mask.sum()) == 13
+    assert rows == [5, 5, 3]
+    logprobs.sum().backward()  # the logits of every chunk are made once more, chunk by chunk
+    assert sorted(rows) == [3, 3, 5, 5, 5, 5]
+
+
+def test_logits_are_not_kept_for_the_backward_pass() -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    states = hidden_states(model, sequences)[:, :-1][mask[:, 1:]]
+    saved: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs, _ = token_logprobs(model.lm_head, states, sequences[mask], chunk_size=5)
+    assert logprobs.requires_grad
+    assert not [shape for shape in saved if len(shape) == 2 and shape[-1] == 31]
+
+
+def test_the_mask_picks_what_is_returned_not_what_is_attended() -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    single = torch.zeros_like(mask)
+    single[0, 7] = True
+    with torch.no_grad():
+        every, _ = sequence_logprobs(model, sequences, mask)
+        one, _ = sequence_logprobs(model, sequences, single)
+    torch.testing.assert_close(one[0, 7], every[0, 7], atol=1e-12, rtol=0)
+    assert one.count_nonzero() == 1
+
+
+def test_attention_arguments_reach_the_model() -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    length = sequences.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril().expand(3, 1, -1, -1).clone()
+    with torch.no_grad():
+        free, _ = sequence_logprobs(model, sequences, mask)
+        same, _ = sequence_logprobs(model, sequences, mask, attention_mask=causal)
+        causal[0, :, 6:, 1] = False  # queries from index 6 on no longer see token 1
+        blind, _ = sequence_logprobs(model, sequences, mask, attention_mask=causal)
+        expected = model(sequences[:1], attention_mask=causal[:1]).logits[0, 6].log_softmax(-1)[sequences[0, 7]]
+    torch.testing.assert_close(same, free, atol=1e-10, rtol=0)
+    torch.testing.assert_close(blind[:, :7], free[:, :7], atol=1e-10, rtol=0)
+    assert (blind[0, 7] - free[0, 7]).abs() > 1e-4
+    torch.testing.assert_close(blind[0, 7], expected, atol=1e-10, rtol=0)
+
+
+def test_low_precision_models_give_float32() -> None:
+    model, (sequences, mask) = tiny_model().bfloat16(), batch()
+    with torch.no_grad():
+        logprobs, entropy = sequence_logprobs(model, sequences, mask)
+        expected, _ = sequence_logprobs(model.float(), sequences, mask)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected, atol=0.3, rtol=0)
+    assert not torch.equal(logprobs.bfloat16().float(), logprobs)  # the softmax itself ran in float32
+
+
+def test_an_empty_mask_gives_zeros_attached_to_the_graph() -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    logprobs, entropy = sequence_logprobs(model, sequences, torch.zeros_like(mask))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.tolist() == torch.zeros(mask.shape).tolist()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.count_nonzero() == 0
+
+
+def test_bad_input_is_refused() -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    first = mask.clone()
+    first[2, 0] = True
+    with pytest.raises(ValueError, match=r"mask\[:, 0\] must be False"):
+        sequence_logprobs(model, sequences, first)
+    with pytest.raises(ValueError, match=r"mask must be bool with the shape of sequences \(3, 9\)"):
+        sequence_logprobs(model, sequences, mask[:, 1:])
+    with pytest.raises(ValueError, match="temperature=0"):
+        sequence_logprobs(model, sequences, mask, temperature=0)
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        sequence_logprobs(model, sequences, mask, chunk_size=0)

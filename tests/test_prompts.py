@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from sparse_rl_lightning.rollout.prompts import encode_prompt, encode_prompts, valid_unicode
+from sparse_rl_lightning.testing import character_tokenizer
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
+
+
+def test_text_is_taken_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = encode_prompt(tokenizer, "1+1=")
+    assert tokenizer.decode(ids) == "1+1="
+    assert len(ids) == 4
+
+
+def test_special_tokens_spelt_out_are_read_as_such(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = encode_prompt(tokenizer, "a<eos>b")
+    assert len(ids) == 3
+    assert ids[1] == tokenizer.eos_token_id
+
+
+def test_messages_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = encode_prompt(tokenizer, MESSAGES)
+    assert tokenizer.decode(ids) == "system: Be brief.\nuser: 1+1\nassistant: "
+    assert all(isinstance(token, int) for token in ids)
+
+
+def test_beginning_of_sequence_is_set_once(models_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(models_dir / "stories260K")
+    bos = tokenizer.bos_token_id
+    plain = encode_prompt(tokenizer, "Once upon a time")
+    assert plain == tokenizer("Once upon a time")["input_ids"]
+    assert encode_prompt(tokenizer, "<s>Once upon a time") == plain
+    assert plain.count(bos) == 1
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    assert encode_prompt(tokenizer, [{"role": "user", "content": "Once"}]).count(bos) == 1
+
+
+def test_lone_surrogates_do_not_stop_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(encode_prompt(tokenizer, "a\ud800b")) == 3
+    assert len(encode_prompt(tokenizer, [{"role": "user", "content": "\ud800"}])) == len("user: ?\nassistant: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("plain \u2028 é 😀", "plain \u2028 é 😀"),
+        ("a\ud800b", "a\ufffdb"),
+        ("\ud83d\ude00", "😀"),
+        ("\ufeffa", "\ufeffa"),
+    ],
+)
+def test_valid_unicode(text: str, valid: str) -> None:
+    assert valid_unicode(text) == valid
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "empty prompt"),
+        ([], "empty prompt"),
+        ([{"role": "user"}], "role and content"),
+        ([{"content": "x"}], "role and content"),
+        (["x"], "role and content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "role and content"),
+    ],
+)
+def test_a_bad_prompt_names_its_row(tokenizer: PreTrainedTokenizerFast, prompt: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"Prompt 1 of 3: .*{message}"):
+        encode_prompts(tokenizer, ["good", prompt, "good"])  # type: ignore[list-item]
+
+
+def test_messages_without_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_prompt(tokenizer, MESSAGES)
+
+
+def test_a_template_that_refuses(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(ValueError, match=r"template refuses .*no system role"):
+        encode_prompt(tokenizer, MESSAGES)
+
+
+def test_several_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert encode_prompts(tokenizer, ["ab", MESSAGES]) == [
+        encode_prompt(tokenizer, "ab"),
+        encode_prompt(tokenizer, MESSAGES),
+    ]
