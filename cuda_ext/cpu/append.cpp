@@ -69,6 +69,7 @@ void check_room(const Heads& heads, const int32_t* capacities, const int64_t* se
     STD_TORCH_CHECK(seen[slot] >= 0, "seen[", slot, "] is ", seen[slot], ", a position cannot be negative");
     for (int64_t h = 0; h < heads.num_heads; ++h) {
       const int64_t i = heads.index(b, h);
+      check_run(heads.offsets[i], heads.lengths[i], capacities[i], "its capacity", pool_rows);
       STD_TORCH_CHECK(
           heads.lengths[i] < capacities[i], "slot ", slot, ", KV head ", h, " is full: ", heads.lengths[i], " of ",
           capacities[i], " entries. Compress it before the next token");

@@ -14,7 +14,7 @@ struct Fork {
   int32_t *position_pool, *lengths;
 
   void copy(char* pool, size_t bytes, int64_t to, int64_t from, int64_t count) const {
-    if (pool) std::memcpy(pool + to * bytes, pool + from * bytes, count * bytes);
+    if (pool && bytes * count > 0) std::memcpy(pool + to * bytes, pool + from * bytes, count * bytes);
   }
 
   void unit(int64_t layer, int64_t pair) const {

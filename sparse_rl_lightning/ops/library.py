@@ -40,10 +40,15 @@ def register(name: str, reference: Callable[..., None]) -> None:
         name: The op.
         reference: The PyTorch function with the op's signature.
     """
+
+    def run(*args: Any) -> None:
+        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):  # it would round sums to bf16
+            reference(*args)
+
     for overload in (name, f"{name}.reference"):
         qualified = f"{NAMESPACE}::{overload}"
         torch.library.define(qualified, " ".join(SCHEMAS[name].split()))
-        torch.library.impl(qualified, "default", func=reference)
+        torch.library.impl(qualified, "default", func=run)
         torch.library.register_fake(qualified, _nothing)
 
 

@@ -47,6 +47,29 @@ class KVPools:
             lengths=torch.zeros(heads, dtype=torch.int32, device=device),
         )
 
+    @classmethod
+    def from_dense(cls, keys: Tensor, values: Tensor, lengths: Tensor, positions: Tensor | None = None) -> Self:
+        """Pools around (S, H, N, D) tensors, without a copy where they are contiguous.
+
+        Args:
+            keys: (S, H, N, D).
+            values: (S, H, N, D), the keys again where an op does not use them.
+            lengths: (S, H), or (1, S, H) for ops on all layers.
+            positions: (S, H, N), default 0 to N - 1.
+        """
+        num_slots, num_heads, width, dim = keys.shape
+        device, shape = keys.device, lengths.shape
+        if positions is None:
+            positions = torch.arange(width, device=device).expand(num_slots, num_heads, width)
+        return cls(
+            keys=keys.contiguous().view(-1, dim),
+            values=values.contiguous().view(-1, dim),
+            positions=positions.to(torch.int32).contiguous().view(-1),
+            offsets=(torch.arange(num_slots * num_heads, device=device) * width).view(shape),
+            capacities=torch.full(shape, width, dtype=torch.int32, device=device),
+            lengths=lengths.to(torch.int32).contiguous(),
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
@@ -57,6 +80,11 @@ class KVPools:
         return replace(
             self, offsets=self.offsets[index], capacities=self.capacities[index], lengths=self.lengths[index]
         )
+
+    def single(self, index: int) -> Self:
+        """One layer of (L, S, H) pools as (1, S, H), for ops on all layers."""
+        one = slice(index, index + 1)
+        return replace(self, offsets=self.offsets[one], capacities=self.capacities[one], lengths=self.lengths[one])
 
     def check(self, num_dims: int) -> None:
         """Refuse pools whose parts do not fit together.
