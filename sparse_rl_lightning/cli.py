@@ -1,4 +1,4 @@
-"""The command line: ``sparse-rl fit|validate|test|predict --config FILE``, a plain LightningCLI."""
+"""The command line: ``sparse-rl fit|validate|test|predict --config FILE``, a plain LightningCLI, and ``doctor``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import sparse_rl_lightning.compressors
 import sparse_rl_lightning.data
 import sparse_rl_lightning.modules
 import sparse_rl_lightning.rewards  # noqa: F401
-from sparse_rl_lightning import __version__
+from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
 
@@ -71,7 +71,10 @@ def main(args: ArgsType = None) -> LightningCLI:
 
 def console() -> None:
     """The console script ``sparse-rl``: user errors end with one line, not with a traceback."""
-    main()
+    if sys.argv[1:] == ["doctor"]:
+        doctor.main()
+    else:
+        main()
 
 
 def _check_writable(folder: str | os.PathLike[str] | None) -> None:

@@ -194,6 +194,8 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
     shorter = x[: x.shape[0] - 1].contiguous()
     other_type = x.double() if x.dtype != torch.float64 else x.float()
     strided = torch.empty(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
+    if (name, place) in {("key_redundancy", 0), ("prefill_mass", 2)}:
+        shorter = x[:1].contiguous()  # their only pool: it must just be long enough
     for wrong in (shorter, other_type, strided, x.unsqueeze(0), x.new_zeros(0)):
         before = [a.clone() if isinstance(a, Tensor) else a for a in args]
         spoiled = [*args[:place], wrong, *args[place + 1 :]]
