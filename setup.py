@@ -1,7 +1,7 @@
 """Builds the native library; all metadata stands in pyproject.toml.
 
-SPARSE_RL_BUILD chooses: "auto" (default) compiles what the machine can, "cuda" and "cpu" insist on it, "python" compiles
-nothing. Further switches: SPARSE_RL_ARCHS (default "80;90"), SPARSE_RL_CFLAGS (appended), CUDA_HOME, MAX_JOBS.
+SPARSE_RL_BUILD chooses: "auto" (default) compiles what the machine can, "cuda" and "cpu" insist on it, "python"
+compiles nothing. Further switches: SPARSE_RL_ARCHS (default "80;90"), SPARSE_RL_CFLAGS (appended), CUDA_HOME, MAX_JOBS.
 """
 
 from __future__ import annotations
@@ -104,14 +104,16 @@ def choose() -> list[str]:
         import torch
     except ImportError:
         sys.exit(
-            "The native library is compiled against the installed torch, and there is none here: install torch first and "
-            "use `pip install --no-build-isolation`, or set SPARSE_RL_BUILD=python to go without it."
+            "The native library is compiled against the installed torch, and there is none here: install torch first "
+            "and use `pip install --no-build-isolation`, or set SPARSE_RL_BUILD=python to go without it."
         )
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if not compiler:
         if choice != "auto":
             sys.exit(f"SPARSE_RL_BUILD={choice} needs a C++ compiler: install g++ 11 or newer, or set CXX.")
-        say("NO NATIVE LIBRARY: there is no C++ compiler. All ops run on the PyTorch reference. Install g++ to build it.")
+        say(
+            "NO NATIVE LIBRARY: there is no C++ compiler. All ops run on the PyTorch reference. Install g++ to build it."
+        )
         return []
     return ["cpu", *choose_cuda(choice, torch.version.cuda)]
 

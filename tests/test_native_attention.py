@@ -119,7 +119,9 @@ def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
 
 def test_a_row_does_not_depend_on_the_batch() -> None:
     g = torch.Generator().manual_seed(2)
-    pools = make_pools(g, layers=1, slots=6, heads=2, dim=64, capacity=300, dtype=torch.bfloat16, kind="random").layer(0)
+    pools = make_pools(g, layers=1, slots=6, heads=2, dim=64, capacity=300, dtype=torch.bfloat16, kind="random").layer(
+        0
+    )
     query = torch.randn(6, 10, 64, generator=g).bfloat16()
     slots = torch.tensor([3, 1, 5, 0, 2, 4])
     together = ops.attend(pools, slots, query, 0.1, 300)

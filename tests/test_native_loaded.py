@@ -32,7 +32,10 @@ def run(code: str, **environment: str) -> str:
 
 
 def test_the_kernels_can_be_switched_off() -> None:
-    code = "from sparse_rl_lightning import ops; print(ops.HAS_NATIVE, ops.has_kernel('append', 'cpu'), ops.MISSING['cpu'])"
+    code = (
+        "from sparse_rl_lightning import ops; "
+        "print(ops.HAS_NATIVE, ops.has_kernel('append', 'cpu'), ops.MISSING['cpu'])"
+    )
     assert run(code, SPARSE_RL_NATIVE="0") == "False False switched off by SPARSE_RL_NATIVE=0"
 
 

@@ -15,6 +15,14 @@ from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.types import NEVER
 
 pytestmark = pytest.mark.skipif(not ops.HAS_NATIVE, reason=f"no compiled kernels: {ops.MISSING['cpu']}")
+
+
+def units(layers: int, chosen: Tensor, heads: int) -> list[tuple[int, int, int, int]]:
+    """(layer, row, slot, head) of everything a call works on."""
+    rows = [(b, slot) for b, slot in enumerate(chosen.tolist()) if slot >= 0]
+    return [(layer, b, slot, h) for layer in range(layers) for b, slot in rows for h in range(heads)]
+
+
 score_kinds = st.sampled_from(["random", "ties", "equal", "infinite", "nan", "zeros"])
 
 
@@ -59,49 +67,40 @@ def test_select_and_compact(
     rows, width, tokens = len(chosen), int(pools.lengths.max()) + seed % 2, 2 * shape["capacity"]
     scores = make_scores(g, (layers, rows, heads, width), kind)
     budgets = torch.randint(0, shape["capacity"] + 2, (layers, rows, heads), generator=g).int()
-    death = torch.full((layers, slots, heads, tokens), NEVER, dtype=torch.int32) if recorded else None
-    state = torch.randn(len(pools.keys), 2, generator=g) if recorded else None
+    death = torch.full((layers, slots, heads, tokens), NEVER, dtype=torch.int32)
+    state = torch.randn(len(pools.keys), 2, generator=g)
     args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.keys, pools.values,
-            pools.positions, pools.lengths, death, state]  # fmt: skip
+            pools.positions, pools.lengths, *((death, state) if recorded else (None, None))]  # fmt: skip
     native, reference = both_overloads("select_and_compact", args)
-    want = copy(pools)
-    want_state, want_death = (None, None) if death is None or state is None else (state.clone(), death.clone())
-    for layer in range(layers):
-        for b, slot in enumerate(chosen.tolist()):
-            for h in range(heads if slot >= 0 else 0):
-                live = head_rows(pools, layer, slot, h)
-                budget = int(budgets[layer, b, h])
-                keep = survivors(scores[layer, b, h], pools.positions[live], budget, num_sinks, window)
-                there = slice(live.start, live.start + len(keep))
-                want.keys[there], want.values[there] = pools.keys[live][keep], pools.values[live][keep]
-                want.positions[there] = pools.positions[live][keep]
-                want.lengths[layer, slot, h] = len(keep)
-                if want_death is not None and want_state is not None:
-                    want_state[there] = state[live][keep]
-                    gone = sorted(set(range(live.stop - live.start)) - set(keep))
-                    want_death[layer, slot, h, pools.positions[live][gone].long()] = seen[slot].int()
+    want, want_state, want_death = copy(pools), state.clone(), death.clone()
+    untouched = torch.ones(len(pools.keys), dtype=torch.bool)
+    for layer, b, slot, h in units(layers, chosen, heads):
+        live = head_rows(pools, layer, slot, h)
+        keep = survivors(scores[layer, b, h], pools.positions[live], int(budgets[layer, b, h]), num_sinks, window)
+        gone = sorted(set(range(live.stop - live.start)) - set(keep))
+        there = slice(live.start, live.start + len(keep))
+        for pool, source in ((want.keys, pools.keys), (want.values, pools.values), (want_state, state),
+                             (want.positions, pools.positions)):  # fmt: skip
+            pool[there] = source[live][keep]
+        want.lengths[layer, slot, h] = len(keep)
+        want_death[layer, slot, h, pools.positions[live][gone].long()] = seen[slot].int()
+        untouched[live] = False
     for result in (native, reference):
         assert same_bits(result[10], want.lengths)
-        for layer, slot, h in pools.lengths.nonzero().tolist() if full else torch.ones(layers, slots, heads).nonzero().tolist():
+        for layer, slot, h in torch.ones(layers, slots, heads).nonzero().tolist():
             live = head_rows(want, layer, slot, h)  # what lies behind the survivors may be anything
-            for index, pool in ((7, want.keys), (8, want.values), (9, want.positions)):
-                assert same_bits(result[index][live], pool[live])
-            if want_state is not None:
-                assert same_bits(result[12][live], want_state[live])
+            for index, pool in ((7, want.keys), (8, want.values), (9, want.positions), (12, want_state)):
+                assert result[index] is None or same_bits(result[index][live], pool[live])
             assert (result[9][live].diff() > 0).all()
-        if want_death is not None:
-            assert same_bits(result[11], want_death)
-    untouched = torch.ones(len(pools.keys), dtype=torch.bool)
-    for layer in range(layers):
-        for slot in [s for s in chosen.tolist() if s >= 0]:
-            for h in range(heads):
-                untouched[head_rows(pools, layer, slot, h)] = False
+        assert result[11] is None or same_bits(result[11], want_death)
     assert same_bits(native[7][untouched], pools.keys[untouched])
     assert same_bits(native[8][untouched], pools.values[untouched])
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6))
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6)
+)
 def test_select_and_store(seed: int, shape: dict, kind: str, num_sinks: int, window: int) -> None:
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape)
@@ -118,19 +117,16 @@ def test_select_and_store(seed: int, shape: dict, kind: str, num_sinks: int, win
             death]  # fmt: skip
     for result in both_overloads("select_and_store", args):
         want, want_death = copy(pools), death.clone()
-        for layer in range(layers):
-            for b, slot in enumerate(chosen.tolist()):
-                for h in range(heads if slot >= 0 else 0):
-                    live = head_rows(source, layer, b, h)
-                    length, budget = live.stop - live.start, int(budgets[layer, b, h])
-                    keep = survivors(scores[layer, b, h], torch.arange(length), budget, num_sinks, window)
-                    start = int(pools.offsets[layer, slot, h])
-                    there = slice(start, start + len(keep))
-                    want.keys[there], want.values[there] = source.keys[live][keep], source.values[live][keep]
-                    want.positions[there] = torch.tensor(keep, dtype=torch.int32)
-                    want.lengths[layer, slot, h] = len(keep)
-                    gone = sorted(set(range(length)) - set(keep))
-                    want_death[layer, slot, h, gone] = seen[slot].int()
+        for layer, b, slot, h in units(layers, chosen, heads):
+            live = head_rows(source, layer, b, h)
+            length, budget = live.stop - live.start, int(budgets[layer, b, h])
+            keep = survivors(scores[layer, b, h], torch.arange(length), budget, num_sinks, window)
+            start = int(pools.offsets[layer, slot, h])
+            there = slice(start, start + len(keep))
+            want.keys[there], want.values[there] = source.keys[live][keep], source.values[live][keep]
+            want.positions[there] = torch.tensor(keep, dtype=torch.int32)
+            want.lengths[layer, slot, h] = len(keep)
+            want_death[layer, slot, h, sorted(set(range(length)) - set(keep))] = seen[slot].int()
         assert same_bits(result[15], want.lengths)
         assert same_bits(result[16], want_death)
         assert same_bits(result[12], want.keys)

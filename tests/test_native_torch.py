@@ -32,7 +32,7 @@ class Case:
         wide = torch.promote_types(dtype, torch.float32)
         self.pools = make_pools(g, layers=LAYERS, slots=SLOTS, heads=HEADS, dim=DIM, capacity=CAPACITY, dtype=dtype,
                                 kind="random")  # fmt: skip
-        self.pools.lengths.copy_((self.pools.capacities.amin(1, keepdim=True) - 1).clamp(max=9))  # one more fits, anywhere
+        self.pools.lengths.copy_((self.pools.capacities.amin(1, keepdim=True) - 1).clamp(max=9))
         for pool in (self.pools.keys, self.pools.values):
             pool.nan_to_num_(0.25)
         self.pools.positions.clamp_(min=0)
@@ -175,7 +175,9 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
 
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="the reference leaves the content of index tensors to PyTorch")
-@pytest.mark.parametrize(("name", "field", "spoil", "match"), WRONG, ids=[f"{w[0]}-{w[1]}-{i}" for i, w in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("name", "field", "spoil", "match"), WRONG, ids=[f"{w[0]}-{w[1]}-{i}" for i, w in enumerate(WRONG)]
+)
 def test_wrong_arguments_are_refused(name: str, field: str, spoil: Callable[[Tensor], Tensor], match: str) -> None:
     case = Case()
     setattr(case, field, spoil(getattr(case, field)))
@@ -184,13 +186,15 @@ def test_wrong_arguments_are_refused(name: str, field: str, spoil: Callable[[Ten
 
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
-@pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("place", range(20))
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [(n, i) for n, schema in SCHEMAS.items() for i, a in enumerate(schema.split(",")) if "Tensor" in a],
+)
 def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     args = recorded(name, Case(), monkeypatch)
-    if place >= len(args) or not isinstance(args[place], Tensor):
-        pytest.skip("no tensor in this place")
     x = args[place]
+    if x is None:
+        pytest.skip("an optional tensor that the case leaves out")
     shorter = x[: x.shape[0] - 1].contiguous()
     other_type = x.double() if x.dtype != torch.float64 else x.float()
     strided = torch.empty(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)

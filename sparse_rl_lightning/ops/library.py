@@ -102,7 +102,7 @@ def _load(name: str) -> str:
         reason = f"{path.name} was built for other signatures; build again: pip install --no-build-isolation -e ."
     else:
         try:
-            torch.ops.load_library(path)
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]  # torch annotates no return
             return ""
         except OSError as error:
             reason = f"{path.name} cannot be loaded: {error}"

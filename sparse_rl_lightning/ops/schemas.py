@@ -2,11 +2,11 @@
 
 Conventions, the same in every op. Keys, values and positions live in flat pools of R rows: ``key_pool`` and
 ``value_pool`` (R, D), ``position_pool`` (R) int32. ``offsets`` int64, ``capacities`` int32 and ``lengths`` int32 say
-for each slot and KV head at which row its entries start, how many fit and how many are live: (S, H) in ops on one layer,
-(L, S, H) in ops on all layers. Live entries stand first, in the order of their positions. State is indexed by slot;
-inputs and outputs of a call are indexed by row b of ``slots`` (B) int64. ``slots[b] = -1`` is a row to skip: nothing of
-it is read or written, except that outputs get zeros. A slot may be listed once. ``seen`` (S) int64 counts the tokens
-fed to each slot so far: the position of the token being appended, and the death step of what is evicted.
+for each slot and KV head at which row its entries start, how many fit and how many are live: (S, H) in ops on one
+layer, (L, S, H) in ops on all layers. Live entries stand first, in the order of their positions. State is indexed by
+slot; inputs and outputs of a call are indexed by row b of ``slots`` (B) int64. ``slots[b] = -1`` is a row to skip:
+nothing of it is read or written, except that outputs get zeros. A slot may be listed once. ``seen`` (S) int64 counts
+the tokens fed to each slot so far: the position of the token being appended, and the death step of what is evicted.
 
 Everything is contiguous and on one device. Pools, queries and their like share one floating type T; scores, sums
 and probabilities are float32 (float64 if T is). Ops return nothing, allocate nothing and do not wait for the device.

@@ -72,7 +72,11 @@ def score_importance(
 
 
 def _check_options(window: int, group: str, query: str, pooling: str, kernel_size: int) -> None:
-    allowed = {"group_reduction": ("max", "mean"), "query_reduction": ("mean", "sum"), "pooling": ("none", "max", "avg")}
+    allowed = {
+        "group_reduction": ("max", "mean"),
+        "query_reduction": ("mean", "sum"),
+        "pooling": ("none", "max", "avg"),
+    }
     given = {"group_reduction": group, "query_reduction": query, "pooling": pooling}
     for name, value in given.items():
         if value not in allowed[name]:

@@ -57,9 +57,10 @@ def mass_reference(
     rows, live = gather_heads(offsets[slots.clamp(min=0)], held, mass.shape[2])
     keys = key_pool[rows].to(lse.dtype)  # (B, H, N, D)
     index = torch.arange(mass.shape[2], device=mass.device)
+    heads = (*held.shape, queries.shape[1] // held.shape[1], queries.shape[3])
     for chunk in range(queries.shape[2]):  # a query at a time: (B, H, G, N)
         at = (query_start + chunk)[:, None]
-        grouped = queries[:, :, chunk].to(lse.dtype).unflatten(1, (held.shape[1], -1))
+        grouped = queries[:, :, chunk].to(lse.dtype).reshape(heads)
         visible = (live & (index <= at.unsqueeze(-1)) & (at < held).unsqueeze(-1)).unsqueeze(2)
         logits = (grouped @ keys.mT * scale).masked_fill(~visible, -torch.inf)
         total = logits.logsumexp(dim=-1, keepdim=True)

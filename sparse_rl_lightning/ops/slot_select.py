@@ -157,8 +157,8 @@ def store_reference(
 
 def _keep(scores: Tensor, budgets: Tensor, num_sinks: int, window: int, live: Tensor, positions: Tensor) -> Tensor:
     ranked = scores.masked_fill(scores.isnan(), -torch.inf)
-    flat = [t.flatten(0, 1) for t in (ranked, live, positions, budgets)]
-    return select_entries(*flat, num_sinks, window).view_as(live)
+    ranked, valid, at, limits = (t.flatten(0, 1) for t in (ranked, live, positions, budgets))
+    return select_entries(ranked, valid, at, limits, num_sinks, window).view_as(live)
 
 
 def _record(death: Tensor | None, slots: Tensor, seen: Tensor, evicted: Tensor, positions: Tensor) -> None:
