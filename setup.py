@@ -111,9 +111,7 @@ def choose() -> list[str]:
     if not compiler:
         if choice != "auto":
             sys.exit(f"SPARSE_RL_BUILD={choice} needs a C++ compiler: install g++ 11 or newer, or set CXX.")
-        say(
-            "NO NATIVE LIBRARY: there is no C++ compiler. All ops run on the PyTorch reference. Install g++ to build it."
-        )
+        say("NO NATIVE LIBRARY: no C++ compiler. All ops run on the PyTorch reference. Install g++ to build it.")
         return []
     return ["cpu", *choose_cuda(choice, torch.version.cuda)]
 

@@ -71,12 +71,12 @@ class Bench:
 
     def compare(
         self, what: str, goal: str, own: Call, rivals: dict[str, Call], prepare: Call = lambda: None,
-        moved: tuple[int, int] | None = None,
+        moved: int = 0, stream: Call | None = None,
     ) -> Row:  # fmt: skip
-        """Medians over the rounds; ``prepare`` runs untimed before each call; ``moved`` bytes are read and written."""
+        """Medians over the rounds; ``prepare`` runs untimed before each call; ``stream`` moves as many bytes."""
         calls = {"own": own, **rivals}
-        if moved:
-            calls[STREAM] = self.streams(*moved)
+        if stream is not None:
+            calls[STREAM] = stream
         times: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(self.rounds + 2):
             for name, call in calls.items():
@@ -89,7 +89,7 @@ class Bench:
             name: statistics.median(theirs / mine for theirs, mine in zip(times[name], times["own"], strict=True))
             for name in calls
         }
-        floor = 1e3 * sum(moved) / H200_BANDWIDTH if moved else None
+        floor = 1e3 * moved / H200_BANDWIDTH if moved else None
         return Row(
             what,
             goal,
@@ -98,12 +98,6 @@ class Bench:
             ratios.get(STREAM),
             floor,
         )
-
-    def streams(self, read: int, written: int) -> Call:
-        """A plain sum of ``read`` bytes, or a copy of them where as many are written."""
-        source = torch.ones(read // 4, device=self.device)
-        target = torch.empty_like(source)
-        return (lambda: target.copy_(source)) if written else source.sum
 
 
 def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 1) -> KVPools:
@@ -141,7 +135,8 @@ def bench_attention(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     goal = "never slower" if name == "small" else ">= 2" if dtype == torch.float32 else ">= 3"
     return bench.compare(
         f"decode attention, {name}, {label(dtype)}", goal,
-        lambda: ops.attend(pools, chosen, query, dim**-0.5, entries), rivals, moved=(pools.nbytes, 0),
+        lambda: ops.attend(pools, chosen, query, dim**-0.5, entries), rivals,
+        moved=pools.nbytes, stream=lambda: (pools.keys.view(torch.float32).sum(), pools.values.view(torch.float32).sum()),
     )  # fmt: skip
 
 
@@ -213,10 +208,13 @@ def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
         positions.copy_(full_positions)
 
     moved = pools.nbytes * budget // entries
+    source = torch.ones(moved // 4, device=bench.device)
+    target = torch.empty_like(source)
     return bench.compare(
         f"select + compact, 640 to 512, {label(dtype)}", ">= 3",
         lambda: ops.select_and_compact(pools, chosen, scores, budgets, 0, window, seen, death),
-        {"topk + sort + gather + copy": rival, "stable sort + gather + copy": careful}, prepare, (moved, moved),
+        {"topk + sort + gather + copy": rival, "stable sort + gather + copy": careful}, prepare,
+        2 * moved, lambda: target.copy_(source),
     )  # fmt: skip
 
 
