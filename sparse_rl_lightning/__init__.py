@@ -1,3 +1,39 @@
 """Sparse-RL Lightning: reinforcement learning of language models on rollouts with an evicted KV cache."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.modules import SparseGRPO, SupervisedWarmup
+    from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+    from sparse_rl_lightning.types import Rollout
+
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Rollout",
+    "RolloutSampler",
+    "SamplingParams",
+    "SparseGRPO",
+    "SupervisedWarmup",
+    "__version__",
+    "replay_logprobs",
+]
+
+_HOMES = {
+    "Rollout": "types",
+    "RolloutSampler": "rollout",
+    "SamplingParams": "rollout",
+    "SparseGRPO": "modules",
+    "SupervisedWarmup": "modules",
+    "replay_logprobs": "rollout",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are first used: torch and transformers take seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

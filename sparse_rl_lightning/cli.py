@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 # imported so that a configuration can name their classes without the whole path
@@ -63,7 +62,8 @@ def main(args: ArgsType = None) -> LightningCLI:
         subclass_mode_data=True,
         auto_configure_optimizers=False,
         seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
+        # not config.yaml: the folder may hold the user's own
+        save_config_kwargs={"overwrite": True, "config_filename": "run_config.yaml"},
         parser_kwargs={"version": __version__},
         args=args,
     )

@@ -82,7 +82,8 @@ class KVUsage:
     @property
     def saving_integral(self) -> float:
         """Share of KV tokens not stored, averaged over the decode steps (what decode attention did not read)."""
-        return 1.0 - float(self.stored_integral.sum() / self.full_integral.sum().clamp(min=1))
+        full = self.full_integral.sum()
+        return 1.0 - float(self.stored_integral.sum() / full) if full > 0 else 0.0
 
     def __getitem__(self, index: Tensor | slice) -> KVUsage:
         per_sequence = ("stored", "full", "stored_integral", "full_integral")

@@ -59,6 +59,7 @@ def config(folder: Path, **trainer: object) -> Path:
                         "every_n_train_steps": 1,
                         "save_top_k": -1,
                         "save_last": True,
+                        "enable_version_counter": False,
                     },
                 },
             ],
@@ -94,7 +95,7 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
     assert not different, f"{len(different)} of {len(want)} weights differ, first {different[0]}"
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 8])  # inside a block (1, 2, 4, 8), at its end (3), across epochs (8)
+@pytest.mark.parametrize("stop", [1, 3, 8])  # inside a block (1), at its end (3), across epochs and inside (8)
 def test_resume_is_bitwise(stop: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     path = config(tmp_path)
     main(["fit", "--config", str(path), "--trainer.max_steps", str(stop)])
@@ -126,7 +127,7 @@ def kill_and_resume(folder: Path, after_step: int, delay: float) -> None:
     subprocess.run([*command, "--ckpt_path", "last"], env=environment, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(("after_step", "delay"), [(2, 0.0), (4, 0.02)])
+@pytest.mark.parametrize(("after_step", "delay"), [(4, 0.02)])
 def test_killed_run_loses_nothing(
     after_step: int, delay: float, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:

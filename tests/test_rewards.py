@@ -14,6 +14,7 @@ from sparse_rl_lightning.rewards import (
     boxed_math_reward,
     compute_rewards,
     reward_name,
+    worked_steps_reward,
 )
 from sparse_rl_lightning.rewards.expression import MAX_DEPTH, MAX_LENGTH, evaluate_expression
 
@@ -235,3 +236,21 @@ def test_expression(text: str, value: Fraction, numbers: list[int]) -> None:
 )
 def test_no_expression(text: str) -> None:
     assert evaluate_expression(text) is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "share"),
+    [
+        ("7+12=19;19+25=44;44+3=47#47", 1.0),
+        ("7+12=19;19+25=44;44+3=47", 1.0),  # the answer is another function's business
+        ("7+12=19;19+25=45;45+3=48#48", 1 / 3),
+        ("7+12=18;19+25=44;44+3=47#47", 0.0),  # a lucky answer
+        ("7+12=19;7+12=19;7+12=19#47", 1 / 3),
+        ("7+12=19;19+25=44;44+3=47;44+3=47#47", 1.0),
+        ("", 0.0),
+        ("#47", 0.0),
+    ],
+)
+def test_worked_steps_are_paid_up_to_the_first_other_one(completion: str, share: float) -> None:
+    solution = ["7+12=19;19+25=44;44+3=47#47"]
+    assert worked_steps_reward(["07+12+25+03="], [completion], [[]], solution=solution) == [pytest.approx(share)]

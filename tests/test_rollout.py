@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -249,3 +250,16 @@ def test_sliding_window_models_are_refused() -> None:
     hybrid = Qwen2Config(**small, use_sliding_window=True, sliding_window=64, max_window_layers=1)
     with pytest.raises(ValueError, match="sliding_attention"):
         RolloutSampler(Qwen2ForCausalLM(hybrid), FullKV())
+
+
+def test_a_slot_that_evicts_nothing_is_warned_about_once() -> None:
+    sampler = RolloutSampler(model(), RKV(budget=40, buffer=10))
+    with pytest.warns(UserWarning, match=r"slot of 50 tokens.*\(50 tokens\) whole: nothing will be evicted"):
+        sampler.generate([[1] * 40], SamplingParams(max_completion_length=10))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler.generate([[1] * 40], SamplingParams(max_completion_length=10))
+        RolloutSampler(model(), RKV(budget=40, buffer=10)).generate(
+            [[1] * 40], SamplingParams(max_completion_length=11)
+        )
+        RolloutSampler(model(), FullKV()).generate([[1] * 40], SamplingParams(max_completion_length=10))

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
-from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class RunSummary(RolloutCallback):
     """Evaluate greedily before and after training, keep the numbers of every rollout, and report at the end.
 
-    Held-out problems are the data module's validation rows, completed with the full and with the compressed cache.
+    Held-out problems are the data module's validation rows, completed with the full and with the compressed cache and
+    judged by the first of the module's reward functions.
     At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
     ``report.html`` (one self-contained page) and ``report.png`` (one picture; needs matplotlib) are written.
     A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so a
@@ -147,13 +148,14 @@ class RunSummary(RolloutCallback):
         return results
 
     def _rewards(self, module: GenerationModule, rows: list[dict[str, Any]], cache: str) -> list[float]:
-        """The reward of every row's greedy completion; the first completions become the samples to show."""
+        """The first reward function's word on every greedy completion; the first completions become the samples."""
         rewards: list[float] = []
         self.record.samples = []
         for start in range(0, len(rows), self.batch_size):
             batch = rows[start : start + self.batch_size]
             scored = module.generate(batch, module.val_sampling, dense=cache == "dense")
-            new = module.reward(scored).tolist()
+            module.reward(scored)
+            new = next(iter(scored.reward_table.values())).tolist()
             self._keep_samples(cache, batch, scored.completions, new)
             rewards += new
         module.sampler(dense=cache == "dense").cache = None  # the memory back, and training's pool gets its own size

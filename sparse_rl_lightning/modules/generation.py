@@ -14,9 +14,9 @@ from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
-from sparse_rl_lightning.rewards.base import compute_rewards
+from sparse_rl_lightning.rewards import compute_rewards, reward_name
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.prompts import encode_prompt
+from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 Rows = list[dict[str, Any]]
@@ -109,7 +109,7 @@ class GenerationModule(PolicyModule):
         start, params = time.perf_counter(), params or self.sampling
         sampler, tokenizer = self.sampler(dense), self.tokenizer
         assert tokenizer is not None
-        prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
+        prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows])
         count = len(prompts) * params.num_generations
         first = (index * self._world_size + self.global_rank) * count
         rollout = sampler.generate(prompts, params, sequence_ids=range(first, first + count), progress=progress)
@@ -129,7 +129,7 @@ class GenerationModule(PolicyModule):
             completion_ids(scored.rollout),
             columns,
         )
-        scored.reward_table = {_name(f): table[:, i] for i, f in enumerate(self.reward_funcs)}
+        scored.reward_table = {reward_name(f): table[:, i] for i, f in enumerate(self.reward_funcs)}
         return rewards.to(scored.rollout.sequences.device)
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
@@ -147,13 +147,18 @@ class GenerationModule(PolicyModule):
                 sync_dist=True,
             )
 
+    def on_validation_epoch_end(self) -> None:
+        """Give the caches of validation back: training rollouts size their own."""
+        for sampler in self._samplers.values():
+            sampler.cache = None
+
     def _end_token_ids(self) -> list[int]:
         assert self.tokenizer is not None
-        ids = self.tokenizer.convert_tokens_to_ids(self.end_tokens)
-        unknown = [t for t, i in zip(self.end_tokens, ids, strict=True) if i in (None, self.tokenizer.unk_token_id)]
+        vocabulary = self.tokenizer.get_vocab()
+        unknown = [token for token in self.end_tokens if token not in vocabulary]
         if unknown:
             raise ValueError(f"end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them.")
-        return ids
+        return [vocabulary[token] for token in self.end_tokens]
 
     def _dispatch(self, hook: str, *args: Any) -> None:
         for callback in self._rollout_callbacks():
@@ -178,7 +183,3 @@ def completion_ids(rollout: Rollout) -> list[list[int]]:
     """Token ids of every completion, without prompt and padding."""
     pairs = zip(rollout.sequences, rollout.completion_mask, strict=True)
     return [sequence[mask].tolist() for sequence, mask in pairs]
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", None) or type(function).__name__

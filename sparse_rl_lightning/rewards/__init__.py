@@ -1,7 +1,12 @@
 """Reward functions, with TRL's signature, and the exact answer checker behind them."""
 
 from sparse_rl_lightning.rewards.base import RewardFunction, compute_rewards, reward_name
-from sparse_rl_lightning.rewards.functions import arithmetic_reward, boxed_format_reward, boxed_math_reward
+from sparse_rl_lightning.rewards.functions import (
+    arithmetic_reward,
+    boxed_format_reward,
+    boxed_math_reward,
+    worked_steps_reward,
+)
 
 __all__ = [
     "RewardFunction",
@@ -10,4 +15,5 @@ __all__ = [
     "boxed_math_reward",
     "compute_rewards",
     "reward_name",
+    "worked_steps_reward",
 ]

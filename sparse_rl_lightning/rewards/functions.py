@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from sparse_rl_lightning.rewards.expression import evaluate_expression
@@ -50,6 +51,23 @@ def arithmetic_reward(
         float(_is_right(completion, gold, name == "countdown"))
         for completion, gold, name in zip(completions, answer, tasks, strict=True)
     ]
+
+
+def worked_steps_reward(
+    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], solution: Sequence[str], **_: Any
+) -> list[float | None]:
+    """Share of the worked solution's steps that the completion takes, up to its first other step.
+
+    For ``ArithmeticTasks``. Pays for a right beginning and so tells a lucky answer from a reasoned one. Nothing can
+    be won by repeating or skipping steps.
+    """
+    return [_share_of_steps(text, worked) for text, worked in zip(completions, solution, strict=True)]
+
+
+def _share_of_steps(completion: str, solution: str) -> float:
+    wanted, taken = (text.partition("#")[0].split(";") for text in (solution, completion))
+    right = takewhile(lambda pair: pair[0] == pair[1], zip(wanted, taken, strict=False))
+    return sum(1 for _ in right) / len(wanted)
 
 
 def _is_right(completion: str, gold: str, any_expression: bool) -> bool:

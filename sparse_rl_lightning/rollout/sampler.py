@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.rollout.attention import SLOTS, Decode, Prefill, attention_implementation
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.preparation import check_prompts, default_end_token_ids, eval_mode
 from sparse_rl_lightning.rollout.results import Results
 from sparse_rl_lightning.rollout.sampling import SamplingParams, draw, prompt_key, sequence_keys
 from sparse_rl_lightning.types import Rollout
@@ -74,9 +75,10 @@ class RolloutSampler:
         self.model = model
         self.compressor = compressor
         self.num_slots = num_slots
-        self.end_token_ids = _end_token_ids(model) if end_token_ids is None else list(end_token_ids)
+        self.end_token_ids = default_end_token_ids(model) if end_token_ids is None else list(end_token_ids)
         self.max_prefill_tokens = max_prefill_tokens
         self.cache: SlotCache | None = None
+        self._warned = False
 
     def generate(
         self,
@@ -108,9 +110,21 @@ class RolloutSampler:
         if len(ids) != total:
             raise ValueError(f"sequence_ids must name {total} sequences (prompts x num_generations), got {len(ids)}.")
         cache = self._prepare_cache(prompts, params, total)
+        longest = max(len(p) for p in prompts) + params.max_completion_length
+        self._warn_if_nothing_is_evicted(cache, longest)
         keys = sequence_keys(params.seed, ids.to(cache.geometry.device))
-        with torch.no_grad(), _eval_mode(self.model), attention_implementation(self.model, SLOTS):
+        with torch.no_grad(), eval_mode(self.model), attention_implementation(self.model, SLOTS):
             return _Run(self, cache, [list(p) for p in prompts], params, keys, progress).finish()
+
+    def _warn_if_nothing_is_evicted(self, cache: SlotCache, longest: int) -> None:
+        """A slot that holds any sequence whole costs as much as a full cache."""
+        if self.compressor.evicts and cache.capacity >= longest and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"A slot of {cache.capacity} tokens holds the longest prompt and completion ({longest} tokens) whole: "
+                "nothing will be evicted. Lower the compressor's budget or buffer to save memory.",
+                stacklevel=3,
+            )
 
     def _prepare_cache(self, prompts: Sequence[Sequence[int]], params: SamplingParams, total: int) -> SlotCache:
         """The cache of the last call where it is large enough, else a new one."""
@@ -267,40 +281,3 @@ class _Run:
         rows[:n] = hidden
         logits: Tensor = self.sampler.model.get_output_embeddings()(rows)
         return logits[:n].float()
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], params: SamplingParams, context: int | None) -> None:
-    """Refuse prompts that cannot be completed.
-
-    Raises:
-        ValueError: If there is no prompt, one is empty, or one leaves no room for the completion in ``context``.
-    """
-    if not prompts:
-        raise ValueError("prompts is empty: give at least one list of token ids.")
-    for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {index} is empty: every prompt needs at least one token.")
-        if context is not None and len(prompt) + params.max_completion_length > context:
-            raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; with max_completion_length={params.max_completion_length} "
-                f"that exceeds the model's context of {context} tokens. Drop long prompts or lower "
-                "max_completion_length."
-            )
-
-
-def _end_token_ids(model: PreTrainedModel) -> list[int]:
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = model.config.eos_token_id if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-@contextmanager
-def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No dropout and no gradient checkpointing while sampling; the training flag comes back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
