@@ -136,7 +136,7 @@ def bench_attention(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     return bench.compare(
         f"decode attention, {name}, {label(dtype)}", goal,
         lambda: ops.attend(pools, chosen, query, dim**-0.5, entries), rivals,
-        moved=pools.nbytes, stream=lambda: (pools.keys.view(torch.float32).sum(), pools.values.view(torch.float32).sum()),
+        moved=pools.nbytes, stream=lambda: [pool.view(torch.float32).sum() for pool in (pools.keys, pools.values)],
     )  # fmt: skip
 
 
