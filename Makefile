@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-slow lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize bench-ops lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ install: $(INSTALLED) ## create .venv with the pinned versions
 
 # The stamp is written last: an install that failed halfway is tried again. torch comes first and build isolation
 # is off because the native extension is compiled against the torch it will run with.
-$(INSTALLED): pyproject.toml setup.py constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard cuda_ext/*.cpp cuda_ext/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than Python 3.11: run make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,25 @@ test: lint typecheck ## linters, types and the fast tests
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+native: $(INSTALLED) ## compile the native library again after a change in cuda_ext/
+	$(BIN)/python setup.py -q build_ext --inplace
+
+# A copy of the package with instrumented kernels; python itself is not instrumented, so the runtime is preloaded.
+SANITIZED := build/sanitized
+SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1 -DSPARSE_RL_NO_CLONES
+sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and undefined-behaviour sanitizers
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	cp -r sparse_rl_lightning tests cuda_ext setup.py pyproject.toml LICENSE CHANGELOG.md README.md $(SANITIZED)/
+	rm -f $(SANITIZED)/sparse_rl_lightning/*.so
+	cd $(SANITIZED) && SPARSE_RL_BUILD=cpu SPARSE_RL_CFLAGS="$(SANITIZER)" $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && PYTHONPATH=. OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py \
+		tests/test_native_select.py tests/test_native_torch.py tests/test_native_loaded.py
+
+bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/ops.py
 
 lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .

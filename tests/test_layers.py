@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / PACKAGE
 
 # A module imports from its own row or from rows below, never from above. "" is the package's __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("", "__main__", "cli"),
+    ("", "__main__", "cli", "doctor"),
     ("callbacks", "data", "modules", "report", "strategies"),
     ("advantages", "calibration", "corrections", "logprobs", "losses", "metrics", "rewards", "rollout", "testing"),
     ("budgets", "compressors"),

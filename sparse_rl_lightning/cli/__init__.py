@@ -21,7 +21,7 @@ import sparse_rl_lightning.compressors
 import sparse_rl_lightning.data
 import sparse_rl_lightning.modules
 import sparse_rl_lightning.rewards  # noqa: F401
-from sparse_rl_lightning import __version__
+from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import write_whole
 from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, warn_of_earlier_run
@@ -138,7 +138,11 @@ def console() -> None:
     """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
+    ``sparse-rl doctor`` is answered before any parser is built.
     """
+    if sys.argv[1:2] == ["doctor"]:
+        doctor.main()
+        return
     try:
         main()
     except (ValueError, MisconfigurationException) as error:

@@ -64,12 +64,8 @@ class Compressor(ABC):
     def score(self, layer: LayerState) -> Tensor:
         """How much each entry is worth: (S, H, N), higher is kept. Entries that are not valid may hold anything."""
 
-    def select(self, layer: LayerState, budget: int | Tensor | None = None) -> Tensor:
-        """The entries that stay: (S, H, N) bool.
-
-        Args:
-            layer: One layer's cache.
-            budget: Entries to keep, a number or (S, H); default :attr:`budget`.
+    def checked_score(self, layer: LayerState) -> Tensor:
+        """What :meth:`score` returns, refused where it cannot be ranked.
 
         Raises:
             ValueError: If :meth:`score` returned another shape than (S, H, N), or NaN for a live entry.
@@ -83,9 +79,21 @@ class Compressor(ABC):
             )
         if bool((scores.isnan() & layer.valid).any()):
             raise ValueError(f"{name}.score returned NaN for live entries of layer {layer.layer_index}.")
-        return select_entries(
-            scores, layer.valid, layer.positions, self.budget if budget is None else budget, self.num_sinks, self.window
-        )
+        return scores
+
+    def select(self, layer: LayerState, budget: int | Tensor | None = None) -> Tensor:
+        """The entries that stay: (S, H, N) bool. The cache does the same in place, with the op ``select_and_compact``.
+
+        Args:
+            layer: One layer's cache.
+            budget: Entries to keep, a number or (S, H); default :attr:`budget`.
+
+        Raises:
+            ValueError: As :meth:`checked_score`.
+        """
+        limit = self.budget if budget is None else budget
+        scores = self.checked_score(layer)
+        return select_entries(scores, layer.valid, layer.positions, limit, self.num_sinks, self.window)
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.importance import GroupReduction, Pooling, window_importance
+from sparse_rl_lightning.ops import KVPools, score_importance
+from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
 from sparse_rl_lightning.types import LayerState
 
 Variant = Literal["decode", "original"]
@@ -66,13 +68,14 @@ class SnapKV(Compressor):
 
     def score(self, layer: LayerState) -> Tensor:
         """Pooled attention of the last queries: (S, H, N), 0 in the window."""
-        return window_importance(
-            layer.queries,
-            layer.query_positions,
-            layer.keys,
-            layer.valid,
-            layer.positions,
+        pools = KVPools.from_dense(layer.keys, layer.keys, layer.valid.sum(dim=-1), layer.positions)
+        return score_importance(
+            pools,
+            torch.arange(len(layer.lengths), device=layer.keys.device),
+            layer.queries.to(layer.keys.dtype).contiguous(),
+            layer.query_positions.contiguous(),
             layer.scale,
+            layer.keys.shape[2],
             window=self.window,
             exclude_window=self.variant == "decode",
             group_reduction=self.group_reduction,

@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.attention import decode_attention
-from sparse_rl_lightning.ops.select import compaction_order
+from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.types import NEVER, LayerState
+
+_PER_SLOT = ("tokens", "seen", "limits", "prompt_lengths", "sequence_keys")
 
 
 class SlotCache:
@@ -34,30 +36,28 @@ class SlotCache:
     ) -> None:
         g = geometry
         layer_slots, device = (g.num_layers, num_slots), g.device
-        rows = g.num_layers * num_slots * g.num_kv_heads * capacity
         self.geometry, self.num_slots, self.capacity, self.max_length = g, num_slots, capacity, max_length
         self.num_queries = num_queries
-        self.key_pool = torch.zeros(rows, g.head_dim, dtype=g.dtype, device=device)
-        self.value_pool = torch.zeros_like(self.key_pool)
+        self.pools = KVPools.uniform((*layer_slots, g.num_kv_heads), capacity, g.head_dim, g.dtype, device)
+        self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
+        self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
         self.keys = self.key_pool.view(*layer_slots, g.num_kv_heads, capacity, g.head_dim)
         self.values = self.value_pool.view_as(self.keys)
-        self.positions = torch.zeros(*layer_slots, g.num_kv_heads, capacity, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(*layer_slots, g.num_kv_heads, dtype=torch.int64, device=device)
+        self.positions = self.pools.positions.view(self.keys.shape[:-1])
         self.queries = torch.zeros(*layer_slots, g.num_heads, num_queries, g.head_dim, dtype=g.dtype, device=device)
-        # one spare column: writes that concern no token go there
-        self.death = torch.full((*layer_slots, g.num_kv_heads, max_length + 1), NEVER, dtype=torch.int32, device=device)
+        self.death = torch.full((*layer_slots, g.num_kv_heads, max_length), NEVER, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(num_slots, max_length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(num_slots, dtype=torch.int64, device=device)  # tokens fed so far
         self.limits = torch.zeros_like(self.seen)  # entries at which a slot is compressed
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
-        self._heads = torch.arange(g.num_kv_heads, device=device)
+        self._slots = torch.arange(num_slots, device=device)
         self._entries = torch.arange(capacity, device=device)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of keys and values: the sum of all capacities times the bytes per entry."""
-        return self.key_pool.nbytes + self.value_pool.nbytes
+        return self.pools.nbytes
 
     # ---------------------------------------------------------------- one layer, called from attention
 
@@ -73,19 +73,10 @@ class SlotCache:
         Returns:
             (n, Hq, D).
         """
-        n = query.shape[0]
-        slots = torch.arange(n, device=query.device)
-        at = self.lengths[layer, :n]  # (n, H)
-        index = (slots[:, None], self._heads[None], at)
-        self.keys[layer].index_put_(index, key.to(self.keys.dtype))
-        self.values[layer].index_put_(index, value.to(self.values.dtype))
-        self.positions[layer].index_put_(index, self.seen[:n, None].expand_as(at).to(torch.int32))
-        at += 1
-        if self.num_queries:
-            self.queries[layer, slots, :, self.seen[:n] % self.num_queries] = query.to(self.queries.dtype)
-        live = self._entries < at.unsqueeze(-1)
-        keys, values = self.keys[layer, :n].to(query.dtype), self.values[layer, :n].to(query.dtype)
-        return decode_attention(query, keys, values, live, self.geometry.scale)
+        pools, slots = self.layers[layer], self._slots[: query.shape[0]]
+        own_query, key, value = (t.to(self.key_pool.dtype).contiguous() for t in (query, key, value))
+        ops.append(pools, slots, self.seen, own_query, key, value, self.queries[layer])
+        return ops.attend(pools, slots, own_query, self.geometry.scale, self.capacity).to(query.dtype)
 
     def store_prompts(
         self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, compressor: Compressor
@@ -101,11 +92,19 @@ class SlotCache:
             compressor: Chooses what stays of a prompt that reaches the slot's limit.
         """
         state = self._prompt_state(layer, slots, query, key, value)
-        keep = state.valid.clone()
-        too_long = (self.prompt_lengths[slots] >= self.limits[slots]).nonzero().squeeze(1)
+        lengths = self.prompt_lengths[slots]
+        scores = torch.zeros(state.valid.shape, dtype=torch.float32, device=key.device)
+        budgets = lengths.clone()
+        too_long = (lengths >= self.limits[slots]).nonzero().squeeze(1)
         if compressor.evicts and len(too_long):
-            keep[too_long] = compressor.select(_take_slots(state, too_long))
-        self._replace(layer, slots, state, keep)
+            scores[too_long] = compressor.checked_score(_take_slots(state, too_long)).float()
+            budgets[too_long] = compressor.budget
+        heads, key, value = state.lengths.shape, *(t.to(self.key_pool.dtype).contiguous() for t in (key, value))
+        source = KVPools.from_dense(key, value, lengths[None, :, None].expand(1, *heads))
+        ops.select_and_store(
+            self.pools.single(layer), slots, scores[None], budgets[None, :, None].expand(1, *heads).int().contiguous(),
+            compressor.num_sinks, compressor.window, self.seen, source, self.death[layer : layer + 1],
+        )  # fmt: skip
         self.queries[layer, slots] = state.queries.to(self.queries.dtype)
 
     # ---------------------------------------------------------------- whole slots
@@ -134,16 +133,21 @@ class SlotCache:
         full = (longest >= self.limits[:num_active]).nonzero().squeeze(1)
         if not compressor.evicts or not len(full):
             return
-        for layer in range(self.geometry.num_layers):
-            state = self.layer_state(layer, full)
-            self._replace(layer, full, state, compressor.select(state))
+        scores = torch.stack(
+            [compressor.checked_score(self.layer_state(layer, full)).float() for layer in range(len(self.layers))]
+        )
+        budgets = torch.full(scores.shape[:3], compressor.budget, dtype=torch.int32, device=full.device)
+        ops.select_and_compact(
+            self.pools, full, scores, budgets, compressor.num_sinks, compressor.window, self.seen, self.death
+        )
         self.limits[full] = compressor.budget + compressor.buffer
 
     def layer_state(self, layer: int, slots: Tensor) -> LayerState:
         """What a compressor sees of one layer of these slots."""
-        positions, lengths = self.positions[layer, slots].long(), self.lengths[layer, slots]
+        own = _as_range(slots)  # a view where the slots are neighbours
+        positions, lengths = self.positions[layer, own].long(), self.lengths[layer, own]
         return self._state(
-            layer, slots, self.keys[layer, slots], self.values[layer, slots], self.queries[layer, slots], positions,
+            layer, slots, self.keys[layer, own], self.values[layer, own], self.queries[layer, own], positions,
             self._entries < lengths.unsqueeze(-1),
         )  # fmt: skip
 
@@ -154,20 +158,24 @@ class SlotCache:
     def write(self, slots: Tensor, content: dict[str, Tensor]) -> None:
         """Fill these slots with what :meth:`read` returned: a prompt forked to several samples."""
         for name, tensor, dim in self._per_slot():
-            source = content[name].unsqueeze(dim)
-            tensor.index_copy_(dim, slots, source.expand(*tensor.shape[:dim], len(slots), *tensor.shape[dim + 1 :]))
+            tensor.select(dim, int(slots[0])).copy_(content[name])
+        self._fork(slots[:1].expand(len(slots) - 1), slots[1:])
 
     def copy(self, source: int, destination: int) -> None:
         """Move a sequence to another slot."""
-        for _, tensor, dim in self._per_slot():
-            tensor.select(dim, destination).copy_(tensor.select(dim, source))
+        self._fork(self._slots[source : source + 1], self._slots[destination : destination + 1])
 
     # ---------------------------------------------------------------- inside
 
+    def _fork(self, sources: Tensor, destinations: Tensor) -> None:
+        ops.fork(self.pools, sources.contiguous(), destinations.contiguous(), self.queries, self.death)
+        for name in _PER_SLOT:
+            tensor: Tensor = getattr(self, name)
+            tensor[destinations] = tensor[sources]
+
     def _per_slot(self) -> list[tuple[str, Tensor, int]]:
         per_layer = ("keys", "values", "positions", "lengths", "queries", "death")
-        flat = ("tokens", "seen", "limits", "prompt_lengths", "sequence_keys")
-        return [(n, getattr(self, n), 1) for n in per_layer] + [(n, getattr(self, n), 0) for n in flat]
+        return [(n, getattr(self, n), 1) for n in per_layer] + [(n, getattr(self, n), 0) for n in _PER_SLOT]
 
     def _prompt_state(self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor) -> LayerState:
         num_prompts, num_kv_heads, width, _ = key.shape
@@ -198,20 +206,12 @@ class SlotCache:
         ring = torch.arange(self.num_queries, device=slots.device)
         return (last - (last - ring) % max(self.num_queries, 1)).clamp(min=-1)
 
-    def _replace(self, layer: int, slots: Tensor, state: LayerState, keep: Tensor) -> None:
-        """Store the kept entries of ``state`` in order, and record when the others died."""
-        order, lengths = compaction_order(keep)
-        order = order[..., : self.capacity]
-        count, width = order.shape[-1], state.keys.shape[-1]
-        index = order.unsqueeze(-1).expand(-1, -1, -1, width)
-        self.keys[layer, slots, :, :count] = state.keys.gather(2, index).to(self.keys.dtype)
-        self.values[layer, slots, :, :count] = state.values.gather(2, index).to(self.values.dtype)
-        self.positions[layer, slots, :, :count] = state.positions.gather(2, order).to(torch.int32)
-        self.lengths[layer, slots] = lengths
-        evicted = state.valid & ~keep
-        target = torch.where(evicted, state.positions, self.max_length)
-        steps = self.seen[slots].to(torch.int32)[:, None, None].expand_as(target)
-        self.death[layer, slots] = self.death[layer, slots].scatter(2, target, steps)
+
+def _as_range(slots: Tensor) -> Tensor | slice:
+    """The same slots as a slice where they are neighbours in order, so that indexing makes no copy."""
+    first, last = int(slots[0]), int(slots[-1])
+    neighbours = last - first + 1 == len(slots) and bool((slots.diff() == 1).all())
+    return slice(first, last + 1) if neighbours else slots
 
 
 def _take_slots(state: LayerState, rows: Tensor) -> LayerState:

@@ -1,0 +1,292 @@
+"""Times the ops against the fastest plain PyTorch that computes the same, and prints the ratios as a table.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/ops.py [--device cpu] [--threads 2] [--rounds 15] [--save DIR]
+
+Own op and rivals take turns within every round, so a busy machine slows all of them; a ratio is the median of the
+rounds' ratios. "share" is the time of a plain sum (attention: reading) or copy (eviction: reading and writing) of as
+many bytes as the op must move over the time of the op, also paired by round: 100 % is the speed of the memory itself,
+or of the cache where so many bytes fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.select import compaction_order, select_entries
+
+Call = Callable[[], object]
+SHAPES = {"large": (16, 28, 4, 128, 640), "small": (16, 8, 2, 64, 640)}  # slots, heads, KV heads, head size, entries
+H200_BANDWIDTH = 4.3e12  # bytes per second that an H200 reaches
+STREAM = "stream"
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    what: str
+    goal: str
+    own_ms: float
+    rivals: dict[str, tuple[float, float]]  # median milliseconds and ratio
+    share: float | None = None
+    floor_ms: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Against the fastest rival."""
+        return min(ratio for _, ratio in self.rivals.values())
+
+
+class Bench:
+    """Runs own op and rivals in turns on one device."""
+
+    def __init__(self, device: str, rounds: int) -> None:
+        self.device, self.rounds = device, rounds
+
+    def time(self, call: Call) -> float:
+        """Seconds of one call."""
+        self.wait()
+        start = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def compare(
+        self, what: str, goal: str, own: Call, rivals: dict[str, Call], prepare: Call = lambda: None,
+        moved: int = 0, stream: Call | None = None,
+    ) -> Row:  # fmt: skip
+        """Medians over the rounds; ``prepare`` runs untimed before each call; ``stream`` moves as many bytes."""
+        calls = {"own": own, **rivals}
+        if stream is not None:
+            calls[STREAM] = stream
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(self.rounds + 2):
+            for name, call in calls.items():
+                prepare()
+                taken = self.time(call)
+                if turn >= 2:
+                    times[name].append(taken)
+        middle = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+        ratios = {
+            name: statistics.median(theirs / mine for theirs, mine in zip(times[name], times["own"], strict=True))
+            for name in calls
+        }
+        floor = 1e3 * moved / H200_BANDWIDTH if moved else None
+        return Row(
+            what,
+            goal,
+            middle["own"],
+            {name: (middle[name], ratios[name]) for name in rivals},
+            ratios.get(STREAM),
+            floor,
+        )
+
+
+def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 1) -> KVPools:
+    """Full slots of random keys with some common direction, so that similarities are moderate."""
+    slots, _, heads, dim, entries = shape
+    pools = KVPools.uniform((layers, slots, heads), entries, dim, dtype, device)
+    centres = torch.randn(64, dim, device=device)
+    keys = centres[torch.randint(64, (len(pools.keys),), device=device)] + 0.8 * torch.randn(
+        pools.keys.shape, device=device
+    )
+    pools.keys.copy_(keys)
+    pools.values.normal_()
+    pools.lengths.fill_(entries)
+    pools.positions.copy_(torch.arange(entries, device=device).repeat(len(pools.keys) // entries))
+    return pools
+
+
+def bench_attention(bench: Bench, name: str, dtype: torch.dtype) -> Row:
+    """One decode step of one layer, against SDPA in its two grouped forms, with and without a mask of live entries."""
+    slots, num_heads, heads, dim, entries = SHAPES[name]
+    pools = make_pools(SHAPES[name], dtype, bench.device).layer(0)
+    query, chosen = (
+        torch.randn(slots, num_heads, dim, device=bench.device).to(dtype),
+        torch.arange(slots, device=bench.device),
+    )
+    keys, values = (t.view(slots, heads, entries, dim) for t in (pools.keys, pools.values))
+    live = torch.ones(slots, 1, 1, entries, dtype=torch.bool, device=bench.device)
+    grouped, single = query.view(slots, heads, -1, dim), query.unsqueeze(2)
+    rivals: dict[str, Call] = {
+        "sdpa grouped": lambda: F.scaled_dot_product_attention(grouped, keys, values),
+        "sdpa gqa": lambda: F.scaled_dot_product_attention(single, keys, values, enable_gqa=True),
+        "sdpa grouped, mask": lambda: F.scaled_dot_product_attention(grouped, keys, values, attn_mask=live),
+        "sdpa gqa, mask": lambda: F.scaled_dot_product_attention(single, keys, values, attn_mask=live, enable_gqa=True),
+    }
+    goal = "never slower" if name == "small" else ">= 2" if dtype == torch.float32 else ">= 3"
+    return bench.compare(
+        f"decode attention, {name}, {label(dtype)}", goal,
+        lambda: ops.attend(pools, chosen, query, dim**-0.5, entries), rivals,
+        moved=pools.nbytes, stream=lambda: [pool.view(torch.float32).sum() for pool in (pools.keys, pools.values)],
+    )  # fmt: skip
+
+
+def published_redundancy(keys: Tensor) -> Tensor:
+    """R-KV's redundancy with its N x N matrix, for all heads at once."""
+    unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
+    cosines = unit @ unit.mT
+    cosines.diagonal(dim1=-2, dim2=-1).zero_()
+    columns = torch.arange(keys.shape[2], device=keys.device)
+    last = torch.where(cosines > 0.5, columns, 0).amax(dim=-1, keepdim=True)
+    return cosines.scatter_(-1, last, 0.0).mean(dim=-2)
+
+
+def bench_redundancy(bench: Bench, dtype: torch.dtype, kind: str) -> Row:
+    """One layer's redundancy, on keys of moderate, no or great similarity."""
+    slots, _, heads, dim, entries = SHAPES["large"]
+    pools = make_pools(SHAPES["large"], dtype, bench.device).layer(0)
+    if kind == "no":
+        pools.keys.normal_()
+    if kind == "great":
+        pools.keys.normal_().add_(3)
+    chosen = torch.arange(slots, device=bench.device)
+    keys = pools.keys.view(slots, heads, entries, dim)
+    return bench.compare(
+        f"R-KV redundancy, {kind} similarity, {label(dtype)}", ">= 10" if kind == "moderate" else "never slower",
+        lambda: ops.score_redundancy(pools, chosen, entries), {"N x N": lambda: published_redundancy(keys.float())},
+    )  # fmt: skip
+
+
+def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
+    """Select 512 of 640 entries and close ranks, two layers, against topk + sort + gather + copy."""
+    slots, _, heads, dim, entries = SHAPES["large"]
+    layers, budget, window = 2, 512, 8
+    pools = make_pools(SHAPES["large"], dtype, bench.device, layers)
+    shape = (layers, slots, heads, entries)
+    scores = torch.randn(shape, device=bench.device)
+    chosen, seen = torch.arange(slots, device=bench.device), torch.full((slots,), entries, device=bench.device)
+    budgets = torch.full(shape[:3], budget, dtype=torch.int32, device=bench.device)
+    death = torch.zeros(*shape[:3], 1024, dtype=torch.int32, device=bench.device)
+    keys, values = (t.view(*shape, dim) for t in (pools.keys, pools.values))
+    positions = pools.positions.view(shape)
+    full_positions = positions.clone()
+
+    def rival() -> None:
+        for layer in range(layers):
+            ranked = scores[layer].clone()
+            ranked[..., -window:] = torch.inf
+            index = ranked.topk(budget, dim=-1).indices.sort(dim=-1).values
+            wide = index.unsqueeze(-1).expand(-1, -1, -1, dim)
+            keys[layer, :, :, :budget] = keys[layer].gather(2, wide)
+            values[layer, :, :, :budget] = values[layer].gather(2, wide)
+            gone = torch.ones_like(ranked, dtype=torch.bool).scatter_(-1, index, False)
+            at = torch.where(gone, positions[layer].long(), 1023)
+            death[layer].scatter_(2, at, seen[:, None, None].int().expand_as(at))
+            positions[layer, :, :, :budget] = positions[layer].gather(2, index)
+
+    def careful() -> None:
+        """The package's own PyTorch functions: exact ties and order."""
+        live = torch.ones(shape[1:], dtype=torch.bool, device=bench.device)
+        for layer in range(layers):
+            keep = select_entries(scores[layer], live, positions[layer], budget, 0, window)
+            order = compaction_order(keep)[0][..., :budget]
+            wide = order.unsqueeze(-1).expand(-1, -1, -1, dim)
+            keys[layer, :, :, :budget] = keys[layer].gather(2, wide)
+            values[layer, :, :, :budget] = values[layer].gather(2, wide)
+
+    def prepare() -> None:
+        pools.lengths.fill_(entries)
+        positions.copy_(full_positions)
+
+    moved = pools.nbytes * budget // entries
+    source = torch.ones(moved // 4, device=bench.device)
+    target = torch.empty_like(source)
+    return bench.compare(
+        f"select + compact, 640 to 512, {label(dtype)}", ">= 3",
+        lambda: ops.select_and_compact(pools, chosen, scores, budgets, 0, window, seen, death),
+        {"topk + sort + gather + copy": rival, "stable sort + gather + copy": careful}, prepare,
+        2 * moved, lambda: target.copy_(source),
+    )  # fmt: skip
+
+
+def label(dtype: torch.dtype) -> str:
+    """float32, bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def table(rows: list[Row]) -> str:
+    """GitHub Markdown."""
+    names = (
+        "what",
+        "own ms",
+        "fastest rival ms",
+        "ratio",
+        "goal",
+        "met",
+        "share of the stream",
+        "H200 floor ms",
+        "all rivals",
+    )
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for row in rows:
+        name, (rival_ms, _) = min(row.rivals.items(), key=lambda item: item[1][1])
+        needed = float(row.goal.removeprefix(">= ")) if row.goal[0] == ">" else 1.0
+        share = "" if row.share is None else f"{100 * row.share:.0f} %"
+        floor = "" if row.floor_ms is None else f"{row.floor_ms:.3f}"
+        rest = ", ".join(f"{other} {ms:.2f} ms ({ratio:.2f})" for other, (ms, ratio) in row.rivals.items())
+        lines.append(
+            f"| {row.what} | {row.own_ms:.3f} | {rival_ms:.3f} ({name}) | {row.ratio:.2f} | {row.goal} | "
+            f"{'yes' if row.ratio >= needed else 'NO'} | {share} | {floor} | {rest} |"
+        )
+    return "\n".join(lines)
+
+
+def machine(device: str) -> str:
+    """What the numbers were measured on."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    where = f"{model} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads{gpu}"
+    native = "kernels" if ops.has_kernel("decode_attention", device) else "PyTorch reference"
+    return f"{datetime.date.today()}, {where}, torch {torch.__version__}, own ops: {native}"
+
+
+def main() -> None:
+    """Measure everything and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--save", type=Path, help="folder for the table as <device>.md")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    bench = Bench(args.device, args.rounds)
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        rows += [bench_attention(bench, name, dtype) for name in SHAPES]
+        rows += [bench_redundancy(bench, dtype, kind) for kind in ("moderate", "no", "great")]
+        rows.append(bench_eviction(bench, dtype))
+    text = f"{machine(args.device)}\n\n{table(rows)}"
+    print(text)
+    if args.save:
+        args.save.mkdir(parents=True, exist_ok=True)
+        (args.save / f"{args.device}.md").write_text(f"# benchmarks/ops.py\n\n{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+// decode_attention: one query token per slot over its live entries, softmax kept online, everything summed in float32.
+
+#include "dots.h"
+#include "heads.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace sparse_rl {
+namespace {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Running softmax of one query row: the largest logit so far and the sum of exp(logit - largest).
+struct Softmax {
+  float largest = kNothing, sum = 0;
+};
+
+// Turn a tile of logits into exp(logit - largest so far); returns what earlier sums must be multiplied by.
+SPARSE_RL_CLONES float add_tile(float* logits, int64_t count, Softmax& state) {
+  for (int64_t j = count; j < kTile; ++j) logits[j] = kNothing;
+  Vec top = load(logits);
+  for (int at = kLanes; at < kTile; at += kLanes) {
+    Vec v = load(logits + at);
+    top = top > v ? top : v;
+  }
+  const float highest = max_lanes(top), largest = highest > state.largest ? highest : state.largest;
+  const float base = largest == kNothing ? 0.0f : largest;
+  Vec sum{};
+  for (int at = 0; at < kTile; at += kLanes) {
+    Vec p = exp_negative(load(logits + at) - base);
+    store(logits + at, p);
+    sum += p;
+  }
+  const float rescale = state.largest == largest ? 1.0f : std::exp(state.largest - base);
+  state.sum = state.sum * rescale + sum_lanes(sum);
+  state.largest = largest;
+  return rescale;
+}
+
+// out[r] = out[r] * rescale[r] + sum_j weights[r * kTile + j] * values[j]
+template <class T, int Rows>
+SPARSE_RL_CLONES void add_values(
+    const T* values, int64_t count, int64_t dim, const float* weights, const float* rescale, float* out) {
+  const int64_t width = padded(dim);
+  for (int64_t at = 0; at < dim; at += kBlock) {
+    Vec sum[2 * Rows];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      sum[2 * r] = load(out + r * width + at) * rescale[r];
+      sum[2 * r + 1] = load(out + r * width + at + kLanes) * rescale[r];
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      Vec a, b;
+      load_part(values + j * dim, at, dim, a, b);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        const float w = weights[r * kTile + j];
+        sum[2 * r] += a * w;
+        sum[2 * r + 1] += b * w;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      store(out + r * width + at, sum[2 * r]);
+      store(out + r * width + at + kLanes, sum[2 * r + 1]);
+    }
+  }
+}
+
+template <class T>
+struct Attention {
+  const T *query, *key_pool, *value_pool;
+  T* out;
+  float *lse, *probs;  // null where not wanted
+  int64_t group, dim, num_entries;
+  float scale;
+  Heads heads;
+
+  // Up to eight query heads of one KV head.
+  template <int Rows>
+  void rows(const T* keys, const T* values, int64_t length, int64_t first) const {
+    const int64_t width = padded(dim);
+    float queries[Rows * kMaxHeadDim], sums[Rows * kMaxHeadDim], logits[kRows * kTile], rescale[Rows];
+    unpack_rows(query + first * dim, Rows, dim, queries);
+    std::memset(sums, 0, Rows * width * sizeof(float));
+    Softmax softmax[Rows];
+    for (int64_t start = 0; start < length; start += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, length - start);
+      dot_tile<T, Rows>(keys + start * dim, count, dim, queries, scale, logits, values + start * dim);
+      for (int r = 0; r < Rows; ++r) {
+        float* row = logits + r * kTile;
+        if (probs) std::memcpy(probs + (first + r) * num_entries + start, row, count * sizeof(float));
+        rescale[r] = add_tile(row, count, softmax[r]);
+      }
+      add_values<T, Rows>(values + start * dim, count, dim, logits, rescale, sums);
+    }
+    for (int r = 0; r < Rows; ++r) finish(first + r, length, softmax[r], sums + r * width);
+  }
+
+  void finish(int64_t head, int64_t length, Softmax softmax, const float* sums) const {
+    const float share = softmax.sum > 0 ? 1 / softmax.sum : softmax.sum;  // a row without entries gives zeros
+    pack_row_any(sums, share, dim, out + head * dim);
+    const float total = softmax.largest == kNothing ? kNothing : softmax.largest + std::log(softmax.sum);
+    if (lse) lse[head] = total;
+    if (!probs) return;
+    float* row = probs + head * num_entries;
+    for (int64_t j = 0; j < length; ++j) row[j] = total == kNothing ? 0.0f : std::exp(row[j] - total);
+    std::fill(row + length, row + num_entries, 0.0f);
+  }
+
+  void unit(int64_t b, int64_t h) const {
+    const bool used = heads.slots[b] >= 0;
+    const int64_t i = used ? heads.index(b, h) : 0, length = used ? heads.lengths[i] : 0;
+    const int64_t start = used ? heads.offsets[i] * dim : 0;
+    const T *keys = key_pool + start, *values = value_pool + start;
+    for (int64_t g = 0; g < group; g += kRows) {
+      const int64_t first = (b * heads.num_heads + h) * group + g;
+      switch (std::min<int64_t>(kRows, group - g)) {
+        case 1: rows<1>(keys, values, length, first); break;
+        case 2: rows<2>(keys, values, length, first); break;
+        case 3: rows<3>(keys, values, length, first); break;
+        case 4: rows<4>(keys, values, length, first); break;
+        case 5: rows<5>(keys, values, length, first); break;
+        case 6: rows<6>(keys, values, length, first); break;
+        case 7: rows<7>(keys, values, length, first); break;
+        default: rows<8>(keys, values, length, first); break;
+      }
+    }
+  }
+};
+
+void decode_attention(
+    const Tensor& query, const Tensor& key_pool, const Tensor& value_pool, const Tensor& slots, const Tensor& offsets,
+    const Tensor& lengths, double scale, int64_t max_length, const Tensor& out, const std::optional<Tensor>& lse,
+    const std::optional<Tensor>& probs) {
+  const PoolShape pool = check_key_pool(key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const int64_t B = heads.num_rows, H = heads.num_heads, D = pool.dim;
+  const int64_t Hq = query.dim() == 3 ? query.size(1) : 0;
+  const int64_t M = probs.has_value() && probs->dim() == 3 ? probs->size(2) : max_length;
+  STD_TORCH_CHECK(H > 0 && Hq % H == 0, "query has ", Hq, " heads, expected a multiple of the ", H, " KV heads");
+  check_tensor("query", query, key_pool, pool.dtype, {B, Hq, D});
+  check_tensor("value_pool", value_pool, key_pool, pool.dtype, {pool.rows, D});
+  check_tensor("out", out, key_pool, pool.dtype, {B, Hq, D});
+  check_tensor("lse", lse, key_pool, ScalarType::Float, {B, Hq});
+  check_tensor("probs", probs, key_pool, ScalarType::Float, {B, Hq, M});
+  STD_TORCH_CHECK(M >= max_length, "probs has room for ", M, " entries, max_length is ", max_length);
+  check_runs(heads, max_length, "max_length", pool.rows);
+
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const Attention<T> op{
+        data<T>(query), data<T>(key_pool), data<T>(value_pool), data<T>(out), lse ? data<float>(*lse) : nullptr,
+        probs ? data<float>(*probs) : nullptr, Hq / H, D, M, static_cast<float>(scale), heads};
+    const int64_t grain = 1 + 65536 / ((max_length + 1) * D);
+    torch::stable::parallel_for(0, B * H, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) op.unit(i / H, i % H);
+    });
+  };
+  SPARSE_RL_DISPATCH(pool.dtype, run);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("decode_attention", TORCH_BOX(&decode_attention)); }
+
+}  // namespace sparse_rl

@@ -1,0 +1,187 @@
+// key_redundancy: R-KV's mean cosine to the other keys, the last similar neighbour of every key spared.
+//
+// All but the spared entries are linear in the keys: sum_i cos(i, j) = k_j . (sum_i k_i - k_j) for unit keys. Only the
+// search for each row's last similar column is pairwise. It walks over blocks of columns from the last one on; a row
+// leaves the list of pending rows at its first hit, and the walk ends with the list.
+
+#include "dots.h"
+#include "heads.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace sparse_rl {
+namespace {
+
+constexpr int kColumns = 32;  // columns per block, two vectors
+
+template <class T>
+SPARSE_RL_CLONES void inverse_norms(const T* keys, int64_t count, int64_t dim, float* out) {
+  for (int64_t j = 0; j < count; ++j) {
+    Vec sum{};
+    for (int64_t at = 0; at < dim; at += kBlock) {
+      Vec a, b;
+      load_part(keys + j * dim, at, dim, a, b);
+      sum += a * a;
+      sum += b * b;
+    }
+    out[j] = 1 / (std::sqrt(sum_lanes(sum)) + 1e-8f);
+  }
+}
+
+// out = sum_j keys[j] * norm[j], then out_j = cos with everything = (keys[j] . sum) * norm[j] - |keys[j]|^2 norm[j]^2
+template <class T>
+SPARSE_RL_CLONES void linear_part(const T* keys, int64_t count, int64_t dim, const float* norm, float* out) {
+  alignas(64) float sum[kMaxHeadDim];
+  for (int64_t at = 0; at < dim; at += kBlock) {
+    Vec first{}, second{};
+    for (int64_t j = 0; j < count; ++j) {
+      Vec a, b;
+      load_part(keys + j * dim, at, dim, a, b);
+      first += a * norm[j];
+      second += b * norm[j];
+    }
+    store(sum + at, first);
+    store(sum + at + kLanes, second);
+  }
+  for (int64_t j = 0; j < count; ++j) {
+    Vec with_all{};
+    for (int64_t at = 0; at < dim; at += kBlock) {
+      Vec a, b;
+      load_part(keys + j * dim, at, dim, a, b);
+      a *= norm[j];
+      b *= norm[j];
+      with_all += a * (load(sum + at) - a);
+      with_all += b * (load(sum + at + kLanes) - b);
+    }
+    out[j] = sum_lanes(with_all);
+  }
+}
+
+// columns[d][c] = unit key c, element d in block order; missing columns are zeros.
+template <class T>
+SPARSE_RL_CLONES void pack_columns(const T* keys, int64_t count, int64_t dim, const float* norm, float* columns) {
+  alignas(64) float row[kMaxHeadDim];
+  const int64_t width = padded(dim);
+  for (int64_t c = 0; c < kColumns; ++c) {
+    if (c < count) {
+      unpack_row(keys + c * dim, dim, row);
+    } else {
+      std::memset(row, 0, width * sizeof(float));
+    }
+    const float factor = c < count ? norm[c] : 0.0f;
+    for (int64_t d = 0; d < width; ++d) columns[d * kColumns + c] = row[d] * factor;
+  }
+}
+
+// cosines[r][c] of up to eight pending rows with a block of columns.
+template <class T, int Rows>
+SPARSE_RL_CLONES void cosines_of(
+    const T* keys, const int32_t* pending, int64_t dim, const float* norm, const float* columns, float* cosines) {
+  alignas(64) float rows[Rows * kMaxHeadDim];
+  const int64_t width = padded(dim);
+  for (int r = 0; r < Rows; ++r) unpack_row(keys + pending[r] * dim, dim, rows + r * width);
+  Vec sum[2 * Rows] = {};
+  for (int64_t d = 0; d < width; ++d) {
+    const Vec a = load(columns + d * kColumns), b = load(columns + d * kColumns + kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      sum[2 * r] += a * rows[r * width + d];
+      sum[2 * r + 1] += b * rows[r * width + d];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) {
+    store(cosines + r * kColumns, sum[2 * r] * norm[pending[r]]);
+    store(cosines + r * kColumns + kLanes, sum[2 * r + 1] * norm[pending[r]]);
+  }
+}
+
+template <class T>
+struct Redundancy {
+  const T* key_pool;
+  float *out, *scratch;
+  int64_t num_entries, dim;
+  float threshold;
+  Heads heads;
+
+  void unit(int64_t b, int64_t h) const {
+    float* row = out + (b * heads.num_heads + h) * num_entries;
+    std::fill(row, row + num_entries, 0.0f);
+    if (heads.slots[b] < 0) return;
+    const int64_t i = heads.index(b, h), length = heads.lengths[i];
+    const T* keys = key_pool + heads.offsets[i] * dim;
+    float* norm = scratch + (b * heads.num_heads + h) * 2 * num_entries;
+    auto* pending = reinterpret_cast<int32_t*>(norm + num_entries);
+    inverse_norms(keys, length, dim, norm);
+    linear_part(keys, length, dim, norm, row);
+    spare_last(keys, length, norm, pending, row);
+    for (int64_t j = 0; j < length; ++j) row[j] /= static_cast<float>(length);
+  }
+
+  // Subtract from each column the cosines of the rows whose last similar column it is.
+  void spare_last(const T* keys, int64_t length, const float* norm, int32_t* pending, float* row) const {
+    alignas(64) float columns[kMaxHeadDim * kColumns], cosines[kRows * kColumns];
+    int64_t left = length;
+    for (int64_t r = 0; r < length; ++r) pending[r] = static_cast<int32_t>(r);
+    const int64_t last_block = (length - 1) / kColumns * kColumns;
+    for (int64_t start = last_block; left > 0 && start >= 0; start -= kColumns) {
+      const int64_t count = std::min<int64_t>(kColumns, length - start);
+      pack_columns(keys + start * dim, count, dim, norm + start, columns);
+      int64_t kept = 0;
+      for (int64_t r = 0; r < left; r += kRows) {
+        const int64_t some = std::min<int64_t>(kRows, left - r);
+        if (some == kRows) {
+          cosines_of<T, kRows>(keys, pending + r, dim, norm, columns, cosines);
+        } else {
+          for (int64_t k = 0; k < some; ++k) {
+            cosines_of<T, 1>(keys, pending + r + k, dim, norm, columns, cosines + k * kColumns);
+          }
+        }
+        for (int64_t k = 0; k < some; ++k) {
+          const int32_t own = pending[r + k];
+          float* mine = cosines + k * kColumns;
+          if (own >= start && own < start + count) mine[own - start] = 0;  // the diagonal counts as 0
+          int64_t c = count - 1;
+          while (c >= 0 && !(mine[c] > threshold)) --c;
+          if (c >= 0) {
+            row[start + c] -= mine[c];
+          } else if (start == 0) {
+            row[0] -= mine[0];  // the published code: a row without a similar column spares its first
+          } else {
+            pending[kept++] = own;
+          }
+        }
+      }
+      left = kept;
+    }
+  }
+};
+
+void key_redundancy(
+    const Tensor& key_pool, const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double threshold,
+    const Tensor& redundancy, const Tensor& scratch) {
+  const PoolShape pool = check_key_pool(key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const int64_t B = heads.num_rows, H = heads.num_heads, N = redundancy.dim() == 3 ? redundancy.size(2) : 0;
+  check_tensor("redundancy", redundancy, key_pool, ScalarType::Float, {B, H, N});
+  check_tensor("scratch", scratch, key_pool, ScalarType::Float, {B, H, 2, N});
+  check_runs(heads, N, "the entries of redundancy", pool.rows);
+
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const Redundancy<T> op{
+        data<T>(key_pool), data<float>(redundancy), data<float>(scratch), N, pool.dim, static_cast<float>(threshold),
+        heads};
+    torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) op.unit(i / H, i % H);
+    });
+  };
+  SPARSE_RL_DISPATCH(pool.dtype, run);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("key_redundancy", TORCH_BOX(&key_redundancy)); }
+
+}  // namespace sparse_rl

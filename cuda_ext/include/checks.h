@@ -1,0 +1,84 @@
+// Refusing bad arguments with a sentence instead of a crash. Shared by the CPU and the CUDA kernels.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+namespace sparse_rl {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline constexpr int64_t kAnySize = -1;      // a size that check_tensor does not look at
+inline constexpr int64_t kMaxHeadDim = 512;  // bounds the stack buffers of the CPU kernels
+
+inline std::string shape_text(const int64_t* sizes, size_t count) {
+  std::string text = "(";
+  for (size_t i = 0; i < count; ++i) {
+    text += (i ? ", " : "") + (sizes[i] == kAnySize ? std::string("any") : std::to_string(sizes[i]));
+  }
+  return text + ")";
+}
+
+inline const char* dtype_text(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    default: return "another type";
+  }
+}
+
+// Shape, dtype, layout and device of one argument; `device_of` is the tensor whose device all must share.
+inline void check_tensor(
+    const char* name, const Tensor& t, const Tensor& device_of, ScalarType dtype,
+    std::initializer_list<int64_t> shape) {
+  auto sizes = t.sizes();
+  bool same = sizes.size() == shape.size();
+  size_t i = 0;
+  for (int64_t want : shape) same = same && (want == kAnySize || sizes[i] == want), ++i;
+  STD_TORCH_CHECK(
+      same, name, " has shape ", shape_text(sizes.data(), sizes.size()), ", expected ",
+      shape_text(shape.begin(), shape.size()));
+  STD_TORCH_CHECK(
+      t.scalar_type() == dtype, name, " is ", dtype_text(t.scalar_type()), ", expected ", dtype_text(dtype));
+  STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous: pass ", name, ".contiguous()");
+  STD_TORCH_CHECK(
+      t.is_cpu() == device_of.is_cpu() && t.get_device_index() == device_of.get_device_index(), name,
+      " is on another device than the pools");
+}
+
+inline void check_tensor(
+    const char* name, const std::optional<Tensor>& t, const Tensor& device_of, ScalarType dtype,
+    std::initializer_list<int64_t> shape) {
+  if (t.has_value()) check_tensor(name, *t, device_of, dtype, shape);
+}
+
+// The pools (rows, D) all ops share: dtype of the key pool, head size, number of rows.
+struct PoolShape {
+  ScalarType dtype;
+  int64_t rows, dim;
+};
+
+inline PoolShape check_key_pool(const Tensor& key_pool) {
+  STD_TORCH_CHECK(key_pool.dim() == 2, "key_pool must be (rows, head_dim), got ", key_pool.dim(), " dimensions");
+  PoolShape pool{key_pool.scalar_type(), key_pool.size(0), key_pool.size(1)};
+  check_tensor("key_pool", key_pool, key_pool, pool.dtype, {pool.rows, pool.dim});
+  STD_TORCH_CHECK(
+      pool.dim > 0 && pool.dim <= kMaxHeadDim, "head_dim is ", pool.dim, ", the native kernels take 1 to ",
+      kMaxHeadDim, ": set SPARSE_RL_NATIVE=0 for the PyTorch reference");
+  return pool;
+}
+
+}  // namespace sparse_rl

@@ -1,0 +1,223 @@
+// Vectors of 16 floats written with the compiler's vector extensions: no intrinsics, any instruction set.
+//
+// A function marked SPARSE_RL_CLONES is compiled for AVX-512, AVX2 and plain x86-64; the loader picks one at start.
+// Rows are read in blocks of 32 elements as two vectors. The block of a float32 row is (first 16, last 16); that of a
+// bfloat16 row is (even, odd elements), because one load, a shift and a mask then make 32 floats. Dot products do not
+// care about the order as long as both sides share it; `order` tells where an element goes.
+#pragma once
+
+#include "checks.h"
+
+#include <torch/headeronly/util/BFloat16.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(SPARSE_RL_NO_CLONES)
+#define SPARSE_RL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define SPARSE_RL_CLONES
+#endif
+#define SPARSE_RL_INLINE inline __attribute__((always_inline))
+
+namespace sparse_rl {
+
+using torch::headeronly::BFloat16;
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t VecI __attribute__((vector_size(64)));
+typedef uint32_t VecU __attribute__((vector_size(64)));
+
+inline constexpr int kLanes = 16;
+inline constexpr int kBlock = 32;  // elements per load
+
+inline int64_t padded(int64_t dim) { return (dim + kBlock - 1) / kBlock * kBlock; }
+
+SPARSE_RL_INLINE Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+SPARSE_RL_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+
+SPARSE_RL_INLINE Vec splat(float x) { return x - Vec{}; }
+
+SPARSE_RL_INLINE Vec bits_to_float(VecU u) {
+  Vec v;
+  std::memcpy(&v, &u, sizeof(v));
+  return v;
+}
+
+SPARSE_RL_INLINE void load_block(const float* p, Vec& a, Vec& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+
+SPARSE_RL_INLINE void load_block(const BFloat16* p, Vec& a, Vec& b) {
+  VecU both;
+  std::memcpy(&both, p, sizeof(both));
+  a = bits_to_float(both << 16);
+  b = bits_to_float(both & 0xFFFF0000u);
+}
+
+// The last dim % 32 elements of a row, zeros behind them.
+template <class T>
+SPARSE_RL_INLINE void load_tail(const T* p, int64_t count, Vec& a, Vec& b) {
+  alignas(64) T block[kBlock] = {};
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) std::memcpy(static_cast<void*>(block + i), p + i, 8 * sizeof(T));  // inlined moves
+  for (; i < count; ++i) block[i] = p[i];
+  load_block(block, a, b);
+}
+
+template <class T>
+SPARSE_RL_INLINE void load_part(const T* row, int64_t at, int64_t dim, Vec& a, Vec& b) {
+  if (at + kBlock <= dim) {
+    load_block(row + at, a, b);
+  } else {
+    load_tail(row + at, dim - at, a, b);
+  }
+}
+
+// A whole row as floats in block order, padded with zeros.
+template <class T>
+SPARSE_RL_INLINE void unpack_row(const T* row, int64_t dim, float* out) {
+  for (int64_t at = 0; at < dim; at += kBlock) {
+    Vec a, b;
+    load_part(row, at, dim, a, b);
+    store(out + at, a);
+    store(out + at + kLanes, b);
+  }
+}
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SPARSE_RL_SHUFFLE 1
+#endif
+#endif
+
+// Sums of the lanes of eight vectors at once.
+SPARSE_RL_INLINE void sum_lanes(const Vec* v, float* out) {
+#ifdef SPARSE_RL_SHUFFLE
+  Vec p[4], q[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    Vec x = v[2 * i], y = v[2 * i + 1];
+    p[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    Vec x = p[2 * i], y = p[2 * i + 1];
+    q[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+  Vec r = __builtin_shufflevector(q[0], q[1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+          __builtin_shufflevector(q[0], q[1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  r += __builtin_shufflevector(r, r, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  auto s = __builtin_shufflevector(r, r, 0, 2, 4, 6, 8, 10, 12, 14);
+  std::memcpy(out, &s, 8 * sizeof(float));
+#else
+  for (int i = 0; i < 8; ++i) {
+    float sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += v[i][lane];
+    out[i] = sum;
+  }
+#endif
+}
+
+typedef float Vec8 __attribute__((vector_size(32)));
+typedef float Vec4 __attribute__((vector_size(16)));
+
+SPARSE_RL_INLINE float sum_lanes(Vec v) {
+  Vec8 halves[2];
+  std::memcpy(halves, &v, sizeof(v));
+  Vec8 eight = halves[0] + halves[1];
+  Vec4 quarters[2];
+  std::memcpy(quarters, &eight, sizeof(eight));
+  Vec4 four = quarters[0] + quarters[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+SPARSE_RL_INLINE float max_lanes(Vec v) {
+  Vec8 halves[2];
+  std::memcpy(halves, &v, sizeof(v));
+  Vec8 eight = halves[0] > halves[1] ? halves[0] : halves[1];
+  Vec4 quarters[2];
+  std::memcpy(quarters, &eight, sizeof(eight));
+  Vec4 four = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
+  const float x = four[0] > four[2] ? four[0] : four[2], y = four[1] > four[3] ? four[1] : four[3];
+  return x > y ? x : y;
+}
+
+SPARSE_RL_INLINE void store_block(float* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+
+// The upper half of each float, rounded to the nearest even.
+SPARSE_RL_INLINE VecU round_to_bfloat16(Vec v) {
+  VecU u;
+  std::memcpy(&u, &v, sizeof(u));
+  VecU rounded = u + 0x7FFFu + ((u >> 16) & 1u);
+  VecI is_number = v == v;
+  return (is_number ? rounded : rounded * 0 + 0x7FC00000u) & 0xFFFF0000u;
+}
+
+SPARSE_RL_INLINE void store_block(BFloat16* p, Vec a, Vec b) {
+  VecU both = round_to_bfloat16(b) | (round_to_bfloat16(a) >> 16);
+  std::memcpy(static_cast<void*>(p), &both, sizeof(both));
+}
+
+// A row from floats in block order, multiplied by a factor.
+template <class T>
+SPARSE_RL_INLINE void pack_row(const float* in, float factor, int64_t dim, T* row) {
+  int64_t at = 0;
+  for (; at + kBlock <= dim; at += kBlock) {
+    store_block(row + at, load(in + at) * factor, load(in + at + kLanes) * factor);
+  }
+  if (at < dim) {
+    alignas(64) T block[kBlock];
+    store_block(block, load(in + at) * factor, load(in + at + kLanes) * factor);
+    for (int64_t i = 0; at + i < dim; ++i) row[at + i] = block[i];
+  }
+}
+
+// exp(x) for x <= 0 to 1 ulp or so; 0 below -87, where floats become subnormal, and for -inf.
+SPARSE_RL_INLINE Vec exp_negative(Vec x) {
+  const Vec tiny = splat(-87.0f);
+  VecI live = x >= tiny;
+  x = live ? x : tiny;
+  Vec n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
+  n -= 12582912.0f;
+  Vec r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  VecI exponent = (__builtin_convertvector(n, VecI) + 127) << 23;
+  Vec scale;
+  std::memcpy(&scale, &exponent, sizeof(scale));
+  return live ? p * scale : Vec{};
+}
+
+template <class T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+// Call `run` with a zero of the C++ type behind `dtype`.
+#define SPARSE_RL_DISPATCH(dtype, run)                                                                  \
+  switch (dtype) {                                                                                      \
+    case ScalarType::Float: run(float{}); break;                                                        \
+    case ScalarType::BFloat16: run(BFloat16{}); break;                                                  \
+    default:                                                                                            \
+      STD_TORCH_CHECK(false, "the pools are ", dtype_text(dtype), ", the CPU kernels take float32 and " \
+          "bfloat16: call the .reference overload");                                                    \
+  }
+
+}  // namespace sparse_rl

@@ -1,0 +1,114 @@
+"""Definition of the ops with torch, and the native library that carries their compiled kernels.
+
+Every op exists in two overloads with one signature: ``sparse_rl::<op>`` runs the compiled kernel where there is one and
+the PyTorch reference elsewhere; ``sparse_rl::<op>.reference`` always runs the reference. The reference may allocate and
+may wait for the device; the kernels do neither. ``SPARSE_RL_NATIVE=0`` in the environment leaves the library out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_rl_lightning.ops.schemas import SCHEMAS
+
+NAMESPACE = "sparse_rl"
+PACKAGE = Path(__file__).resolve().parents[1]
+LIBRARIES = {"cpu": "_C", "cuda": "_cuda"}
+NATIVE_DTYPES = {
+    "cpu": {torch.float32, torch.bfloat16},
+    "cuda": {torch.float32, torch.bfloat16, torch.float16},
+}
+
+
+def schema_hash() -> str:
+    """Twelve characters that change with any signature: compiled into the library, checked before it is loaded."""
+    return hashlib.sha256(repr(sorted(SCHEMAS.items())).encode()).hexdigest()[:12]
+
+
+def register(name: str, reference: Callable[..., None]) -> None:
+    """Define one op of :data:`SCHEMAS` with its reference for all devices and its (empty) fake.
+
+    Args:
+        name: The op.
+        reference: The PyTorch function with the op's signature.
+    """
+
+    def run(*args: Any) -> None:
+        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):  # it would round sums to bf16
+            reference(*args)
+
+    for overload in (name, f"{name}.reference"):
+        qualified = f"{NAMESPACE}::{overload}"
+        torch.library.define(qualified, " ".join(SCHEMAS[name].split()))
+        torch.library.impl(qualified, "default", func=run)
+        torch.library.register_fake(qualified, _nothing)
+
+
+def call(name: str, like: torch.Tensor, check: Callable[[], None], *args: Any) -> None:
+    """Run an op: its kernel if one serves the type and device of ``like``, else its reference.
+
+    The kernels check their arguments themselves, and faster; ``check`` then only turns their complaint into Python's.
+
+    Args:
+        name: The op.
+        like: A tensor whose type and device decide.
+        check: Raises ValueError if the arguments do not fit.
+        *args: The op's arguments.
+    """
+    packet = getattr(torch.ops.sparse_rl, name)
+    native = like.dtype in NATIVE_DTYPES.get(like.device.type, ())
+    if torch.compiler.is_compiling() or not (native and has_kernel(name, like.device.type)):
+        check()
+        (packet.default if native else packet.reference)(*args)
+        return
+    try:
+        packet.default(*args)
+    except RuntimeError:
+        check()
+        raise
+
+
+def load() -> dict[str, str]:
+    """Load the compiled kernels that are there.
+
+    Returns:
+        Per library ("cpu", "cuda") an empty text where it is loaded, else the reason why it is not.
+    """
+    if os.environ.get("SPARSE_RL_NATIVE", "1") == "0":
+        return dict.fromkeys(LIBRARIES, "switched off by SPARSE_RL_NATIVE=0")
+    return {device: _load(name) for device, name in LIBRARIES.items()}
+
+
+@cache
+def has_kernel(name: str, device: str) -> bool:
+    """Whether a compiled kernel of the op is registered for "cpu" or "cuda"."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device.upper()))
+
+
+def _load(name: str) -> str:
+    found = sorted(PACKAGE.glob(f"{name}.*so"))
+    if not found:
+        return f"{name} is not built; from a source checkout: pip install --no-build-isolation -e ."
+    path = found[0]
+    if f"sparse_rl_schema={schema_hash()}".encode() not in path.read_bytes():
+        reason = f"{path.name} was built for other signatures; build again: pip install --no-build-isolation -e ."
+    else:
+        try:
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]  # torch annotates no return
+            return ""
+        except OSError as error:
+            reason = f"{path.name} cannot be loaded: {error}"
+    warnings.warn(f"sparse_rl_lightning runs on its PyTorch reference. {reason}", stacklevel=2)
+    return reason
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """The fake of an op without results."""

@@ -1,0 +1,173 @@
+"""KVPools: keys, values and positions of many heads in flat memory, and where each head lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVPools:
+    """The memory that the ops work on, of one layer (S, H) or of all (L, S, H); see ``ops/schemas.py``.
+
+    A layer's pools are views of the whole: the same rows, other offsets.
+    """
+
+    keys: Tensor  # (R, D)
+    values: Tensor  # (R, D)
+    positions: Tensor  # (R) int32
+    offsets: Tensor  # (L, S, H) or (S, H) int64, first row of each head
+    capacities: Tensor  # the same shape, int32, rows of each head
+    lengths: Tensor  # the same shape, int32, live entries
+
+    @classmethod
+    def uniform(
+        cls, heads: tuple[int, ...], capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Self:
+        """Empty pools in which every head has the same capacity.
+
+        Args:
+            heads: (L, S, H) or (S, H).
+            capacity: Entries per head.
+            head_dim: D.
+            dtype: Type of keys and values.
+            device: Where they live.
+        """
+        count = int(torch.Size(heads).numel())
+        keys = torch.zeros(count * capacity, head_dim, dtype=dtype, device=device)
+        return cls(
+            keys=keys,
+            values=torch.zeros_like(keys),
+            positions=torch.zeros(count * capacity, dtype=torch.int32, device=device),
+            offsets=(torch.arange(count, device=device) * capacity).view(heads),
+            capacities=torch.full(heads, capacity, dtype=torch.int32, device=device),
+            lengths=torch.zeros(heads, dtype=torch.int32, device=device),
+        )
+
+    @classmethod
+    def from_dense(cls, keys: Tensor, values: Tensor, lengths: Tensor, positions: Tensor | None = None) -> Self:
+        """Pools around (S, H, N, D) tensors, without a copy where they are contiguous.
+
+        Args:
+            keys: (S, H, N, D).
+            values: (S, H, N, D), the keys again where an op does not use them.
+            lengths: (S, H), or (1, S, H) for ops on all layers.
+            positions: (S, H, N), default 0 to N - 1.
+        """
+        num_slots, num_heads, width, dim = keys.shape
+        device, shape = keys.device, lengths.shape
+        if positions is None:
+            positions = torch.arange(width, device=device).expand(num_slots, num_heads, width)
+        return cls(
+            keys=keys.contiguous().view(-1, dim),
+            values=values.contiguous().view(-1, dim),
+            positions=positions.to(torch.int32).contiguous().view(-1),
+            offsets=(torch.arange(num_slots * num_heads, device=device) * width).view(shape),
+            capacities=torch.full(shape, width, dtype=torch.int32, device=device),
+            lengths=lengths.to(torch.int32).contiguous(),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def layer(self, index: int) -> Self:
+        """One layer of (L, S, H) pools."""
+        return replace(
+            self, offsets=self.offsets[index], capacities=self.capacities[index], lengths=self.lengths[index]
+        )
+
+    def single(self, index: int) -> Self:
+        """One layer of (L, S, H) pools as (1, S, H), for ops on all layers."""
+        one = slice(index, index + 1)
+        return replace(self, offsets=self.offsets[one], capacities=self.capacities[one], lengths=self.lengths[one])
+
+    def check(self, num_dims: int) -> None:
+        """Refuse pools whose parts do not fit together.
+
+        Args:
+            num_dims: 2 where an op works on one layer, 3 where on all.
+
+        Raises:
+            ValueError: Naming the part and what is expected of it.
+        """
+        if self.keys.dim() != 2:
+            raise ValueError(f"keys of the pools must be (rows, head_dim), got shape {tuple(self.keys.shape)}.")
+        rows, heads = self.keys.shape[0], tuple(self.offsets.shape)
+        if len(heads) != num_dims:
+            expected = "(slots, KV heads)" if num_dims == 2 else "(layers, slots, KV heads)"
+            raise ValueError(f"offsets of the pools must be {expected}, got shape {heads}.")
+        check("keys", self.keys, self.keys, self.keys.dtype, self.keys.shape)
+        check("values", self.values, self.keys, self.keys.dtype, self.keys.shape)
+        check("positions", self.positions, self.keys, torch.int32, (rows,))
+        check("offsets", self.offsets, self.keys, torch.int64, heads)
+        check("capacities", self.capacities, self.keys, torch.int32, heads)
+        check("lengths", self.lengths, self.keys, torch.int32, heads)
+
+
+def check(
+    name: str, tensor: Tensor | None, like: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...] | torch.Size
+) -> None:
+    """Refuse a tensor of the wrong shape, type, device or layout.
+
+    Args:
+        name: What to call it.
+        tensor: The tensor, None passes.
+        like: A tensor on the device all must share.
+        dtype: Expected type.
+        shape: Expected sizes, None for any.
+
+    Raises:
+        ValueError: What was given and what is expected.
+    """
+    if tensor is None:
+        return
+    fits = len(tensor.shape) == len(shape) and all(
+        want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted}).")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}.")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, the pools are on {like.device}.")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous, pass {name}.contiguous().")
+
+
+def check_groups(name: str, queries: Tensor, pools: KVPools) -> None:
+    """Refuse (..., Hq, ...) queries, heads in dimension 1, whose heads are not a multiple of the KV heads.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    num_heads = pools.offsets.shape[-1]
+    if queries.shape[1] % num_heads:
+        raise ValueError(f"{name} has {queries.shape[1]} heads, expected a multiple of the {num_heads} KV heads.")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of sums over elements of ``dtype``: float64 for float64, else float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def gather_heads(offsets: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Pool rows of the first ``width`` entries of each head, for the references.
+
+    Args:
+        offsets: (...) int64.
+        lengths: (...) int32.
+        width: N.
+
+    Returns:
+        ``rows`` (..., N), where free entries repeat the head's first row so that free memory is never read, and
+        ``live`` (..., N) bool.
+    """
+    entries = torch.arange(width, device=offsets.device)
+    live = entries < lengths.unsqueeze(-1)
+    return offsets.unsqueeze(-1) + torch.where(live, entries, 0), live

@@ -1,0 +1,104 @@
+"""append: one new token per slot, rotated if wanted, written where the slot's entries end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.ops.library import call, register
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check
+
+
+def append(
+    pools: KVPools,
+    slots: Tensor,
+    seen: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ring: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> None:
+    """Write one token's key and value at the end of each slot, and its query into the ring of recent queries.
+
+    With ``cos`` and ``sin`` query and key are rotated first, the query in place; the rotation is transformers' own, in
+    which element i pairs with i + r / 2.
+
+    Args:
+        pools: One layer, (S, H); lengths grow by one.
+        slots: (B) int64, each slot at most once, -1 for a row to skip.
+        seen: (S) int64, the position of each slot's new token.
+        query: (B, Hq, D).
+        key: (B, H, D).
+        value: (B, H, D).
+        query_ring: (S, Hq, A, D); the query of position p goes to place p modulo A.
+        cos: (B, r) float32 (float64 with float64 pools), r even and at most D; elements from r on are not rotated.
+        sin: The same.
+
+    Raises:
+        ValueError: If a tensor has the wrong shape, type, device or layout.
+        RuntimeError: If a slot is full, on the CPU; on a GPU its token is dropped, since nothing waits there.
+    """
+    call(
+        "append", pools.keys, lambda: _check(pools, slots, seen, query, key, value, query_ring, cos, sin), query, key,
+        value, cos, sin, slots, seen, pools.offsets, pools.capacities, pools.keys, pools.values, pools.positions,
+        pools.lengths, query_ring,
+    )  # fmt: skip
+
+
+def _check(
+    pools: KVPools, slots: Tensor, seen: Tensor, query: Tensor, key: Tensor, value: Tensor, query_ring: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None,
+) -> None:  # fmt: skip
+    pools.check(2)
+    check("slots", slots, pools.keys, torch.int64, (None,))
+    (num_slots, num_heads), dim, rows, dtype = pools.offsets.shape, pools.keys.shape[1], len(slots), pools.keys.dtype
+    check("seen", seen, pools.keys, torch.int64, (num_slots,))
+    check("query", query, pools.keys, dtype, (rows, None, dim))
+    check("key", key, pools.keys, dtype, (rows, num_heads, dim))
+    check("value", value, pools.keys, dtype, (rows, num_heads, dim))
+    check("query_ring", query_ring, pools.keys, dtype, (num_slots, query.shape[1], None, dim))
+    if (cos is None) != (sin is None):
+        raise ValueError("give both cos and sin, or neither.")
+    if cos is None:
+        return
+    check("cos", cos, pools.keys, accumulation_dtype(dtype), (rows, None))
+    check("sin", sin, pools.keys, accumulation_dtype(dtype), cos.shape)
+    if cos.shape[1] % 2 or cos.shape[1] > dim:
+        raise ValueError(f"cos has {cos.shape[1]} columns, expected an even number up to head_dim = {dim}.")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first r elements of (B, heads, D) by (B, r) angles; computed at least in float32, rounded once."""
+    width = cos.shape[1]
+    wide, rest = x[..., :width].to(cos.dtype), x[..., width:]
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return torch.cat([(wide * cos[:, None] + turned * sin[:, None]).to(x.dtype), rest], dim=-1)
+
+
+def append_reference(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None, slots: Tensor, seen: Tensor,
+    offsets: Tensor, capacities: Tensor, key_pool: Tensor, value_pool: Tensor, position_pool: Tensor, lengths: Tensor,
+    query_ring: Tensor | None,
+) -> None:  # fmt: skip
+    """The op ``append`` in PyTorch."""
+    rows = (slots >= 0).nonzero().squeeze(1)
+    slots = slots[rows]
+    at = lengths[slots]  # (B, H)
+    if bool((at >= capacities[slots]).any()):
+        raise RuntimeError("a slot is full: compress it before the next token.")
+    if cos is not None and sin is not None:
+        query[rows] = rotate(query, cos, sin)[rows]
+        key = rotate(key, cos, sin)
+    place = offsets[slots] + at
+    key_pool[place] = key[rows]
+    value_pool[place] = value[rows]
+    position_pool[place] = seen[slots, None].expand_as(place).to(torch.int32)
+    lengths[slots] = at + 1
+    if query_ring is not None and query_ring.shape[2]:
+        query_ring[slots, :, seen[slots] % query_ring.shape[2]] = query[rows]
+
+
+register("append", append_reference)

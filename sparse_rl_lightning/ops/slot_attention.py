@@ -1,0 +1,90 @@
+"""decode_attention: what one new token per slot reads from the slot's live entries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.ops.library import call, register
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
+
+
+def attend(
+    pools: KVPools,
+    slots: Tensor,
+    query: Tensor,
+    scale: float,
+    max_length: int,
+    *,
+    lse: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query token per slot over all live entries, with grouped KV heads and float32 sums.
+
+    A head without entries gives zeros (and a log-sum-exp of -inf). A row's result depends on nothing but its own slot,
+    bit for bit.
+
+    Args:
+        pools: One layer, (S, H).
+        slots: (B) int64, -1 for a row to skip.
+        query: (B, Hq, D); Hq is a multiple of H, the heads of a group are adjacent.
+        scale: Factor on q.k before the softmax.
+        max_length: No head holds more entries; the capacity will do.
+        lse: (B, Hq) float32, filled with the log of the sum of the exponentials of the scaled logits.
+        probs: (B, Hq, M) float32 with M >= max_length, filled with the probability of each entry, 0 behind the last.
+
+    Returns:
+        (B, Hq, D) of the query's type.
+
+    Raises:
+        ValueError: If a tensor has the wrong shape, type, device or layout.
+        RuntimeError: If a head holds more than ``max_length`` entries, on the CPU.
+    """
+    out = torch.empty_like(query)
+    call(
+        "decode_attention", pools.keys, lambda: _check(pools, slots, query, max_length, lse, probs), query, pools.keys,
+        pools.values, slots, pools.offsets, pools.lengths, scale, max_length, out, lse, probs,
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    pools: KVPools, slots: Tensor, query: Tensor, max_length: int, lse: Tensor | None, probs: Tensor | None
+) -> None:
+    pools.check(2)
+    check("slots", slots, pools.keys, torch.int64, (None,))
+    check("query", query, pools.keys, pools.keys.dtype, (len(slots), None, pools.keys.shape[1]))
+    check_groups("query", query, pools)
+    check("lse", lse, pools.keys, accumulation_dtype(query.dtype), query.shape[:2])
+    check("probs", probs, pools.keys, accumulation_dtype(query.dtype), (*query.shape[:2], None))
+    if probs is not None and probs.shape[2] < max_length:
+        raise ValueError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
+
+
+def attention_reference(
+    query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, scale: float,
+    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None,
+) -> None:  # fmt: skip
+    """The op ``decode_attention`` in PyTorch."""
+    held = lengths[slots.clamp(min=0)] * (slots >= 0)[:, None]  # (B, H)
+    if bool((held > max_length).any()):
+        raise RuntimeError(f"a head holds {int(held.max())} entries, max_length is {max_length}.")
+    width = int(held.max()) if held.numel() else 0
+    rows, live = gather_heads(offsets[slots.clamp(min=0)], held, width)
+    dtype = accumulation_dtype(query.dtype)
+    keys, values = key_pool[rows].to(dtype), value_pool[rows].to(dtype)  # (B, H, N, D)
+    heads = (*held.shape, query.shape[1] // held.shape[1], query.shape[2])
+    grouped = query.to(dtype).view(heads)  # (B, H, G, D)
+    dead = ~live.unsqueeze(2)
+    logits = (grouped @ keys.mT * scale).masked_fill(dead, -torch.inf)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    shares = (logits - total.masked_fill(total == -torch.inf, 0.0)).exp().masked_fill(dead, 0.0)
+    # a head without entries repeats a row of free memory, which may hold anything: its shares are 0, so is the result
+    out.copy_((shares @ values.masked_fill(dead.mT, 0.0)).flatten(1, 2))
+    if lse is not None:
+        lse.copy_(total.flatten(1))
+    if probs is not None:
+        probs.zero_()[..., :width] = shares.flatten(1, 2)
+
+
+register("decode_attention", attention_reference)

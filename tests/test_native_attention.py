@@ -1,0 +1,175 @@
+"""append, decode_attention and prefill_mass: kernel = reference = float64 loops over single heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_cases import copy, head_rows, make_pools, pick_slots, same_bits, same_pools, shapes, tolerance
+from torch import Tensor
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import KVPools
+
+pytestmark = pytest.mark.skipif(not ops.HAS_NATIVE, reason=f"no compiled kernels: {ops.MISSING['cpu']}")
+OPS = torch.ops.sparse_rl
+groups = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12])
+
+
+def both_overloads(name: str, args: list[object]) -> tuple[list[object], list[object]]:
+    """The arguments after the kernel and after the reference, each run on its own copies; the kernel runs twice."""
+    results = []
+    for overload in ("default", "default", "reference"):
+        own = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        getattr(getattr(OPS, name), overload)(*own)
+        results.append(own)
+    for once, twice in zip(*results[:2], strict=True):
+        assert not isinstance(once, Tensor) or same_bits(once, twice), "two runs differ"
+    return results[0], results[2]
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), shape=shapes, group=groups, num_queries=st.integers(0, 3), turn=st.booleans())
+def test_append(seed: int, shape: dict, group: int, num_queries: int, turn: bool) -> None:
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **shape).layer(0)
+    pools.lengths.copy_((torch.rand(pools.lengths.shape, generator=g) * pools.capacities).int())  # room for one
+    (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
+    chosen, seen = pick_slots(g, slots), torch.randint(0, 100, (slots,), generator=g)
+    query, key, value = (torch.randn(slots, n, dim, generator=g).to(dtype) for n in (heads * group, heads, heads))
+    ring = torch.randn(slots, heads * group, num_queries, dim, generator=g).to(dtype)
+    width = dim if seed % 2 else dim // 4 * 2
+    angle = torch.randn(slots, width // 2, generator=g).repeat(1, 2)
+    angles = (angle.cos(), angle.sin()) if turn else (None, None)
+    args = [query, key, value, *angles, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
+            pools.positions, pools.lengths, ring]  # fmt: skip
+    native, reference = both_overloads("append", args)
+    for mine, theirs in zip(native, reference, strict=True):
+        if isinstance(mine, Tensor) and mine.is_floating_point():
+            torch.testing.assert_close(mine, theirs, atol=tolerance(dtype), rtol=tolerance(dtype), equal_nan=True)
+        elif isinstance(mine, Tensor):
+            assert same_bits(mine, theirs)
+    expected_keys, expected_ring = pools.keys.clone(), ring.clone()
+    for b, slot in enumerate(chosen.tolist()):
+        for h in range(heads):
+            if slot >= 0:
+                at = int(pools.offsets[slot, h] + pools.lengths[slot, h])
+                expected_keys[at] = turned(key[b, h], angle[b], turn).to(dtype)
+                assert native[10][at].tolist() == value[b, h].tolist()
+                assert native[11][at] == seen[slot]
+            assert native[12].view(slots, heads)[slot, h] == pools.lengths[slot, h] + (slot >= 0) or slot < 0
+        if slot >= 0 and num_queries:
+            rotated = torch.stack([turned(q, angle[b], turn).to(dtype) for q in query[b]])
+            expected_ring[slot, :, seen[slot] % num_queries] = rotated
+    torch.testing.assert_close(native[9], expected_keys, atol=tolerance(dtype), rtol=tolerance(dtype), equal_nan=True)
+    torch.testing.assert_close(native[13], expected_ring, atol=tolerance(dtype), rtol=tolerance(dtype))
+    assert same_bits(native[12].sum(), pools.lengths.sum() + heads * (chosen >= 0).sum())
+
+
+def turned(x: Tensor, angle: Tensor, turn: bool) -> Tensor:
+    """Rotation of each pair (i, i + r / 2) as a complex number, in float64."""
+    x = x.double()
+    if not turn:
+        return x
+    half = len(angle) // 2
+    pairs = torch.complex(x[:half], x[half : 2 * half]) * torch.polar(torch.ones(half).double(), angle[:half].double())
+    return torch.cat([pairs.real, pairs.imag, x[2 * half :]])
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 10**6), shape=shapes, group=groups, spare=st.integers(0, 5), full=st.booleans())
+def test_decode_attention(seed: int, shape: dict, group: int, spare: int, full: bool) -> None:
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **shape, full=full).layer(-1)
+    (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
+    chosen = pick_slots(g, slots)
+    query = (2 * torch.randn(slots, heads * group, dim, generator=g)).to(dtype)
+    longest = int(pools.lengths.max())
+    out, lse = torch.full_like(query, 7), torch.full((slots, heads * group), 7.0)
+    probs = torch.full((slots, heads * group, longest + spare), 7.0)
+    args = [query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, 0.3, longest, out, lse, probs]
+    native, reference = both_overloads("decode_attention", args)
+    for b, slot in enumerate(chosen.tolist()):
+        for q in range(heads * group):
+            rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
+            logits = 0.3 * pools.keys[rows].double() @ query[b, q].double()
+            share = logits.softmax(0)
+            exact = [share @ pools.values[rows].double(), logits.logsumexp(0), share]
+            for result in (native, reference):
+                o, total, p = result[8][b, q], result[9][b, q], result[10][b, q]
+                torch.testing.assert_close(o.double(), exact[0], atol=tolerance(dtype), rtol=tolerance(dtype))
+                torch.testing.assert_close(total.double(), exact[1], atol=2e-5, rtol=2e-6)
+                torch.testing.assert_close(p[: len(share)].double(), exact[2], atol=2e-6, rtol=2e-5)
+                assert (p[len(share) :] == 0).all()
+
+
+def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
+    g = torch.Generator().manual_seed(1)
+    pools = make_pools(g, layers=1, slots=2, heads=2, dim=128, capacity=700, dtype=torch.float32, kind="random",
+                       full=True).layer(0)  # fmt: skip
+    query = 30 * torch.randn(2, 14, 128, generator=g)
+    out = ops.attend(pools, torch.arange(2), query, 1.0, 700)
+    for b in range(2):
+        for q in range(14):
+            rows = head_rows(pools, b, q // 7)
+            share = (pools.keys[rows].double() @ query[b, q].double()).softmax(0)
+            torch.testing.assert_close(out[b, q].double(), share @ pools.values[rows].double(), atol=1e-3, rtol=1e-4)
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    g = torch.Generator().manual_seed(2)
+    pools = make_pools(g, layers=1, slots=6, heads=2, dim=64, capacity=300, dtype=torch.bfloat16, kind="random").layer(
+        0
+    )
+    query = torch.randn(6, 10, 64, generator=g).bfloat16()
+    slots = torch.tensor([3, 1, 5, 0, 2, 4])
+    together = ops.attend(pools, slots, query, 0.1, 300)
+    for b in range(6):
+        assert same_bits(ops.attend(pools, slots[b : b + 1], query[b : b + 1], 0.1, 512), together[b : b + 1])
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 3, 8]), cuts=st.integers(1, 3))
+def test_prefill_mass(seed: int, shape: dict, group: int, cuts: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **shape).layer(0)
+    (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
+    pools.lengths.copy_(pools.lengths[:, :1].minimum(pools.capacities.amin(1, keepdim=True)).expand(-1, heads))
+    pools.keys.nan_to_num_(0.5)  # a row grows over what was free memory
+    pools = KVPools(pools.keys, pools.values, pools.positions, pools.offsets, pools.capacities,
+                    pools.lengths.contiguous())  # fmt: skip
+    chosen, width = pick_slots(g, slots), int(pools.lengths.max())
+    queries = torch.randn(slots, heads * group, width, dim, generator=g).to(dtype)
+    mass = torch.zeros(slots, heads, width)
+    reference = mass.clone()
+    step = max(1, -(-width // cuts))
+    for start in range(0, width, step):
+        part = queries[:, :, start : start + step].contiguous()
+        at = torch.full((slots,), start)
+        args = [part, at, pools.keys, chosen, pools.offsets, pools.lengths, 0.3, mass, torch.empty(part.shape[:3])]
+        native, other = both_overloads("prefill_mass", args)
+        torch.testing.assert_close(native[8], other[8], atol=1e-5, rtol=1e-5)
+        mass = native[7]
+        reference += other[7] - args[7]
+    expected = torch.zeros_like(mass).double()
+    for b, slot in enumerate(chosen.tolist()):
+        for q in range(heads * group if slot >= 0 else 0):
+            keys = pools.keys[head_rows(pools, slot, q // group)].double()
+            logits = 0.3 * queries[b, q, : len(keys)].double() @ keys.T
+            causal = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf)
+            expected[b, q // group, : len(keys)] += causal.softmax(-1).sum(0)
+    torch.testing.assert_close(mass.double(), expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(reference.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_full_slot_is_refused_and_nothing_is_written() -> None:
+    g = torch.Generator().manual_seed(0)
+    shape = {"layers": 1, "slots": 2, "heads": 2, "dim": 8, "capacity": 4, "dtype": torch.float32, "kind": "random"}
+    pools = make_pools(g, **shape, full=True).layer(0)
+    pools.lengths[0] -= 1
+    before = copy(pools)
+    x = torch.zeros(2, 2, 8)
+    with pytest.raises(RuntimeError, match="slot 1, KV head 0 is full"):
+        ops.append(pools, torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64), x, x.clone(), x.clone())
+    assert same_pools(pools, before)

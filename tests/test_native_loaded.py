@@ -1,0 +1,57 @@
+"""The build that was asked for is the build that runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import library
+from sparse_rl_lightning.ops.schemas import SCHEMAS
+
+WITHOUT = os.environ.get("SPARSE_RL_BUILD") == "python" or os.environ.get("SPARSE_RL_NATIVE") == "0"
+
+
+def test_the_native_library_is_loaded() -> None:
+    """A forgotten compiler must not turn into silently skipped tests; SPARSE_RL_BUILD=python says it is on purpose."""
+    if WITHOUT:
+        pytest.skip("the kernels were left out on purpose")
+    assert ops.MISSING["cpu"] == ""
+    assert ops.HAS_NATIVE
+    assert [name for name in SCHEMAS if not ops.has_kernel(name, "cpu")] == []
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_the_kernels_can_be_switched_off() -> None:
+    code = (
+        "from sparse_rl_lightning import ops; "
+        "print(ops.HAS_NATIVE, ops.has_kernel('append', 'cpu'), ops.MISSING['cpu'])"
+    )
+    assert run(code, SPARSE_RL_NATIVE="0") == "False False switched off by SPARSE_RL_NATIVE=0"
+
+
+def test_a_stale_or_broken_library_is_left_out(tmp_path: os.PathLike, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "PACKAGE", tmp_path)
+    assert "is not built" in library.load()["cpu"] or WITHOUT
+    monkeypatch.setenv("SPARSE_RL_NATIVE", "1")
+    (tmp_path / "_C.abi3.so").write_bytes(b"sparse_rl_schema=000000000000")
+    with pytest.warns(UserWarning, match="other signatures; build again"):
+        assert "other signatures" in library.load()["cpu"]
+    (tmp_path / "_C.abi3.so").write_bytes(b"sparse_rl_schema=" + library.schema_hash().encode())
+    with pytest.warns(UserWarning, match="cannot be loaded"):
+        assert "cannot be loaded" in library.load()["cpu"]
+
+
+def test_the_hash_follows_the_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = library.schema_hash()
+    monkeypatch.setitem(SCHEMAS, "append", SCHEMAS["append"] + " ")
+    assert library.schema_hash() != before

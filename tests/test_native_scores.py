@@ -1,0 +1,140 @@
+"""window_importance and key_redundancy: kernel = reference = the published algorithms in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_cases import head_rows, make_pools, pick_slots, shapes
+from test_native_attention import both_overloads
+from torch import Tensor
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import KVPools
+
+pytestmark = pytest.mark.skipif(not ops.HAS_NATIVE, reason=f"no compiled kernels: {ops.MISSING['cpu']}")
+
+OPTIONS = ("window", "exclude_window", "group_reduction", "query_reduction", "pooling", "kernel_size")
+options = st.fixed_dictionaries(
+    {
+        "window": st.integers(0, 5),
+        "exclude_window": st.booleans(),
+        "group_reduction": st.sampled_from(["max", "mean"]),
+        "query_reduction": st.sampled_from(["mean", "sum"]),
+        "pooling": st.sampled_from(["max", "avg", "none"]),
+        "kernel_size": st.sampled_from([1, 3, 7]),
+    }
+)
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]),
+    num_queries=st.integers(0, 9), choice=options, infinite=st.booleans(),
+)  # fmt: skip
+def test_window_importance(
+    seed: int, shape: dict, group: int, num_queries: int, choice: dict[str, Any], infinite: bool
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **shape).layer(0)
+    if infinite:  # logits of -inf, as every query has a positive first element; a softmax over nothing else is NaN
+        unlikely = torch.rand(len(pools.keys), generator=g) < 0.3
+        unlikely[pools.offsets.flatten()] = False
+        pools.keys[unlikely, 0] = -torch.inf
+    slots, heads = pools.lengths.shape
+    chosen = pick_slots(g, slots)
+    queries = torch.randn(slots, heads * group, num_queries, shape["dim"], generator=g).to(shape["dtype"])
+    queries[..., 0] = queries[..., 0].abs() + 0.1
+    at = torch.randint(-1, 2 * shape["capacity"], (slots, num_queries), generator=g)
+    queries.masked_fill_((at < 0)[:, None, :, None], torch.nan)
+    width = int(pools.lengths.max()) + seed % 3
+    scores = torch.full((slots, heads, width), 7.0)
+    scratch = torch.full((slots, heads, num_queries + 1, width), torch.nan)
+    args = [queries, at, pools.keys, pools.positions, chosen, pools.offsets, pools.lengths, 0.4,
+            *(choice[name] for name in OPTIONS), scores, scratch]  # fmt: skip
+    native, reference = both_overloads("window_importance", args)
+    expected = torch.zeros(slots, heads, width, dtype=torch.float64)
+    for b, slot in enumerate(chosen.tolist()):
+        for h in range(heads if slot >= 0 else 0):
+            rows = head_rows(pools, slot, h)
+            present = at[slot] >= 0
+            expected[b, h, : pools.lengths[slot, h]] = importance_of(
+                queries[slot].unflatten(0, (heads, group))[h][:, present].double(), at[slot][present],
+                pools.keys[rows].double(), pools.positions[rows], 0.4, **choice,
+            )  # fmt: skip
+    for result in (native, reference):
+        torch.testing.assert_close(result[14].double(), expected, atol=5e-6, rtol=5e-5)
+
+
+def importance_of(
+    queries: Tensor, at: Tensor, keys: Tensor, positions: Tensor, scale: float, *, window: int, exclude_window: bool,
+    group_reduction: str, query_reduction: str, pooling: str, kernel_size: int,
+) -> Tensor:  # fmt: skip
+    """One head in float64: queries (G, A, D), keys (N, D)."""
+    before = max(0, len(keys) - window)
+    seen = before if exclude_window else len(keys)
+    logits = scale * queries @ keys[:seen].T
+    if group_reduction == "max":
+        logits = logits.amax(0, keepdim=True)
+    hidden = positions[:seen] > at[:, None]
+    shares = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0).masked_fill(hidden, 0.0)
+    paid = shares.sum(1)[:, :before] / (max(len(at), 1) if query_reduction == "mean" else 1)
+    if pooling == "max" and before:
+        paid = F.max_pool1d(paid, kernel_size, 1, kernel_size // 2)
+    if pooling == "avg" and before:
+        paid = F.avg_pool1d(paid, kernel_size, 1, kernel_size // 2)
+    return F.pad(paid.mean(0), (0, len(keys) - before))
+
+
+def published_redundancy(keys: Tensor, threshold: float) -> Tensor:
+    """R-KV's cal_similarity for one head (N, D), before its softmax, in float64."""
+    unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
+    cosines = unit @ unit.T
+    cosines.fill_diagonal_(0.0)
+    similar = cosines > threshold
+    index = torch.where(similar, torch.arange(len(keys)), 0).amax(-1)
+    cosines.scatter_(-1, index[:, None], 0.0)
+    return cosines.mean(0)
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, wide=st.booleans(), threshold=st.sampled_from([0.5, 0.5, 0.8, 0.3, -0.2])
+)
+def test_key_redundancy(seed: int, shape: dict, wide: bool, threshold: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **{**shape, "capacity": 3 * shape["capacity"] if wide else shape["capacity"]}).layer(0)
+    chosen = pick_slots(g, pools.lengths.shape[0])
+    check_redundancy(pools, chosen, threshold)
+
+
+@pytest.mark.parametrize("kind", ["random", "clustered", "equal", "zeros"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_redundancy_of_long_rows(kind: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(3)
+    pools = make_pools(g, layers=1, slots=2, heads=1, dim=128, capacity=700, dtype=dtype, kind=kind, full=True).layer(0)
+    check_redundancy(pools, torch.tensor([1, 0]), 0.5)
+
+
+def check_redundancy(pools: KVPools, chosen: Tensor, threshold: float) -> None:
+    rows, heads, width = len(chosen), pools.lengths.shape[1], int(pools.lengths.max())
+    args = [pools.keys, chosen, pools.offsets, pools.lengths, threshold, torch.full((rows, heads, width), 7.0),
+            torch.full((rows, heads, 2, width), torch.nan)]  # fmt: skip
+    native, reference = both_overloads("key_redundancy", args)
+    for b, slot in enumerate(chosen.tolist()):
+        for h in range(heads):
+            length = int(pools.lengths[slot, h]) if slot >= 0 else 0
+            if length:
+                keys = pools.keys[head_rows(pools, slot, h)].double()
+                cosines = F.normalize(keys, dim=-1) @ F.normalize(keys, dim=-1).T
+                if ((cosines - threshold).abs() < 1e-6).any():
+                    continue  # float32 may see a pair on the other side of the threshold
+                exact = published_redundancy(keys, threshold)
+                torch.testing.assert_close(native[5][b, h, :length].double(), exact, atol=1e-6, rtol=0)
+                torch.testing.assert_close(reference[5][b, h, :length].double(), exact, atol=1e-6, rtol=0)
+            assert (native[5][b, h, length:] == 0).all()
+            assert (reference[5][b, h, length:] == 0).all()
