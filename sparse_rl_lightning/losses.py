@@ -242,7 +242,7 @@ def _clip_metrics(
     low_bound, high_bound = (0.0, high_bound) if loss_type == "cispo" else (1 - epsilon, 1 + high_bound)
     side = torch.where(counted, advantages[:, None], 0.0)
     low, high = (ratio < low_bound) & (side < 0), (ratio > high_bound) & (side > 0)
-    total = counted.sum().clamp(min=1)
+    total = counted.sum().clamp(min=1).float()
     return {
         "clip_ratio/low_mean": low.sum() / total,
         "clip_ratio/high_mean": high.sum() / total,

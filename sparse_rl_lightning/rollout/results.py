@@ -25,13 +25,14 @@ class Results:
         total = len(self.prompt_lengths)
         width = int(self.prompt_lengths.max()) + params.max_completion_length
         self.sequences = torch.zeros(total, width, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(total, width, device=device)
-        self.behavior = torch.zeros(total, width, device=device) if params.truncates else None
+        # float32 is spelt out: under precision=bf16-true Lightning makes bfloat16 the default
+        self.logprobs = torch.zeros(total, width, dtype=torch.float32, device=device)
+        self.behavior = torch.zeros_like(self.logprobs) if params.truncates else None
         self.lengths = torch.zeros(total, dtype=torch.int64, device=device)
         self.finished = torch.zeros(total, dtype=torch.bool, device=device)
         self.death = torch.full((g.num_layers, total, g.num_kv_heads, width), NEVER, dtype=torch.int32, device=device)
-        self.stored = torch.zeros(total, device=device)
-        self.stored_integral = torch.zeros(total, device=device)
+        self.stored = torch.zeros(total, dtype=torch.float32, device=device)
+        self.stored_integral = torch.zeros_like(self.stored)
         self.full_peak_bytes = g.num_layers * min(cache.num_slots, total) * g.num_kv_heads * width * g.bytes_per_entry
 
     def add(self, sequence_of: list[int], slots: Tensor, at: Tensor, logprobs: Tensor, behavior: Tensor | None) -> None:

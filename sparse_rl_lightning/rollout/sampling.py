@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -116,7 +117,7 @@ def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
         logprobs = logprobs.masked_fill(outside, -torch.inf)
     if min_p > 0:
         best = logprobs.max(dim=-1, keepdim=True).values
-        logprobs = logprobs.masked_fill(logprobs < best + torch.log(torch.tensor(min_p)), -torch.inf)
+        logprobs = logprobs.masked_fill(logprobs < best + math.log(min_p), -torch.inf)
     return logprobs
 
 
