@@ -43,15 +43,31 @@ class PolicyModule(LightningModule):
         self.without_dropout = without_dropout
         self.policy: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
+        self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
 
     def configure_model(self) -> None:
         """Load the policy once, whoever asks first."""
         if self.policy is not None:
             return
         self.policy, self.tokenizer = self.policy_source.load()
+        self._rotary = [
+            (module, name, value.clone())
+            for module in self.policy.modules()
+            for name, value in module.named_buffers(recurse=False)
+            if name.endswith("inv_freq")
+        ]
         self.policy.train()
         if self.without_dropout:
             disable_dropout(self.policy)
+
+    def on_fit_start(self) -> None:
+        """Give rotary positions their precision back, which ``precision: bf16-true`` takes away with the weights'."""
+        for module, name, value in self._rotary:
+            setattr(module, name, value.to(self.device))
+
+    def on_validation_start(self) -> None:
+        """As at the start of a fit."""
+        PolicyModule.on_fit_start(self)
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
         """The optimiser over the trainable parameters, and its schedule if there is one."""
@@ -73,7 +89,7 @@ class PolicyModule(LightningModule):
         if not other:
             return  # sharded strategies bring their own checks
         unknown, missing = sorted(other.keys() - own.keys()), sorted(own.keys() - other.keys())
-        shapes = [n for n in own.keys() & other.keys() if own[n].shape != other[n].shape]
+        shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
         if unknown or missing or shapes:
             example = shapes[0] if shapes else (unknown or missing)[0]
             raise ValueError(
