@@ -69,6 +69,8 @@ class PolicyModule(LightningModule):
         """As at the start of a fit."""
         PolicyModule.on_fit_start(self)
 
+    on_test_start = on_predict_start = on_validation_start
+
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
         """The optimiser over the trainable parameters, and its schedule if there is one."""
         assert self.policy is not None
