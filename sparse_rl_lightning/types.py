@@ -38,7 +38,6 @@ class LayerState:
     scale: float  # factor on q.k before the softmax
     inv_freq: Tensor  # (D / 2,) rotary frequencies
     attention_scaling: float  # factor transformers puts on cos and sin (YaRN, longrope), usually 1
-    state: dict[str, Tensor] = field(default_factory=dict)  # running state owned by the cache, (S, ...) each
 
     @property
     def group_size(self) -> int:

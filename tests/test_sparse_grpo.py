@@ -221,6 +221,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         ({"num_generations": 1}, "num_generations must be at least 2"),
         ({"beta": -1.0}, "beta must be 0 or more"),
         ({"temperature": -1.0}, "temperature must be 0"),
+        ({"temperature": 0.0}, "temperature must be above 0 in training"),
         ({"top_p": 0.0}, "top_p must be in"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers for 1"),
         ({"num_iterations": 0}, "must be at least 1"),
@@ -272,3 +273,42 @@ def test_a_nan_loss_names_the_sequences() -> None:
 
     with pytest.raises(ValueError, match=r"loss of rollout 0 is nan.*\[0, 1, 2"):
         fit(grpo, 1, [Break()])
+
+
+@pytest.mark.parametrize(("parts", "accumulate"), [(16, 4), (8, 2)])
+def test_every_plan_that_divides_can_be_trained(parts: int, accumulate: int) -> None:
+    trainer = fit(module(steps_per_generation=parts), 2, accumulate_grad_batches=accumulate)
+    assert trainer.global_step == 2
+
+
+def test_a_block_of_an_interrupted_fit_is_forgotten() -> None:
+    class Stop(RolloutCallback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            raise ZeroDivisionError
+
+    grpo = module(num_iterations=3)
+    with pytest.raises(ZeroDivisionError):
+        fit(grpo, 3, [Stop()])
+    assert not grpo.block.is_spent
+    recorder = Recorder()
+    fit(grpo, 3, [recorder])
+    assert len(recorder.scored) == 1
+
+
+def test_a_checkpoint_inside_an_accumulation_window_is_warned_about(tmp_path: Path) -> None:
+    class Save(RolloutCallback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    with pytest.warns(UserWarning, match="between two optimiser steps"):
+        fit(module(steps_per_generation=2), 1, [Save()], accumulate_grad_batches=2)
+
+
+def test_half_precision_leaves_the_rotary_positions_alone() -> None:
+    """bf16-true casts every buffer; a frequency rounded to 8 bits is off by radians at long positions."""
+    want = module_configured().policy.model.rotary_emb.inv_freq.clone()
+    grpo = module()
+    fit(grpo, 1, precision="bf16-true")
+    got = grpo.policy.model.rotary_emb.inv_freq
+    assert got.dtype == torch.float32
+    assert (got == want).all()

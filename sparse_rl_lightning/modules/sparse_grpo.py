@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,6 +23,7 @@ from sparse_rl_lightning.modules.generation import GenerationModule
 from sparse_rl_lightning.modules.objective import Objective
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
+from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 Rows = list[dict[str, Any]]
@@ -126,6 +127,8 @@ class SparseGRPO(GenerationModule):
                 f"num_generations must be at least 2, because a sample is judged against the others of its prompt; "
                 f"got num_generations={num_generations}."
             )
+        if temperature == 0:
+            raise ValueError("temperature must be above 0 in training: greedy samples of a prompt are all the same.")
         if steps_per_generation < 1 or num_iterations < 1 or oversampling < 1:
             raise ValueError(
                 "steps_per_generation, num_iterations and oversampling must be at least 1, got "
@@ -185,7 +188,7 @@ class SparseGRPO(GenerationModule):
             )
         output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         self.log_dict(output.metrics, batch_size=len(part))
-        return output.loss * self._plan(len(window)).accumulate  # Lightning divides by it
+        return output.loss * self._accumulate  # Lightning divides by it
 
     # ---------------------------------------------------------------- stages of a rollout
 
@@ -194,7 +197,8 @@ class SparseGRPO(GenerationModule):
         """Log-probs of the dense policy, by the forward code and in the micro-batches of the learner."""
         start, rollout = time.perf_counter(), scored.rollout
         if self.rescore:
-            rollout.old_logprobs = self._in_micro_batches(self.dense_policy, rollout)
+            with eval_mode(self.dense_policy):  # as the sampler: no dropout
+                rollout.old_logprobs = self._in_micro_batches(self.dense_policy, rollout)
         if self._reference:
             self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers wraps the signature away
             rollout.ref_logprobs = self._in_micro_batches(self._reference[0], rollout)
@@ -209,6 +213,7 @@ class SparseGRPO(GenerationModule):
 
     def _new_block(self, rows: Rows) -> RolloutBlock:
         scored = self.roll_out(rows)
+        scored.rollout.evictions = None  # large, and the loss does not read it
         rollout = self._most_informative(scored.rollout, len(rows)) if self.oversampling > 1 else scored.rollout
         block = RolloutBlock(self._plan(len(rollout)), rollout, self.num_rollouts, self.seed)
         self.num_rollouts += 1
@@ -245,6 +250,13 @@ class SparseGRPO(GenerationModule):
 
     def on_fit_start(self) -> None:
         """Check that prompts, generations and steps fit together, and say how."""
+        super().on_fit_start()
+        self.block = None  # of an earlier, interrupted fit
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"SparseGRPO trains in one process so far, got {self.trainer.world_size}: set trainer.devices and "
+                "trainer.num_nodes to 1."
+            )
         data = getattr(self.trainer, "datamodule", None)
         if data is not None and hasattr(data, "prompts_per_rollout"):
             sequences = max(1, round(data.prompts_per_rollout / self.oversampling)) * self.num_generations
@@ -263,6 +275,11 @@ class SparseGRPO(GenerationModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the block in use, the number of rollouts and the random state, as tensors and numbers."""
+        if self.block is not None and self.block.cursor % self._accumulate:
+            rank_zero_warn(
+                "This checkpoint falls between two optimiser steps: the gradient accumulated so far is not in it. For "
+                "an exact resume, save with ModelCheckpoint.every_n_train_steps."
+            )
         unspent = self.block is not None and not self.block.is_spent
         checkpoint["sparse_rl"] = {
             "num_rollouts": self.num_rollouts,
@@ -279,11 +296,14 @@ class SparseGRPO(GenerationModule):
             self._block_state, self._random_state = state["block"], state["random_state"]
 
     def _plan(self, sequences: int) -> BlockPlan:
-        accumulate = self.trainer.accumulate_grad_batches if self._trainer is not None else 1
         return BlockPlan(
             sequences // self.num_generations, self.num_generations, self.steps_per_generation, self.num_iterations,
-            accumulate,
+            self._accumulate,
         )  # fmt: skip
+
+    @property
+    def _accumulate(self) -> int:
+        return self.trainer.accumulate_grad_batches if self._trainer is not None else 1
 
     def _check_rescore(self) -> None:
         if self.rescore:

@@ -24,7 +24,7 @@ class SupervisedWarmup(PolicyModule):
         solution_column: Column of the data rows that holds the text to learn.
         optimizer: Makes the optimiser from the parameters.
         lr_scheduler: Makes the learning-rate schedule from the optimiser.
-        without_dropout: Set every dropout of the policy to zero.
+        disable_dropout: Set every dropout of the policy to zero.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class SupervisedWarmup(PolicyModule):
         solution_column: str = "solution",
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
-        without_dropout: bool = True,
+        disable_dropout: bool = True,
     ) -> None:
-        super().__init__(policy, optimizer, lr_scheduler, without_dropout)
+        super().__init__(policy, optimizer, lr_scheduler, disable_dropout)
         self.solution_column = solution_column
 
     def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:

@@ -54,6 +54,15 @@ class SlotCache:
         self._slots = torch.arange(num_slots, device=device)
         self._entries = torch.arange(capacity, device=device)
 
+    def serves(self, geometry: CacheGeometry, num_slots: int, capacity: int, num_queries: int, max_length: int) -> bool:
+        """Whether a rollout of these sizes can use this memory."""
+        same = (geometry.dtype, geometry.device, num_queries) == (
+            self.geometry.dtype, self.geometry.device, self.num_queries
+        )  # fmt: skip
+        enough = num_slots <= self.num_slots and capacity <= self.capacity and max_length <= self.max_length
+        # memory made under inference_mode cannot be written outside of it
+        return same and enough and (torch.is_inference_mode_enabled() or not self.key_pool.is_inference())
+
     @property
     def pool_bytes(self) -> int:
         """Bytes of keys and values: the sum of all capacities times the bytes per entry."""
@@ -221,5 +230,5 @@ def _take_slots(state: LayerState, rows: Tensor) -> LayerState:
     }
     return LayerState(
         **per_slot, layer_index=state.layer_index, scale=state.scale, inv_freq=state.inv_freq,
-        attention_scaling=state.attention_scaling, state={name: value[rows] for name, value in state.state.items()},
+        attention_scaling=state.attention_scaling,
     )  # fmt: skip

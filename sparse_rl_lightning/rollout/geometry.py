@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose every layer this library knows to reproduce."""
+
 
 @dataclass(frozen=True)
 class CacheGeometry:
@@ -48,7 +51,7 @@ class CacheGeometry:
             scale=decoder.layers[0].self_attn.scaling,
             inv_freq=decoder.rotary_emb.inv_freq,
             attention_scaling=decoder.rotary_emb.attention_scaling,
-            dtype=weight.dtype,
+            dtype=_compute_dtype(weight),
             device=weight.device,
         )
 
@@ -60,6 +63,17 @@ def check_supported(model: PreTrainedModel) -> None:
         ValueError: For sliding-window and hybrid models, and for models without a plain rotary decoder.
     """
     config, name = model.config, type(model).__name__
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"{name} (model_type {config.model_type!r}) is not supported: other families may scale logits or attention "
+            f"in ways that this library does not reproduce. Supported: {', '.join(FAMILIES)}."
+        )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise ValueError(
+            f"{name} has rope_type={rope!r}, whose frequencies change with the length of the sequence, so cached keys "
+            "would not fit. Use rope_type 'default', 'linear', 'llama3' or 'yarn'."
+        )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
         raise ValueError(
@@ -72,10 +86,9 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} uses sliding-window attention (sliding_window={sliding}). Set sliding_window to null in its "
             "config, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
         )
-    layers = getattr(model.get_decoder(), "layers", None)
-    attention = getattr(layers[0], "self_attn", None) if layers else None
-    if attention is None or not hasattr(attention, "scaling") or not hasattr(model.get_decoder(), "rotary_emb"):
-        raise ValueError(
-            f"{name} is not a rotary-position decoder built on transformers' attention interface. "
-            "Supported families: Qwen2, Qwen2.5, Qwen3, Llama, and Mistral without a sliding window."
-        )
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """What keys and values come in: the weights' type, or autocast's where it is on."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.rollout.sampling import SamplingParams
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], params: SamplingParams, context: int | None) -> None:
+def check_prompts(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, context: int | None, vocab_size: int
+) -> None:
     """Refuse prompts that cannot be completed.
 
     Raises:
@@ -21,6 +23,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], params: SamplingParams, cont
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty: every prompt needs at least one token.")
+        wrong = [token for token in prompt if not (isinstance(token, int) and 0 <= token < vocab_size)]
+        if wrong:
+            raise ValueError(
+                f"prompt {index} holds {wrong[0]!r}: prompts are lists of token ids, whole numbers from 0 to "
+                f"{vocab_size - 1}."
+            )
         if context is not None and len(prompt) + params.max_completion_length > context:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens; with max_completion_length={params.max_completion_length} "

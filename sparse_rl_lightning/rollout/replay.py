@@ -6,6 +6,7 @@ mask ``key <= query < death`` the learner's log-probabilities equal the sampler'
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,10 +27,15 @@ def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float
         (B, T), 0 outside the completions.
 
     Raises:
-        ValueError: If the rollout carries no record of its evictions.
+        ValueError: If the rollout carries no record of its evictions, or gradient checkpointing is on.
     """
     if rollout.evictions is None:
         raise ValueError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
+    if model.is_gradient_checkpointing and model.training and torch.is_grad_enabled():
+        raise ValueError(
+            "replay_logprobs does not work with gradient checkpointing yet: the backward pass would recompute the "
+            "layers with another attention. Call model.gradient_checkpointing_disable() first."
+        )
     with attention_implementation(model, REPLAY):
         logprobs, _ = sequence_logprobs(
             model, rollout.sequences, rollout.completion_mask, temperature, death=rollout.evictions.death

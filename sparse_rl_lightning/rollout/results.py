@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.sampling import SamplingParams
 from sparse_rl_lightning.types import NEVER, EvictionRecord, KVUsage, Rollout
@@ -14,12 +13,10 @@ from sparse_rl_lightning.types import NEVER, EvictionRecord, KVUsage, Rollout
 class Results:
     """Buffers for B sequences, filled while decoding and cut to the longest one at the end."""
 
-    def __init__(
-        self, prompts: list[list[int]], params: SamplingParams, cache: SlotCache, compressor: Compressor
-    ) -> None:
+    def __init__(self, prompts: list[list[int]], params: SamplingParams, cache: SlotCache) -> None:
         g, device = cache.geometry, cache.geometry.device
         generations = params.num_generations
-        self.cache, self.compressor = cache, compressor
+        self.cache = cache
         self.num_finished = self.num_tokens = 0
         self.prompt_lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(generations)
         total = len(self.prompt_lengths)
@@ -33,7 +30,8 @@ class Results:
         self.death = torch.full((g.num_layers, total, g.num_kv_heads, width), NEVER, dtype=torch.int32, device=device)
         self.stored = torch.zeros(total, dtype=torch.float32, device=device)
         self.stored_integral = torch.zeros_like(self.stored)
-        self.full_peak_bytes = g.num_layers * min(cache.num_slots, total) * g.num_kv_heads * width * g.bytes_per_entry
+        longest = max(width, cache.max_length)
+        self.full_peak_bytes = g.num_layers * cache.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
 
     def add(self, sequence_of: list[int], slots: Tensor, at: Tensor, logprobs: Tensor, behavior: Tensor | None) -> None:
         """Note the log-probabilities of the tokens just drawn at positions ``at`` (n,) of these slots (n,)."""

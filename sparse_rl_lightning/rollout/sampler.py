@@ -104,7 +104,8 @@ class RolloutSampler:
         Raises:
             ValueError: If there is no prompt, a prompt is empty, or prompt and completion exceed the model's context.
         """
-        check_prompts(prompts, params, getattr(self.model.config, "max_position_embeddings", None))
+        config = self.model.config
+        check_prompts(prompts, params, getattr(config, "max_position_embeddings", None), config.vocab_size)
         total = len(prompts) * params.num_generations
         ids = torch.arange(total) if sequence_ids is None else torch.tensor(list(sequence_ids))
         if len(ids) != total:
@@ -138,9 +139,9 @@ class RolloutSampler:
         else:
             capacity = max(c.budget, longest) + c.buffer
         old = self.cache
-        fits = old is not None and old.geometry.device == geometry.device and old.geometry.dtype == geometry.dtype
-        if old is not None and fits and slots <= old.num_slots and length <= old.max_length:
-            if capacity == old.capacity or (capacity < old.capacity and not c.evicts):
+        if old is not None and old.serves(geometry, slots, capacity, c.num_queries, length):
+            # a slot may be larger than needed where its size depends on the prompts
+            if capacity == old.capacity or not (c.evicts and c.compress_prompt):
                 return old
         self.cache = None  # free the old pool before the new one is allocated
         self.cache = SlotCache(geometry, slots, capacity, c.num_queries, length)
@@ -158,7 +159,7 @@ class _Run:
         self.progress = progress
         device = cache.geometry.device
         self.end_ids = torch.tensor(sampler.end_token_ids, dtype=torch.int64, device=device)
-        self.results = Results(prompts, params, cache, sampler.compressor)
+        self.results = Results(prompts, params, cache)
         self.num_slots = min(sampler.num_slots or len(keys), len(keys))
         self.waiting = list(range(len(keys)))[::-1]  # sequence numbers, next one last
         self.sequence_of: list[int] = []  # sequence number in each slot in use

@@ -1,0 +1,75 @@
+"""Edges of the rollout engine: reused caches, models and prompts that cannot be served, replay that cannot be exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV, StreamingLLM
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+from sparse_rl_lightning.testing import tiny_model
+
+SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+PARAMS = SamplingParams(max_completion_length=12, seed=1)
+
+
+def test_a_cache_of_inference_mode_is_not_reused_outside() -> None:
+    sampler = RolloutSampler(tiny_model(), RKV(**SMALL))
+    with torch.inference_mode():
+        inside = sampler.generate([[3, 4, 5]], PARAMS)
+    outside = sampler.generate([[3, 4, 5]], PARAMS)
+    assert (inside.sequences == outside.sequences).all()
+    assert not outside.sampler_logprobs.is_inference()
+
+
+def test_the_pool_stays_when_shorter_prompts_are_stored_whole() -> None:
+    sampler = RolloutSampler(tiny_model(), RKV(**SMALL, compress_prompt=False))
+    caches = set()
+    for length in (40, 39, 20):
+        sampler.generate([[3] * length], PARAMS)
+        caches.add(id(sampler.cache))
+    assert len(caches) == 1
+
+
+def test_another_compressor_gets_its_queries() -> None:
+    model = tiny_model(initializer_range=0.2, eos_token_id=None)
+    swapped = RolloutSampler(model, StreamingLLM(**SMALL))
+    swapped.generate([list(range(3, 30))], PARAMS)
+    swapped.compressor = SnapKV(**SMALL)
+    fresh = RolloutSampler(model, SnapKV(**SMALL))
+    a, b = (s.generate([list(range(3, 30))], PARAMS).evictions.death for s in (swapped, fresh))
+    assert (a == b).all()
+
+
+def test_peak_bytes_speak_of_the_same_slots_after_reuse() -> None:
+    for compressor in (FullKV(), RKV(**SMALL)):
+        sampler = RolloutSampler(tiny_model(), compressor)
+        sampler.generate([[3] * 40] * 8, PARAMS)
+        usage = sampler.generate([[3]], SamplingParams(max_completion_length=4)).kv
+        assert usage.peak_bytes <= usage.full_peak_bytes
+
+
+def test_families_that_scale_logits_are_refused() -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    small = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = GraniteForCausalLM(GraniteConfig(**small, num_key_value_heads=2, intermediate_size=32, logits_scaling=8.0))
+    with pytest.raises(ValueError, match=r"model_type 'granite'.*Supported: llama, mistral, qwen2, qwen3"):
+        RolloutSampler(model, FullKV())
+
+
+def test_replay_refuses_gradient_checkpointing() -> None:
+    model = tiny_model()
+    rollout = RolloutSampler(model, RKV(**SMALL)).generate([[3] * 20], PARAMS)
+    model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        replay_logprobs(model, rollout)
+    model.eval()
+    torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("token", [128, -1, 1.5, "a"])
+def test_tokens_outside_the_vocabulary_are_refused(token: object) -> None:
+    with pytest.raises(ValueError, match=r"prompt 1 holds .*whole numbers from 0 to 127"):
+        RolloutSampler(tiny_model(), FullKV()).generate([[1], [2, token]], PARAMS)
