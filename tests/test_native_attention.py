@@ -6,32 +6,46 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import copy, head_rows, make_pools, pick_slots, same_bits, same_pools, shapes, tolerance
+from native_cases import (
+    EMULATED,
+    copy,
+    head_rows,
+    make_pools,
+    on_each_device,
+    pick_slots,
+    same_bits,
+    same_pools,
+    shape_for,
+    shapes,
+    tolerance,
+)
 from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
 
-pytestmark = pytest.mark.skipif(not ops.HAS_NATIVE, reason=f"no compiled kernels: {ops.MISSING['cpu']}")
 OPS = torch.ops.sparse_rl
 groups = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12])
 
 
-def both_overloads(name: str, args: list[object]) -> tuple[list[object], list[object]]:
+def both_overloads(name: str, args: list[object], device: str = "cpu") -> tuple[list[object], list[object]]:
     """The arguments after the kernel and after the reference, each run on its own copies; the kernel runs twice."""
+    assert ops.has_kernel(name, device)
     results = []
-    for overload in ("default", "default", "reference"):
-        own = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    for overload, where in (("default", device), ("default", device), ("reference", "cpu")):
+        own = [a.clone().to(where) if isinstance(a, Tensor) else a for a in args]
         getattr(getattr(OPS, name), overload)(*own)
-        results.append(own)
+        results.append([a.cpu() if isinstance(a, Tensor) else a for a in own])
     for once, twice in zip(*results[:2], strict=True):
         assert not isinstance(once, Tensor) or same_bits(once, twice), "two runs differ"
     return results[0], results[2]
 
 
+@on_each_device
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), shape=shapes, group=groups, num_queries=st.integers(0, 3), turn=st.booleans())
-def test_append(seed: int, shape: dict, group: int, num_queries: int, turn: bool) -> None:
+def test_append(device: str, seed: int, shape: dict, group: int, num_queries: int, turn: bool) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
     pools.lengths.copy_((torch.rand(pools.lengths.shape, generator=g) * pools.capacities).int())  # room for one
@@ -44,7 +58,7 @@ def test_append(seed: int, shape: dict, group: int, num_queries: int, turn: bool
     angles = (angle.cos(), angle.sin()) if turn else (None, None)
     args = [query, key, value, *angles, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
             pools.positions, pools.lengths, ring]  # fmt: skip
-    native, reference = both_overloads("append", args)
+    native, reference = both_overloads("append", args, device)
     for mine, theirs in zip(native, reference, strict=True):
         if isinstance(mine, Tensor) and mine.is_floating_point():
             torch.testing.assert_close(mine, theirs, atol=tolerance(dtype), rtol=tolerance(dtype), equal_nan=True)
@@ -77,9 +91,11 @@ def turned(x: Tensor, angle: Tensor, turn: bool) -> Tensor:
     return torch.cat([pairs.real, pairs.imag, x[2 * half :]])
 
 
+@on_each_device
 @settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), shape=shapes, group=groups, spare=st.integers(0, 5), full=st.booleans())
-def test_decode_attention(seed: int, shape: dict, group: int, spare: int, full: bool) -> None:
+def test_decode_attention(device: str, seed: int, shape: dict, group: int, spare: int, full: bool) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape, full=full).layer(-1)
     (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
@@ -89,7 +105,7 @@ def test_decode_attention(seed: int, shape: dict, group: int, spare: int, full: 
     out, lse = torch.full_like(query, 7), torch.full((slots, heads * group), 7.0)
     probs = torch.full((slots, heads * group, longest + spare), 7.0)
     args = [query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, 0.3, longest, out, lse, probs]
-    native, reference = both_overloads("decode_attention", args)
+    native, reference = both_overloads("decode_attention", args, device)
     for b, slot in enumerate(chosen.tolist()):
         for q in range(heads * group):
             rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
@@ -129,9 +145,11 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         assert same_bits(ops.attend(pools, slots[b : b + 1], query[b : b + 1], 0.1, 512), together[b : b + 1])
 
 
+@on_each_device
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 3, 8]), cuts=st.integers(1, 3))
-def test_prefill_mass(seed: int, shape: dict, group: int, cuts: int) -> None:
+def test_prefill_mass(device: str, seed: int, shape: dict, group: int, cuts: int) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
     (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
@@ -148,7 +166,7 @@ def test_prefill_mass(seed: int, shape: dict, group: int, cuts: int) -> None:
         part = queries[:, :, start : start + step].contiguous()
         at = torch.full((slots,), start)
         args = [part, at, pools.keys, chosen, pools.offsets, pools.lengths, 0.3, mass, torch.empty(part.shape[:3])]
-        native, other = both_overloads("prefill_mass", args)
+        native, other = both_overloads("prefill_mass", args, device)
         torch.testing.assert_close(native[8], other[8], atol=1e-5, rtol=1e-5)
         mass = native[7]
         reference += other[7] - args[7]
