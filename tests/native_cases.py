@@ -15,10 +15,12 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
 
 EMULATED = os.environ.get("SPARSE_RL_EMULATED") == "1"  # the CPU library holds the CUDA kernels: make cuda-emulate
+without_kernels = pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled CPU kernels")
+cpu_complaints = pytest.mark.skipif(EMULATED or not ops.HAS_NATIVE, reason="only CPU kernels look at the numbers")
 on_each_device = pytest.mark.parametrize(
     "device",
     [
-        pytest.param("cpu", marks=pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled CPU kernels")),
+        pytest.param("cpu", marks=without_kernels),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
@@ -43,6 +45,11 @@ def shape_for(device: str, shape: dict[str, Any]) -> dict[str, Any]:
         return shape
     half = shape["dtype"] == torch.bfloat16 and shape["capacity"] % 2 == 0
     return {**shape, "dim": -(-shape["dim"] // 8) * 8, "dtype": torch.float16 if half else shape["dtype"]}
+
+
+def dtypes_for(device: str) -> list[torch.dtype]:
+    """Types of the compiled kernels."""
+    return DTYPES if device == "cpu" and not EMULATED else [*DTYPES, torch.float16]
 
 
 def make_pools(

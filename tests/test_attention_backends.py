@@ -86,7 +86,7 @@ def test_flash_attention_is_called_with_the_right_sequences(group: int) -> None:
     got, want = torch.full_like(query, 7), torch.full_like(query, 7)
     got_lse, want_lse = torch.full(query.shape[:2], 7.0), torch.full(query.shape[:2], 7.0)
     args = (query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, 0.3, 90)
-    backends.flash_attention(*args, got, got_lse, None, varlen_forward)
+    backends.flash_attention(*args, got, got_lse, None, forward=varlen_forward)
     OPS.decode_attention.reference(*args, want, want_lse, None)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(got_lse, want_lse, atol=1e-5, rtol=1e-5)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import (
-    EMULATED,
     copy,
+    cpu_complaints,
+    dtypes_for,
     head_rows,
     make_pools,
     on_each_device,
@@ -18,6 +19,7 @@ from native_cases import (
     shape_for,
     shapes,
     tolerance,
+    without_kernels,
 )
 from torch import Tensor
 
@@ -120,6 +122,7 @@ def test_decode_attention(device: str, seed: int, shape: dict, group: int, spare
                 assert (p[len(share) :] == 0).all()
 
 
+@without_kernels
 def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
     g = torch.Generator().manual_seed(1)
     pools = make_pools(g, layers=1, slots=2, heads=2, dim=128, capacity=700, dtype=torch.float32, kind="random",
@@ -133,6 +136,24 @@ def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
             torch.testing.assert_close(out[b, q].double(), share @ pools.values[rows].double(), atol=1e-3, rtol=1e-4)
 
 
+SIZES = [(64, 7), (80, 8), (96, 1), (128, 9), (256, 3), (256, 8), (264, 5), (512, 3)]  # head size, group
+
+
+@on_each_device
+@pytest.mark.parametrize(("dim", "group"), SIZES)
+def test_decode_attention_of_all_head_sizes(device: str, dim: int, group: int) -> None:
+    for dtype in dtypes_for(device):
+        g = torch.Generator().manual_seed(dim)
+        pools = make_pools(g, layers=1, slots=2, heads=1, dim=dim, capacity=400, dtype=dtype, kind="random").layer(0)
+        query = torch.randn(2, group, dim, generator=g).to(dtype)
+        args = [query, pools.keys, pools.values, torch.tensor([1, 0]), pools.offsets, pools.lengths, dim**-0.5, 400,
+                torch.empty_like(query), torch.empty(2, group), torch.empty(2, group, 403)]  # fmt: skip
+        native, reference = both_overloads("decode_attention", args, device)
+        for index, close in ((8, tolerance(dtype)), (9, 1e-5), (10, 1e-6)):
+            torch.testing.assert_close(native[index], reference[index], atol=close, rtol=close)
+
+
+@without_kernels
 def test_a_row_does_not_depend_on_the_batch() -> None:
     g = torch.Generator().manual_seed(2)
     pools = make_pools(g, layers=1, slots=6, heads=2, dim=64, capacity=300, dtype=torch.bfloat16, kind="random").layer(
@@ -181,6 +202,24 @@ def test_prefill_mass(device: str, seed: int, shape: dict, group: int, cuts: int
     torch.testing.assert_close(reference.double(), expected, atol=2e-5, rtol=2e-5)
 
 
+@on_each_device
+def test_prefill_mass_of_long_prompts(device: str) -> None:
+    for dtype in dtypes_for(device):
+        g = torch.Generator().manual_seed(7)
+        pools = make_pools(g, layers=1, slots=2, heads=1, dim=24, capacity=400, dtype=dtype, kind="random",
+                           full=True).layer(0)  # fmt: skip
+        mass, start = torch.rand(2, 1, 400, generator=g), pools.lengths[:, 0].long().flip(0) // 3
+        queries = torch.randn(2, 3, 150, 24, generator=g).to(dtype)  # the last ones are padding
+        args = [queries, start, pools.keys, torch.tensor([1, 0]), pools.offsets, pools.lengths, 0.3, mass,
+                torch.empty(2, 3, 150)]  # fmt: skip
+        native, reference = both_overloads("prefill_mass", args, device)
+        torch.testing.assert_close(native[7], reference[7], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(native[8], reference[8], atol=1e-5, rtol=1e-5)
+        assert (native[8] == -torch.inf).any()
+        assert (native[8] > -torch.inf).sum() > 3 * 64  # more than one tile of queries
+
+
+@cpu_complaints
 def test_a_full_slot_is_refused_and_nothing_is_written() -> None:
     g = torch.Generator().manual_seed(0)
     shape = {"layers": 1, "slots": 2, "heads": 2, "dim": 8, "capacity": 4, "dtype": torch.float32, "kind": "random"}

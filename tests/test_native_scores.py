@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import head_rows, make_pools, on_each_device, pick_slots, shape_for, shapes
+from native_cases import dtypes_for, head_rows, make_pools, on_each_device, pick_slots, shape_for, shapes
 from test_native_attention import both_overloads
 from torch import Tensor
 
-from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
-
 
 OPTIONS = ("window", "exclude_window", "group_reduction", "query_reduction", "pooling", "kernel_size")
 options = st.fixed_dictionaries(
@@ -69,6 +67,22 @@ def test_window_importance(
             )  # fmt: skip
     for result in (native, reference):
         torch.testing.assert_close(result[14].double(), expected, atol=5e-6, rtol=5e-5)
+
+
+@on_each_device
+@pytest.mark.parametrize("reduction", ["max", "mean"])
+@pytest.mark.parametrize(("num_queries", "group"), [(8, 7), (20, 2)])
+def test_window_importance_of_long_rows(device: str, num_queries: int, group: int, reduction: str) -> None:
+    for dtype in dtypes_for(device):
+        g = torch.Generator().manual_seed(4)
+        pools = make_pools(g, layers=1, slots=2, heads=1, dim=40, capacity=600, dtype=dtype, kind="random").layer(0)
+        queries = torch.randn(2, group, num_queries, 40, generator=g).to(dtype)
+        at = torch.randint(-1, 1200, (2, num_queries), generator=g)
+        args = [queries, at, pools.keys, pools.positions, torch.tensor([1, 0]), pools.offsets, pools.lengths, 0.4, 9,
+                False, reduction, "mean", "max", 7, torch.empty(2, 1, 600),
+                torch.empty(2, 1, num_queries + 1, 600)]  # fmt: skip
+        native, reference = both_overloads("window_importance", args, device)
+        torch.testing.assert_close(native[14], reference[14], atol=1e-6, rtol=2e-5)
 
 
 def importance_of(

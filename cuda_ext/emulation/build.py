@@ -1,7 +1,6 @@
 """Build a copy of the package in which the CUDA kernels, emulated, take the place of the CPU kernels.
 
-    python cuda_ext/emulation/build.py build/emulated
-    cd build/emulated && SPARSE_RL_EMULATED=1 PYTHONPATH=. python -m pytest tests/test_native_select.py
+Called by ``make cuda-emulate``, with the folder to build in.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def flash_obstacle(key_pool: Tensor, probs: Tensor | None = None) -> str:
 
 def flash_attention(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, scale: float,
-    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None,
+    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None, *,
     forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward,
 ) -> None:  # fmt: skip
     """The op ``decode_attention`` on torch's flash attention for sequences of different lengths.
@@ -67,9 +67,7 @@ def flash_attention(
     Every (row, KV head) is a sequence of its own, with one query token of G heads and one KV head. Its keys begin
     ``cum_seq_k[i]`` rows into the pool and there are ``seqused_k[i]`` of them, so the starts need not be cumulative.
 
-    Args:
-        query, key_pool, value_pool, slots, offsets, lengths, scale, max_length, out, lse, probs: As in the schema.
-        forward: The function with the signature of ``aten::_flash_attention_forward``.
+    The arguments are those of the schema, and in ``forward`` a function like ``aten::_flash_attention_forward``.
     """
     assert probs is None, "flash attention gives no probabilities"
     at = slots.clamp(min=0)

@@ -2,7 +2,8 @@
 
 Every op exists in two overloads with one signature: ``sparse_rl::<op>`` runs the compiled kernel where there is one and
 the PyTorch reference elsewhere; ``sparse_rl::<op>.reference`` always runs the reference; ``decode_attention`` has a
-third, ``flash``. The reference may allocate and may wait for the device; the kernels do neither. ``SPARSE_RL_NATIVE=0`` in the environment leaves the library out.
+third, ``flash``. The reference may allocate and may wait for the device; the kernels do neither.
+``SPARSE_RL_NATIVE=0`` in the environment leaves the library out.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def register(name: str, reference: Callable[..., None], **others: Callable[..., 
         reference: The PyTorch function with the op's signature.
         **others: More overloads of the op, by name.
     """
-    for overload, function in {"": reference, ".reference": reference, **{f".{k}": f for k, f in others.items()}}.items():
-        qualified = f"{NAMESPACE}::{name}{overload}"
+    overloads = {name: reference, f"{name}.reference": reference}
+    overloads |= {f"{name}.{other}": function for other, function in others.items()}
+    for overload, function in overloads.items():
+        qualified = f"{NAMESPACE}::{overload}"
         torch.library.define(qualified, " ".join(SCHEMAS[name].split()))
         torch.library.impl(qualified, "default", func=_quiet(function))
         torch.library.register_fake(qualified, _nothing)
