@@ -5,8 +5,8 @@
 Own op and rivals take turns within every round, so a busy machine slows all of them; a ratio is the median of the
 rounds' ratios. "share" is the time of a plain sum (attention: reading) or copy (eviction: reading and writing) of as
 many bytes as the op must move over the time of the op, also paired by round: 100 % is the speed of the memory itself,
-or of the cache where so many bytes fit. On a GPU there are 256 slots, which no cache holds, the stream is always a copy,
-and times are the GPU's own, without the time to launch.
+or of the cache where so many bytes fit. On a GPU there are 256 slots, which no cache holds, the stream is always a
+copy, and times are the GPU's own, without the time to launch.
 """
 
 from __future__ import annotations
