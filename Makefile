@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize bench-ops lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,16 @@ sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and und
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py \
 		tests/test_native_select.py tests/test_native_torch.py tests/test_native_loaded.py
+
+cuda-check: $(INSTALLED) ## compile the CUDA kernels where nvcc is; fails on warnings and spilled registers
+	$(BIN)/python cuda_ext/check.py
+
+EMULATED := build/emulated
+cuda-emulate: $(INSTALLED) ## op tests on the CUDA kernels, emulated on the CPU thread by thread
+	rm -rf $(EMULATED) && mkdir -p $(EMULATED) && cp pyproject.toml $(EMULATED)/
+	$(BIN)/python cuda_ext/emulation/build.py $(EMULATED)
+	cd $(EMULATED) && SPARSE_RL_EMULATED=1 PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q \
+		-p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py tests/test_native_select.py
 
 bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/ops.py

@@ -42,6 +42,16 @@ def find_cuda_home() -> Path | None:
     return home.resolve() if (home / "bin" / "nvcc").exists() else None
 
 
+NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]
+
+
+def gencode() -> list[str]:
+    """Machine code for each architecture; torch cannot guess them where there is no GPU. The last one also as PTX."""
+    archs = os.environ.get("SPARSE_RL_ARCHS", "80;90").split(";")
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return [*targets, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+
+
 def schema_hash() -> str:
     """As ``ops/library.py`` computes it."""
     schemas = runpy.run_path(str(ROOT / "sparse_rl_lightning" / "ops" / "schemas.py"))["SCHEMAS"]
@@ -77,9 +87,6 @@ def cuda_extension(home: Path) -> Any:
     from torch.utils import cpp_extension
 
     cpp_extension.CUDA_HOME = str(home)  # a CPU-only torch leaves it None even where nvcc is
-    archs = os.environ.get("SPARSE_RL_ARCHS", "80;90").split(";")
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-    targets.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
     return cpp_extension.CppExtension(
         "sparse_rl_lightning._cuda", sources("cuda", ".cu"),
         include_dirs=[str(ROOT / "cuda_ext" / "include"), str(home / "include")],
@@ -87,8 +94,10 @@ def cuda_extension(home: Path) -> Any:
         define_macros=[*macros("_cuda"), ("USE_CUDA", "1")], py_limited_api=True,
         extra_compile_args={
             "cxx": ["-std=c++17", "-O3", "-fvisibility=hidden"],
-            "nvcc": ["-std=c++17", "-O3", "--expt-relaxed-constexpr", *targets],
+            "nvcc": [*NVCC_FLAGS, *gencode()],
         },
+        # libtorch leads to libtorch_cuda where there is one: the linker must not drop it as unused
+        extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"],
     )  # fmt: skip
 
 
@@ -156,4 +165,5 @@ def build() -> dict[str, Any]:
     }
 
 
-setup(**build())
+if __name__ == "__main__":
+    setup(**build())

@@ -5,7 +5,8 @@
 Own op and rivals take turns within every round, so a busy machine slows all of them; a ratio is the median of the
 rounds' ratios. "share" is the time of a plain sum (attention: reading) or copy (eviction: reading and writing) of as
 many bytes as the op must move over the time of the op, also paired by round: 100 % is the speed of the memory itself,
-or of the cache where so many bytes fit.
+or of the cache where so many bytes fit. On a GPU there are 256 slots, which no cache holds, the stream is always a
+copy, and times are the GPU's own, without the time to launch.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.backends import flash_obstacle
 from sparse_rl_lightning.ops.select import compaction_order, select_entries
 
 Call = Callable[[], object]
 SHAPES = {"large": (16, 28, 4, 128, 640), "small": (16, 8, 2, 64, 640)}  # slots, heads, KV heads, head size, entries
 H200_BANDWIDTH = 4.3e12  # bytes per second that an H200 reaches
 STREAM = "stream"
+GPU_SLOTS = 256
+GPU_SHARE = 0.7  # of the copy's speed, the goal where the memory is the limit
+HIDDEN_CYCLES = 2_000_000  # the GPU is kept busy while the host enqueues
 
 
 @dataclass
@@ -43,6 +48,7 @@ class Row:
     rivals: dict[str, tuple[float, float]]  # median milliseconds and ratio
     share: float | None = None
     floor_ms: float | None = None
+    least_share: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -56,13 +62,30 @@ class Bench:
     def __init__(self, device: str, rounds: int) -> None:
         self.device, self.rounds = device, rounds
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Slots, heads, KV heads, head size, entries."""
+        slots, *rest = SHAPES[name]
+        return (GPU_SLOTS if self.device == "cuda" else slots, *rest)
+
     def time(self, call: Call) -> float:
         """Seconds of one call."""
         self.wait()
+        if self.device == "cuda":
+            return self.time_on_gpu(call)
         start = time.perf_counter()
         call()
         self.wait()
         return time.perf_counter() - start
+
+    def time_on_gpu(self, call: Call) -> float:
+        """Seconds between two events on the GPU."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HIDDEN_CYCLES)
+        start.record()
+        call()
+        end.record()
+        self.wait()
+        return 1e-3 * start.elapsed_time(end)
 
     def wait(self) -> None:
         """Until the device is idle."""
@@ -75,6 +98,8 @@ class Bench:
     ) -> Row:  # fmt: skip
         """Medians over the rounds; ``prepare`` runs untimed before each call; ``stream`` moves as many bytes."""
         calls = {"own": own, **rivals}
+        if stream is not None and self.device == "cuda":
+            stream, goal = self.copy(moved // 2), f"{goal}, {GPU_SHARE:.0%} of the copy"
         if stream is not None:
             calls[STREAM] = stream
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -97,7 +122,14 @@ class Bench:
             {name: (middle[name], ratios[name]) for name in rivals},
             ratios.get(STREAM),
             floor,
+            GPU_SHARE if self.device == "cuda" and stream is not None else 0.0,
         )
+
+    def copy(self, count: int) -> Call:
+        """Read ``count`` bytes and write as many."""
+        source = torch.ones(count // 4, device=self.device)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
 
 
 def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 1) -> KVPools:
@@ -117,8 +149,9 @@ def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: 
 
 def bench_attention(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     """One decode step of one layer, against SDPA in its two grouped forms, with and without a mask of live entries."""
-    slots, num_heads, heads, dim, entries = SHAPES[name]
-    pools = make_pools(SHAPES[name], dtype, bench.device).layer(0)
+    shape = bench.shape(name)
+    slots, num_heads, heads, dim, entries = shape
+    pools = make_pools(shape, dtype, bench.device).layer(0)
     query, chosen = (
         torch.randn(slots, num_heads, dim, device=bench.device).to(dtype),
         torch.arange(slots, device=bench.device),
@@ -132,12 +165,21 @@ def bench_attention(bench: Bench, name: str, dtype: torch.dtype) -> Row:
         "sdpa grouped, mask": lambda: F.scaled_dot_product_attention(grouped, keys, values, attn_mask=live),
         "sdpa gqa, mask": lambda: F.scaled_dot_product_attention(single, keys, values, attn_mask=live, enable_gqa=True),
     }
+    if not flash_obstacle(pools.keys):
+        rivals["torch's flash attention by lengths"] = flash_call(pools, chosen, query)
     goal = "never slower" if name == "small" else ">= 2" if dtype == torch.float32 else ">= 3"
     return bench.compare(
         f"decode attention, {name}, {label(dtype)}", goal,
         lambda: ops.attend(pools, chosen, query, dim**-0.5, entries), rivals,
         moved=pools.nbytes, stream=lambda: [pool.view(torch.float32).sum() for pool in (pools.keys, pools.values)],
     )  # fmt: skip
+
+
+def flash_call(pools: KVPools, chosen: Tensor, query: Tensor) -> Call:
+    """The other backend of the same op."""
+    out, entries = torch.empty_like(query), int(pools.capacities.max())
+    args = (query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, query.shape[2] ** -0.5, entries)
+    return lambda: torch.ops.sparse_rl.decode_attention.flash(*args, out, None, None)
 
 
 def published_redundancy(keys: Tensor) -> Tensor:
@@ -152,8 +194,9 @@ def published_redundancy(keys: Tensor) -> Tensor:
 
 def bench_redundancy(bench: Bench, dtype: torch.dtype, kind: str) -> Row:
     """One layer's redundancy, on keys of moderate, no or great similarity."""
-    slots, _, heads, dim, entries = SHAPES["large"]
-    pools = make_pools(SHAPES["large"], dtype, bench.device).layer(0)
+    shape = bench.shape("large")
+    slots, _, heads, dim, entries = shape
+    pools = make_pools(shape, dtype, bench.device).layer(0)
     if kind == "no":
         pools.keys.normal_()
     if kind == "great":
@@ -168,9 +211,9 @@ def bench_redundancy(bench: Bench, dtype: torch.dtype, kind: str) -> Row:
 
 def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
     """Select 512 of 640 entries and close ranks, two layers, against topk + sort + gather + copy."""
-    slots, _, heads, dim, entries = SHAPES["large"]
+    slots, _, heads, dim, entries = bench.shape("large")
     layers, budget, window = 2, 512, 8
-    pools = make_pools(SHAPES["large"], dtype, bench.device, layers)
+    pools = make_pools(bench.shape("large"), dtype, bench.device, layers)
     shape = (layers, slots, heads, entries)
     scores = torch.randn(shape, device=bench.device)
     chosen, seen = torch.arange(slots, device=bench.device), torch.full((slots,), entries, device=bench.device)
@@ -208,13 +251,11 @@ def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
         positions.copy_(full_positions)
 
     moved = pools.nbytes * budget // entries
-    source = torch.ones(moved // 4, device=bench.device)
-    target = torch.empty_like(source)
     return bench.compare(
         f"select + compact, 640 to 512, {label(dtype)}", ">= 3",
         lambda: ops.select_and_compact(pools, chosen, scores, budgets, 0, window, seen, death),
         {"topk + sort + gather + copy": rival, "stable sort + gather + copy": careful}, prepare,
-        2 * moved, lambda: target.copy_(source),
+        2 * moved, bench.copy(moved),
     )  # fmt: skip
 
 
@@ -239,13 +280,14 @@ def table(rows: list[Row]) -> str:
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in rows:
         name, (rival_ms, _) = min(row.rivals.items(), key=lambda item: item[1][1])
-        needed = float(row.goal.removeprefix(">= ")) if row.goal[0] == ">" else 1.0
+        needed = float(row.goal.split(",")[0].removeprefix(">= ")) if row.goal[0] == ">" else 1.0
+        met = row.ratio >= needed and (row.share is None or row.share >= row.least_share)
         share = "" if row.share is None else f"{100 * row.share:.0f} %"
         floor = "" if row.floor_ms is None else f"{row.floor_ms:.3f}"
         rest = ", ".join(f"{other} {ms:.2f} ms ({ratio:.2f})" for other, (ms, ratio) in row.rivals.items())
         lines.append(
             f"| {row.what} | {row.own_ms:.3f} | {rival_ms:.3f} ({name}) | {row.ratio:.2f} | {row.goal} | "
-            f"{'yes' if row.ratio >= needed else 'NO'} | {share} | {floor} | {rest} |"
+            f"{'yes' if met else 'NO'} | {share} | {floor} | {rest} |"
         )
     return "\n".join(lines)
 

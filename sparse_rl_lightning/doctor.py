@@ -9,6 +9,7 @@ import platform
 import torch
 
 from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import backends
 from sparse_rl_lightning.ops.library import NATIVE_DTYPES, PACKAGE
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
@@ -66,9 +67,14 @@ def paths() -> list[str]:
 def attention_backend() -> str:
     """What computes decode attention on the best device here."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if ops.has_kernel("decode_attention", device):
-        return f"own kernel ({device.upper()})"
-    return f"PyTorch reference ({device.upper()})"
+    kernel = ops.has_kernel("decode_attention", device) and backends.BACKEND != "reference"
+    usual = f"{'own kernel' if kernel else 'PyTorch reference'} ({device.upper()})"
+    if backends.BACKEND != "flash":
+        return usual
+    obstacle = backends.flash_obstacle(torch.empty(1, 128, dtype=torch.bfloat16, device=device))
+    if obstacle:
+        return f"{usual}; {backends.VARIABLE}=flash is not possible here: {obstacle}"
+    return f"torch's flash attention (CUDA; {backends.FLASH_LIMITS}); {usual} for other calls"
 
 
 def advice() -> list[str]:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
+
+EMULATED = os.environ.get("SPARSE_RL_EMULATED") == "1"  # the CPU library holds the CUDA kernels: make cuda-emulate
+without_kernels = pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled CPU kernels")
+cpu_complaints = pytest.mark.skipif(EMULATED or not ops.HAS_NATIVE, reason="only CPU kernels look at the numbers")
+on_each_device = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=without_kernels),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = st.fixed_dictionaries(
@@ -22,6 +37,19 @@ shapes = st.fixed_dictionaries(
         "kind": st.sampled_from(["random", "random", "clustered", "equal", "zeros"]),
     }
 )
+
+
+def shape_for(device: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """What the CUDA kernels take: sizes of whole 16-byte words, and float16 too."""
+    if device == "cpu" and not EMULATED:
+        return shape
+    half = shape["dtype"] == torch.bfloat16 and shape["capacity"] % 2 == 0
+    return {**shape, "dim": -(-shape["dim"] // 8) * 8, "dtype": torch.float16 if half else shape["dtype"]}
+
+
+def dtypes_for(device: str) -> list[torch.dtype]:
+    """Types of the compiled kernels."""
+    return DTYPES if device == "cpu" and not EMULATED else [*DTYPES, torch.float16]
 
 
 def make_pools(

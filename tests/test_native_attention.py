@@ -6,32 +6,48 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import copy, head_rows, make_pools, pick_slots, same_bits, same_pools, shapes, tolerance
+from native_cases import (
+    copy,
+    cpu_complaints,
+    dtypes_for,
+    head_rows,
+    make_pools,
+    on_each_device,
+    pick_slots,
+    same_bits,
+    same_pools,
+    shape_for,
+    shapes,
+    tolerance,
+    without_kernels,
+)
 from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
 
-pytestmark = pytest.mark.skipif(not ops.HAS_NATIVE, reason=f"no compiled kernels: {ops.MISSING['cpu']}")
 OPS = torch.ops.sparse_rl
 groups = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12])
 
 
-def both_overloads(name: str, args: list[object]) -> tuple[list[object], list[object]]:
+def both_overloads(name: str, args: list[object], device: str = "cpu") -> tuple[list[object], list[object]]:
     """The arguments after the kernel and after the reference, each run on its own copies; the kernel runs twice."""
+    assert ops.has_kernel(name, device)
     results = []
-    for overload in ("default", "default", "reference"):
-        own = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    for overload, where in (("default", device), ("default", device), ("reference", "cpu")):
+        own = [a.clone().to(where) if isinstance(a, Tensor) else a for a in args]
         getattr(getattr(OPS, name), overload)(*own)
-        results.append(own)
+        results.append([a.cpu() if isinstance(a, Tensor) else a for a in own])
     for once, twice in zip(*results[:2], strict=True):
         assert not isinstance(once, Tensor) or same_bits(once, twice), "two runs differ"
     return results[0], results[2]
 
 
+@on_each_device
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), shape=shapes, group=groups, num_queries=st.integers(0, 3), turn=st.booleans())
-def test_append(seed: int, shape: dict, group: int, num_queries: int, turn: bool) -> None:
+def test_append(device: str, seed: int, shape: dict, group: int, num_queries: int, turn: bool) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
     pools.lengths.copy_((torch.rand(pools.lengths.shape, generator=g) * pools.capacities).int())  # room for one
@@ -44,7 +60,7 @@ def test_append(seed: int, shape: dict, group: int, num_queries: int, turn: bool
     angles = (angle.cos(), angle.sin()) if turn else (None, None)
     args = [query, key, value, *angles, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
             pools.positions, pools.lengths, ring]  # fmt: skip
-    native, reference = both_overloads("append", args)
+    native, reference = both_overloads("append", args, device)
     for mine, theirs in zip(native, reference, strict=True):
         if isinstance(mine, Tensor) and mine.is_floating_point():
             torch.testing.assert_close(mine, theirs, atol=tolerance(dtype), rtol=tolerance(dtype), equal_nan=True)
@@ -77,9 +93,11 @@ def turned(x: Tensor, angle: Tensor, turn: bool) -> Tensor:
     return torch.cat([pairs.real, pairs.imag, x[2 * half :]])
 
 
+@on_each_device
 @settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), shape=shapes, group=groups, spare=st.integers(0, 5), full=st.booleans())
-def test_decode_attention(seed: int, shape: dict, group: int, spare: int, full: bool) -> None:
+def test_decode_attention(device: str, seed: int, shape: dict, group: int, spare: int, full: bool) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape, full=full).layer(-1)
     (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
@@ -89,7 +107,7 @@ def test_decode_attention(seed: int, shape: dict, group: int, spare: int, full: 
     out, lse = torch.full_like(query, 7), torch.full((slots, heads * group), 7.0)
     probs = torch.full((slots, heads * group, longest + spare), 7.0)
     args = [query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, 0.3, longest, out, lse, probs]
-    native, reference = both_overloads("decode_attention", args)
+    native, reference = both_overloads("decode_attention", args, device)
     for b, slot in enumerate(chosen.tolist()):
         for q in range(heads * group):
             rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
@@ -104,6 +122,7 @@ def test_decode_attention(seed: int, shape: dict, group: int, spare: int, full: 
                 assert (p[len(share) :] == 0).all()
 
 
+@without_kernels
 def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
     g = torch.Generator().manual_seed(1)
     pools = make_pools(g, layers=1, slots=2, heads=2, dim=128, capacity=700, dtype=torch.float32, kind="random",
@@ -117,6 +136,24 @@ def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
             torch.testing.assert_close(out[b, q].double(), share @ pools.values[rows].double(), atol=1e-3, rtol=1e-4)
 
 
+SIZES = [(64, 7), (80, 8), (96, 1), (128, 9), (256, 3), (256, 8), (264, 5), (512, 3)]  # head size, group
+
+
+@on_each_device
+@pytest.mark.parametrize(("dim", "group"), SIZES)
+def test_decode_attention_of_all_head_sizes(device: str, dim: int, group: int) -> None:
+    for dtype in dtypes_for(device):
+        g = torch.Generator().manual_seed(dim)
+        pools = make_pools(g, layers=1, slots=2, heads=1, dim=dim, capacity=400, dtype=dtype, kind="random").layer(0)
+        query = torch.randn(2, group, dim, generator=g).to(dtype)
+        args = [query, pools.keys, pools.values, torch.tensor([1, 0]), pools.offsets, pools.lengths, dim**-0.5, 400,
+                torch.empty_like(query), torch.empty(2, group), torch.empty(2, group, 403)]  # fmt: skip
+        native, reference = both_overloads("decode_attention", args, device)
+        for index, close in ((8, tolerance(dtype)), (9, 1e-5), (10, 1e-6)):
+            torch.testing.assert_close(native[index], reference[index], atol=close, rtol=close)
+
+
+@without_kernels
 def test_a_row_does_not_depend_on_the_batch() -> None:
     g = torch.Generator().manual_seed(2)
     pools = make_pools(g, layers=1, slots=6, heads=2, dim=64, capacity=300, dtype=torch.bfloat16, kind="random").layer(
@@ -129,9 +166,11 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         assert same_bits(ops.attend(pools, slots[b : b + 1], query[b : b + 1], 0.1, 512), together[b : b + 1])
 
 
+@on_each_device
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 3, 8]), cuts=st.integers(1, 3))
-def test_prefill_mass(seed: int, shape: dict, group: int, cuts: int) -> None:
+def test_prefill_mass(device: str, seed: int, shape: dict, group: int, cuts: int) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
     (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
@@ -148,7 +187,7 @@ def test_prefill_mass(seed: int, shape: dict, group: int, cuts: int) -> None:
         part = queries[:, :, start : start + step].contiguous()
         at = torch.full((slots,), start)
         args = [part, at, pools.keys, chosen, pools.offsets, pools.lengths, 0.3, mass, torch.empty(part.shape[:3])]
-        native, other = both_overloads("prefill_mass", args)
+        native, other = both_overloads("prefill_mass", args, device)
         torch.testing.assert_close(native[8], other[8], atol=1e-5, rtol=1e-5)
         mass = native[7]
         reference += other[7] - args[7]
@@ -163,6 +202,24 @@ def test_prefill_mass(seed: int, shape: dict, group: int, cuts: int) -> None:
     torch.testing.assert_close(reference.double(), expected, atol=2e-5, rtol=2e-5)
 
 
+@on_each_device
+def test_prefill_mass_of_long_prompts(device: str) -> None:
+    for dtype in dtypes_for(device):
+        g = torch.Generator().manual_seed(7)
+        pools = make_pools(g, layers=1, slots=2, heads=1, dim=24, capacity=400, dtype=dtype, kind="random",
+                           full=True).layer(0)  # fmt: skip
+        mass, start = torch.rand(2, 1, 400, generator=g), pools.lengths[:, 0].long().flip(0) // 3
+        queries = torch.randn(2, 3, 150, 24, generator=g).to(dtype)  # the last ones are padding
+        args = [queries, start, pools.keys, torch.tensor([1, 0]), pools.offsets, pools.lengths, 0.3, mass,
+                torch.empty(2, 3, 150)]  # fmt: skip
+        native, reference = both_overloads("prefill_mass", args, device)
+        torch.testing.assert_close(native[7], reference[7], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(native[8], reference[8], atol=1e-5, rtol=1e-5)
+        assert (native[8] == -torch.inf).any()
+        assert (native[8] > -torch.inf).sum() > 3 * 64  # more than one tile of queries
+
+
+@cpu_complaints
 def test_a_full_slot_is_refused_and_nothing_is_written() -> None:
     g = torch.Generator().manual_seed(0)
     shape = {"layers": 1, "slots": 2, "heads": 2, "dim": 8, "capacity": 4, "dtype": torch.float32, "kind": "random"}

@@ -9,14 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import head_rows, make_pools, pick_slots, shapes
+from native_cases import dtypes_for, head_rows, make_pools, on_each_device, pick_slots, shape_for, shapes
 from test_native_attention import both_overloads
 from torch import Tensor
 
-from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
-
-pytestmark = pytest.mark.skipif(not ops.HAS_NATIVE, reason=f"no compiled kernels: {ops.MISSING['cpu']}")
 
 OPTIONS = ("window", "exclude_window", "group_reduction", "query_reduction", "pooling", "kernel_size")
 options = st.fixed_dictionaries(
@@ -31,14 +28,16 @@ options = st.fixed_dictionaries(
 )
 
 
+@on_each_device
 @settings(max_examples=80)
 @given(
     seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]),
     num_queries=st.integers(0, 9), choice=options, infinite=st.booleans(),
 )  # fmt: skip
 def test_window_importance(
-    seed: int, shape: dict, group: int, num_queries: int, choice: dict[str, Any], infinite: bool
+    device: str, seed: int, shape: dict, group: int, num_queries: int, choice: dict[str, Any], infinite: bool
 ) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
     if infinite:  # logits of -inf, as every query has a positive first element; a softmax over nothing else is NaN
@@ -56,7 +55,7 @@ def test_window_importance(
     scratch = torch.full((slots, heads, num_queries + 1, width), torch.nan)
     args = [queries, at, pools.keys, pools.positions, chosen, pools.offsets, pools.lengths, 0.4,
             *(choice[name] for name in OPTIONS), scores, scratch]  # fmt: skip
-    native, reference = both_overloads("window_importance", args)
+    native, reference = both_overloads("window_importance", args, device)
     expected = torch.zeros(slots, heads, width, dtype=torch.float64)
     for b, slot in enumerate(chosen.tolist()):
         for h in range(heads if slot >= 0 else 0):
@@ -68,6 +67,22 @@ def test_window_importance(
             )  # fmt: skip
     for result in (native, reference):
         torch.testing.assert_close(result[14].double(), expected, atol=5e-6, rtol=5e-5)
+
+
+@on_each_device
+@pytest.mark.parametrize("reduction", ["max", "mean"])
+@pytest.mark.parametrize(("num_queries", "group"), [(8, 7), (20, 2)])
+def test_window_importance_of_long_rows(device: str, num_queries: int, group: int, reduction: str) -> None:
+    for dtype in dtypes_for(device):
+        g = torch.Generator().manual_seed(4)
+        pools = make_pools(g, layers=1, slots=2, heads=1, dim=40, capacity=600, dtype=dtype, kind="random").layer(0)
+        queries = torch.randn(2, group, num_queries, 40, generator=g).to(dtype)
+        at = torch.randint(-1, 1200, (2, num_queries), generator=g)
+        args = [queries, at, pools.keys, pools.positions, torch.tensor([1, 0]), pools.offsets, pools.lengths, 0.4, 9,
+                False, reduction, "mean", "max", 7, torch.empty(2, 1, 600),
+                torch.empty(2, 1, num_queries + 1, 600)]  # fmt: skip
+        native, reference = both_overloads("window_importance", args, device)
+        torch.testing.assert_close(native[14], reference[14], atol=1e-6, rtol=2e-5)
 
 
 def importance_of(
@@ -101,30 +116,33 @@ def published_redundancy(keys: Tensor, threshold: float) -> Tensor:
     return cosines.mean(0)
 
 
+@on_each_device
 @settings(max_examples=80)
 @given(
     seed=st.integers(0, 10**6), shape=shapes, wide=st.booleans(), threshold=st.sampled_from([0.5, 0.5, 0.8, 0.3, -0.2])
 )
-def test_key_redundancy(seed: int, shape: dict, wide: bool, threshold: float) -> None:
+def test_key_redundancy(device: str, seed: int, shape: dict, wide: bool, threshold: float) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **{**shape, "capacity": 3 * shape["capacity"] if wide else shape["capacity"]}).layer(0)
     chosen = pick_slots(g, pools.lengths.shape[0])
-    check_redundancy(pools, chosen, threshold)
+    check_redundancy(device, pools, chosen, threshold)
 
 
+@on_each_device
 @pytest.mark.parametrize("kind", ["random", "clustered", "equal", "zeros"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_key_redundancy_of_long_rows(kind: str, dtype: torch.dtype) -> None:
+def test_key_redundancy_of_long_rows(device: str, kind: str, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(3)
     pools = make_pools(g, layers=1, slots=2, heads=1, dim=128, capacity=700, dtype=dtype, kind=kind, full=True).layer(0)
-    check_redundancy(pools, torch.tensor([1, 0]), 0.5)
+    check_redundancy(device, pools, torch.tensor([1, 0]), 0.5)
 
 
-def check_redundancy(pools: KVPools, chosen: Tensor, threshold: float) -> None:
+def check_redundancy(device: str, pools: KVPools, chosen: Tensor, threshold: float) -> None:
     rows, heads, width = len(chosen), pools.lengths.shape[1], int(pools.lengths.max())
     args = [pools.keys, chosen, pools.offsets, pools.lengths, threshold, torch.full((rows, heads, width), 7.0),
             torch.full((rows, heads, 2, width), torch.nan)]  # fmt: skip
-    native, reference = both_overloads("key_redundancy", args)
+    native, reference = both_overloads("key_redundancy", args, device)
     for b, slot in enumerate(chosen.tolist()):
         for h in range(heads):
             length = int(pools.lengths[slot, h]) if slot >= 0 else 0

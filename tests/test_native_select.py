@@ -6,15 +6,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import copy, head_rows, make_pools, pick_slots, same_bits, shapes
+from native_cases import (
+    copy,
+    cpu_complaints,
+    head_rows,
+    make_pools,
+    on_each_device,
+    pick_slots,
+    same_bits,
+    shape_for,
+    shapes,
+)
 from test_native_attention import both_overloads
 from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.types import NEVER
-
-pytestmark = pytest.mark.skipif(not ops.HAS_NATIVE, reason=f"no compiled kernels: {ops.MISSING['cpu']}")
 
 
 def units(layers: int, chosen: Tensor, heads: int) -> list[tuple[int, int, int, int]]:
@@ -52,14 +60,16 @@ def survivors(scores: Tensor, positions: Tensor, budget: int, num_sinks: int, wi
     return sorted(sorted(range(n), key=rank)[:budget])
 
 
+@on_each_device
 @settings(max_examples=100)
 @given(
     seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6),
     full=st.booleans(), recorded=st.booleans(),
 )  # fmt: skip
 def test_select_and_compact(
-    seed: int, shape: dict, kind: str, num_sinks: int, window: int, full: bool, recorded: bool
+    device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int, full: bool, recorded: bool
 ) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape, full=full)
     layers, slots, heads = pools.lengths.shape
@@ -71,7 +81,7 @@ def test_select_and_compact(
     state = torch.randn(len(pools.keys), 2, generator=g)
     args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.keys, pools.values,
             pools.positions, pools.lengths, *((death, state) if recorded else (None, None))]  # fmt: skip
-    native, reference = both_overloads("select_and_compact", args)
+    native, reference = both_overloads("select_and_compact", args, device)
     want, want_state, want_death = copy(pools), state.clone(), death.clone()
     untouched = torch.ones(len(pools.keys), dtype=torch.bool)
     for layer, b, slot, h in units(layers, chosen, heads):
@@ -97,11 +107,35 @@ def test_select_and_compact(
     assert same_bits(native[8][untouched], pools.values[untouched])
 
 
+@on_each_device
+@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
+@pytest.mark.parametrize(("dim", "dtype"), [(8, torch.bfloat16), (136, torch.float32)])
+def test_select_and_compact_of_long_rows(device: str, dim: int, dtype: torch.dtype, kind: str) -> None:
+    g = torch.Generator().manual_seed(6)
+    pools = make_pools(g, layers=2, slots=2, heads=2, dim=dim, capacity=1100, dtype=dtype, kind="random", full=True)
+    scores = make_scores(g, (2, 2, 2, 1100), kind)
+    budgets = (torch.rand(2, 2, 2, generator=g) * pools.lengths).int()
+    budgets[0, 0, 0] = 5  # fewer than are pinned
+    args = [scores, budgets, 4, 8, torch.tensor([1, 0]), torch.tensor([7000, 8000]), pools.offsets, pools.keys,
+            pools.values, pools.positions, pools.lengths, torch.full((2, 2, 2, 2200), NEVER, dtype=torch.int32),
+            torch.randn(len(pools.keys), 3, generator=g)]  # fmt: skip
+    native, reference = both_overloads("select_and_compact", args, device)
+    assert same_bits(native[10], reference[10])
+    assert same_bits(native[11], reference[11])
+    kept = KVPools(*native[7:10], pools.offsets, pools.capacities, native[10])
+    for layer, slot, h in torch.ones(2, 2, 2).nonzero().tolist():
+        live = head_rows(kept, layer, slot, h)
+        assert all(same_bits(native[i][live], reference[i][live]) for i in (7, 8, 9, 12))
+        assert kept.lengths[layer, slot, h] == budgets[layer, 1 - slot, h].minimum(pools.lengths[layer, slot, h])
+
+
+@on_each_device
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6)
 )
-def test_select_and_store(seed: int, shape: dict, kind: str, num_sinks: int, window: int) -> None:
+def test_select_and_store(device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape)
     layers, slots, heads = pools.lengths.shape
@@ -115,7 +149,7 @@ def test_select_and_store(seed: int, shape: dict, kind: str, num_sinks: int, win
     args = [scores, budgets, num_sinks, window, source.keys, source.values, source.offsets, source.lengths, chosen,
             seen, pools.offsets, pools.capacities, pools.keys, pools.values, pools.positions, pools.lengths,
             death]  # fmt: skip
-    for result in both_overloads("select_and_store", args):
+    for result in both_overloads("select_and_store", args, device):
         want, want_death = copy(pools), death.clone()
         for layer, b, slot, h in units(layers, chosen, heads):
             live = head_rows(source, layer, b, h)
@@ -134,9 +168,11 @@ def test_select_and_store(seed: int, shape: dict, kind: str, num_sinks: int, win
         assert same_bits(result[14], want.positions)
 
 
+@on_each_device
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), shape=shapes, num_queries=st.integers(0, 2), state=st.booleans())
-def test_fork(seed: int, shape: dict, num_queries: int, state: bool) -> None:
+def test_fork(device: str, seed: int, shape: dict, num_queries: int, state: bool) -> None:
+    shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **{**shape, "slots": shape["slots"] + 2})
     layers, slots, heads = pools.lengths.shape
@@ -162,11 +198,12 @@ def test_fork(seed: int, shape: dict, num_queries: int, state: bool) -> None:
                 for index in (4, 5, 6, 10):
                     if args[index] is not None:
                         expected[index][to : to + live.stop - live.start] = args[index][live]
-    for result in both_overloads("fork", args):
+    for result in both_overloads("fork", args, device):
         for got, want in zip(result, expected, strict=True):
             assert got is want is None or same_bits(got, want)
 
 
+@cpu_complaints
 def test_a_death_beyond_the_record_is_an_error() -> None:
     pools = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
     pools.lengths.fill_(4)
@@ -178,6 +215,7 @@ def test_a_death_beyond_the_record_is_an_error() -> None:
         )  # fmt: skip
 
 
+@cpu_complaints
 def test_forking_onto_a_source_is_an_error() -> None:
     pools = KVPools.uniform((1, 3, 1), 4, 8, torch.float32, "cpu")
     with pytest.raises(RuntimeError, match="slot 1 is both"):

@@ -23,7 +23,7 @@ LAYERS, SLOTS, HEADS, DIM, CAPACITY, GROUP = 2, 3, 2, 16, 12, 3
 class Case:
     """Arguments for a call of every op."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         g = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -51,6 +51,9 @@ class Case:
         self.state = torch.randn(len(self.pools.keys), 1, generator=g)
         self.source = copy(self.pools)
         self.sources, self.destinations = torch.tensor([0, -1, 2]), torch.tensor([1, 0, 2])
+        for name, value in vars(self).items():
+            setattr(self, name, value.to(device) if isinstance(value, Tensor) else moved(value, device))
+        self.layer = self.pools.layer(0)  # the same memory
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         return {
@@ -73,11 +76,15 @@ class Case:
         return own + [value for value in vars(self.pools).values() if isinstance(value, Tensor)]
 
 
+def moved(pools: KVPools, device: str) -> KVPools:
+    return replace(pools, **{name: value.to(device) for name, value in vars(pools).items()})
+
+
 def recorded(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     """The arguments that the typed function hands to the op."""
     seen: list[tuple[Any, ...]] = []
 
-    def note(op: str, like: Tensor, check: Callable[[], None], *args: Any) -> None:
+    def note(op: str, like: Tensor, check: Callable[[], None], *args: Any, overload: str = "") -> None:
         seen.append(args)
 
     module = case.calls()[name].__code__.co_names[1]
@@ -244,6 +251,47 @@ def test_unknown_options_of_importance_are_refused(options: dict[str, Any]) -> N
     with pytest.raises(ValueError, match=next(iter(options))):
         ops.score_importance(case.layer, case.slots, case.ring[0], case.ring_positions, 0.3, CAPACITY,
                              **{"window": 2, **options})  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_the_cuda_library_is_loaded() -> None:
+    assert ops.MISSING["cuda"] == ""
+    assert [name for name in SCHEMAS if not ops.has_kernel(name, "cuda")] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_gpu_says_what_the_cpu_says(name: str, dtype: torch.dtype) -> None:
+    case, other = Case(dtype, "cuda"), Case(dtype)
+    got, want = case.calls()[name](), other.calls()[name]()
+    if want is not None:
+        torch.testing.assert_close(got.cpu(), want, atol=1e-2, rtol=1e-2)
+    for a, b in zip(case.tensors(), other.tensors(), strict=True):
+        torch.testing.assert_close(a.cpu(), b, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = recorded(name, Case(device="cuda"), monkeypatch)
+    assert set(torch.library.opcheck(getattr(OPS, name).default, args).values()) == {"SUCCESS"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_captured_in_a_cuda_graph(name: str) -> None:
+    Case(device="cuda").calls()[name]()  # loads the kernels: that must not happen while capturing
+    eager, captured = Case(device="cuda"), Case(device="cuda")
+    want = eager.calls()[name]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = captured.calls()[name]()
+    assert all(same_bits(a, b) for a, b in zip(captured.tensors(), Case(device="cuda").tensors(), strict=True))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert got is want is None or same_bits(got, want)
+    assert all(same_bits(a, b) for a, b in zip(captured.tensors(), eager.tensors(), strict=True))
 
 
 @pytest.mark.gpu

@@ -1,8 +1,9 @@
 """Definition of the ops with torch, and the native library that carries their compiled kernels.
 
 Every op exists in two overloads with one signature: ``sparse_rl::<op>`` runs the compiled kernel where there is one and
-the PyTorch reference elsewhere; ``sparse_rl::<op>.reference`` always runs the reference. The reference may allocate and
-may wait for the device; the kernels do neither. ``SPARSE_RL_NATIVE=0`` in the environment leaves the library out.
+the PyTorch reference elsewhere; ``sparse_rl::<op>.reference`` always runs the reference; ``decode_attention`` has a
+third, ``flash``. The reference may allocate and may wait for the device; the kernels do neither.
+``SPARSE_RL_NATIVE=0`` in the environment leaves the library out.
 """
 
 from __future__ import annotations
@@ -33,38 +34,43 @@ def schema_hash() -> str:
     return hashlib.sha256(repr(sorted(SCHEMAS.items())).encode()).hexdigest()[:12]
 
 
-def register(name: str, reference: Callable[..., None]) -> None:
+def register(name: str, reference: Callable[..., None], **others: Callable[..., None]) -> None:
     """Define one op of :data:`SCHEMAS` with its reference for all devices and its (empty) fake.
 
     Args:
         name: The op.
         reference: The PyTorch function with the op's signature.
+        **others: More overloads of the op, by name.
     """
-
-    def run(*args: Any) -> None:
-        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):  # it would round sums to bf16
-            reference(*args)
-
-    for overload in (name, f"{name}.reference"):
+    overloads = {name: reference, f"{name}.reference": reference}
+    overloads |= {f"{name}.{other}": function for other, function in others.items()}
+    for overload, function in overloads.items():
         qualified = f"{NAMESPACE}::{overload}"
         torch.library.define(qualified, " ".join(SCHEMAS[name].split()))
-        torch.library.impl(qualified, "default", func=run)
+        torch.library.impl(qualified, "default", func=_quiet(function))
         torch.library.register_fake(qualified, _nothing)
 
 
-def call(name: str, like: torch.Tensor, check: Callable[[], None], *args: Any) -> None:
+def call(
+    name: str, like: torch.Tensor, check: Callable[[], None], *args: Any, overload: str = "default"
+) -> None:  # fmt: skip
     """Run an op: its kernel if one serves the type and device of ``like``, else its reference.
 
     The kernels check their arguments themselves, and faster; ``check`` then only turns their complaint into Python's.
 
     Args:
         name: The op.
-        like: A tensor whose type and device decide.
+        like: The key pool, whose type, device and head size decide.
         check: Raises ValueError if the arguments do not fit.
         *args: The op's arguments.
+        overload: Another overload to run instead.
     """
     packet = getattr(torch.ops.sparse_rl, name)
-    native = like.dtype in NATIVE_DTYPES.get(like.device.type, ())
+    if overload != "default":
+        check()
+        getattr(packet, overload)(*args)
+        return
+    native = has_type(like)
     if torch.compiler.is_compiling() or not (native and has_kernel(name, like.device.type)):
         check()
         (packet.default if native else packet.reference)(*args)
@@ -85,6 +91,13 @@ def load() -> dict[str, str]:
     if os.environ.get("SPARSE_RL_NATIVE", "1") == "0":
         return dict.fromkeys(LIBRARIES, "switched off by SPARSE_RL_NATIVE=0")
     return {device: _load(name) for device, name in LIBRARIES.items()}
+
+
+def has_type(key_pool: torch.Tensor) -> bool:
+    """Whether compiled kernels for the pool's device take its type and head size."""
+    device = key_pool.device.type
+    whole_words = device != "cuda" or key_pool.shape[-1] % 8 == 0  # CUDA kernels load 16 bytes at a time
+    return key_pool.dtype in NATIVE_DTYPES.get(device, ()) and whole_words
 
 
 @cache
@@ -108,6 +121,16 @@ def _load(name: str) -> str:
             reason = f"{path.name} cannot be loaded: {error}"
     warnings.warn(f"sparse_rl_lightning runs on its PyTorch reference. {reason}", stacklevel=2)
     return reason
+
+
+def _quiet(function: Callable[..., None]) -> Callable[..., None]:
+    """The function without gradients and autocast, which would round its sums to bf16."""
+
+    def run(*args: Any) -> None:
+        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
+            function(*args)
+
+    return run
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

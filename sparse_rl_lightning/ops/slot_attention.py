@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.backends import flash_attention, overload_for
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
 
@@ -22,7 +23,7 @@ def attend(
     """Attention of one query token per slot over all live entries, with grouped KV heads and float32 sums.
 
     A head without entries gives zeros (and a log-sum-exp of -inf). A row's result depends on nothing but its own slot,
-    bit for bit.
+    bit for bit. ``SPARSE_RL_ATTENTION`` in the environment chooses what computes it (``ops/backends.py``).
 
     Args:
         pools: One layer, (S, H).
@@ -44,6 +45,7 @@ def attend(
     call(
         "decode_attention", pools.keys, lambda: _check(pools, slots, query, max_length, lse, probs), query, pools.keys,
         pools.values, slots, pools.offsets, pools.lengths, scale, max_length, out, lse, probs,
+        overload=overload_for(pools.keys, probs),
     )  # fmt: skip
     return out
 
@@ -87,4 +89,4 @@ def attention_reference(
         probs.zero_()[..., :width] = shares.flatten(1, 2)
 
 
-register("decode_attention", attention_reference)
+register("decode_attention", attention_reference, flash=flash_attention)

@@ -1,0 +1,170 @@
+// What all CUDA kernels share: types, 16-byte loads, sums over a warp, launching on torch's stream.
+//
+// A kernel takes one struct by value. Nothing here allocates or waits, so every launch can be captured in a CUDA graph.
+// With SPARSE_RL_EMULATE the same sources run on a CPU, for tests (../emulation/emulate.h).
+#pragma once
+
+#include "heads.h"
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <limits>
+
+#ifdef SPARSE_RL_EMULATE
+#include "../emulation/emulate.h"
+#define SPARSE_RL_KEY CPU
+#else
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+// Only libtorch_cuda has it: weak, so that the library also loads into a CPU build of torch.
+#pragma weak aoti_torch_get_current_cuda_stream
+#define SPARSE_RL_KEY CUDA
+#endif
+
+#define SPARSE_RL_DEVICE __device__ __forceinline__
+
+namespace sparse_rl {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+constexpr unsigned kAll = 0xFFFFFFFFu;  // all lanes of a warp
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+template <class T>
+constexpr int kWidth = 16 / static_cast<int>(sizeof(T));  // elements of a 16-byte load
+
+SPARSE_RL_DEVICE uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }
+
+template <class T>
+SPARSE_RL_DEVICE float element(uint32_t bits) {
+  return static_cast<float>(T(static_cast<unsigned short>(bits), T::from_bits()));
+}
+
+// Sixteen bytes as floats.
+template <class T>
+SPARSE_RL_DEVICE void unpack(uint4 v, float (&x)[kWidth<T>]) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = __uint_as_float(words[i]);
+    } else {
+      x[2 * i] = element<T>(words[i] & 0xFFFFu);
+      x[2 * i + 1] = element<T>(words[i] >> 16);
+    }
+  }
+}
+
+// Eight elements as floats.
+template <class T>
+SPARSE_RL_DEVICE void load8(const T* p, float (&x)[8]) {
+  constexpr int Width = kWidth<T>;
+#pragma unroll
+  for (int part = 0; part < 8 / Width; ++part) {
+    float some[Width];
+    unpack<T>(load16(p + part * Width), some);
+#pragma unroll
+    for (int i = 0; i < Width; ++i) x[part * Width + i] = some[i];
+  }
+}
+
+template <class T>
+SPARSE_RL_DEVICE T narrow(float x) {
+  return static_cast<T>(x);
+}
+
+// Over groups of `Lanes` neighbouring lanes; all of them get the result.
+template <int Lanes = 32>
+SPARSE_RL_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int step = Lanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAll, x, step);
+  return x;
+}
+
+template <int Lanes = 32>
+SPARSE_RL_DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int step = Lanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, step));
+  return x;
+}
+
+// The factor that sums relative to `before` must get to be relative to `now`; nothing so far is worth nothing.
+SPARSE_RL_DEVICE float rescale(float before, float now) {
+  return before == now ? 1.0f : before == kNothing ? 0.0f : expf(before - now);
+}
+
+// Live entries of one head. Rows to skip, and numbers that no pool can hold, have no entries: a GPU cannot complain.
+struct Run {
+  int64_t slot, head, start;  // slot is -1 for a row to skip
+  int length;
+};
+
+SPARSE_RL_DEVICE bool inside(int64_t start, int64_t length, int64_t limit, int64_t pool_rows) {
+  return length >= 0 && length <= limit && start >= 0 && start <= pool_rows - length;
+}
+
+SPARSE_RL_DEVICE Run find_run(const Heads& heads, int64_t b, int64_t h, int64_t limit, int64_t pool_rows) {
+  Run run{heads.slots[b], 0, 0, 0};
+  if (run.slot < 0 || run.slot >= heads.num_slots) return {-1, 0, 0, 0};
+  run.head = run.slot * heads.num_heads + h;
+  const int length = heads.lengths[run.head];
+  if (!inside(heads.offsets[run.head], length, limit, pool_rows)) return {-1, 0, 0, 0};
+  run.start = heads.offsets[run.head];
+  run.length = length;
+  return run;
+}
+
+template <class T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+inline void check_aligned(const char* name, const Tensor& t) {
+  STD_TORCH_CHECK(
+      reinterpret_cast<uintptr_t>(t.mutable_data_ptr()) % 16 == 0, name,
+      " does not start at a multiple of 16 bytes: pass ", name, ".clone()");
+}
+
+// Rows of whole 16-byte words, which all kernels read and write.
+inline PoolShape check_device_pool(const Tensor& key_pool) {
+  const PoolShape pool = check_key_pool(key_pool);
+  STD_TORCH_CHECK(
+      pool.dim % 8 == 0, "head_dim is ", pool.dim, ", the CUDA kernels take multiples of 8: call the .reference overload");
+  check_aligned("key_pool", key_pool);
+  return pool;
+}
+
+// Call `run` with a zero of the C++ type behind `dtype`.
+#define SPARSE_RL_DISPATCH_DEVICE(dtype, run)                                                            \
+  switch (dtype) {                                                                                       \
+    case ScalarType::Float: run(float{}); break;                                                         \
+    case ScalarType::BFloat16: run(BFloat16{}); break;                                                   \
+    case ScalarType::Half: run(Half{}); break;                                                           \
+    default:                                                                                             \
+      STD_TORCH_CHECK(false, "the pools are ", dtype_text(dtype), ", the CUDA kernels take float32, bfloat16 and " \
+          "float16: call the .reference overload");                                                      \
+  }
+
+// Enqueue on torch's current stream of the device of `on`. An empty grid is no launch.
+template <class Args>
+void launch(void (*kernel)(Args), int64_t blocks, int64_t rows, int threads, const Tensor& on, const Args& args) {
+  if (blocks == 0 || rows == 0) return;
+  STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && rows < 65536, "too many blocks: ", blocks, " times ", rows);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(rows));
+#ifdef SPARSE_RL_EMULATE
+  (void)on;
+  emulation::launch(kernel, grid, threads, args);
+#else
+  const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, "a kernel was not launched: ", cudaGetErrorString(error));
+#endif
+}
+
+}  // namespace sparse_rl

@@ -1,0 +1,234 @@
+// key_redundancy: R-KV's mean cosine to the other keys, the last similar neighbour of every key spared.
+//
+// One block per (row, KV head). All but the spared entries are linear in the keys: sum_i cos(i, j) =
+// k_j . (sum_i k_i - k_j) for unit keys. Only the search for each row's last similar column is pairwise: it walks over
+// tiles of 64 columns from the last one on; a row leaves the list of pending rows at its first hit, and the walk ends
+// with the list. The cosines taken from a column are summed in the order of the rows.
+
+#include "tile.cuh"
+
+namespace sparse_rl {
+namespace {
+
+constexpr int kTile = 64;
+using Square = Product<kTile, kTile>;
+
+template <class T>
+struct Redundancy {
+  const T* key_pool;
+  float *out, *scratch;
+  int num_entries, dim;
+  int64_t pool_rows;
+  float threshold;
+  Heads heads;
+};
+
+// The last similar column of a row so far, and its cosine.
+struct Hit {
+  int column = -1;
+  float cosine = 0;
+
+  SPARSE_RL_DEVICE void take(int other, float value) {
+    if (other > column) column = other, cosine = value;
+  }
+};
+
+struct Search {
+  Square square;
+  int rows[kTile], hit_column[kTile];
+  float hit_cosine[kTile];
+  unsigned still_pending[kTile / 32];
+};
+
+template <class T>
+struct Unit {
+  const Redundancy<T>& op;
+  const T* keys;
+  int length;
+  float *out, *norm;
+  int* pending;
+
+  SPARSE_RL_DEVICE const T* key(int j) const { return keys + static_cast<int64_t>(j) * op.dim; }
+
+  // f(d, x) for the elements d .. d + 7 of key j that this lane of a warp reads.
+  template <class F>
+  SPARSE_RL_DEVICE void each(int j, F f) const {
+    for (int d = threadIdx.x % 32 * 8; d < op.dim; d += 256) {
+      float x[8];
+      load8(key(j) + d, x);
+      f(d, x);
+    }
+  }
+
+  SPARSE_RL_DEVICE void inverse_norms() const {
+    for (int j = threadIdx.x / 32; j < length; j += kWarps) {
+      float sum = 0;
+      each(j, [&](int, const float (&x)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += x[i] * x[i];
+      });
+      sum = warp_sum(sum);
+      if (threadIdx.x % 32 == 0) norm[j] = 1 / (sqrtf(sum) + 1e-8f);
+    }
+    __syncthreads();
+  }
+
+  // total[d] = sum_j key_j[d] * norm_j; each warp adds up every eighth key.
+  SPARSE_RL_DEVICE void sum_keys(float (&parts)[kWarps][kMaxHeadDim]) const {
+    const int warp = threadIdx.x / 32;
+    for (int d = threadIdx.x % 32 * 8; d < op.dim; d += 256) {
+      float sum[8] = {};
+      for (int j = warp; j < length; j += kWarps) {
+        float x[8];
+        load8(key(j) + d, x);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i] += x[i] * norm[j];
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) parts[warp][d + i] = sum[i];
+    }
+    __syncthreads();
+    for (int d = threadIdx.x; d < op.dim; d += kThreads) {
+      float sum = 0;
+      for (int w = 0; w < kWarps; ++w) sum += parts[w][d];
+      parts[0][d] = sum;
+    }
+    __syncthreads();
+  }
+
+  SPARSE_RL_DEVICE void linear_part(const float* total) const {
+    for (int j = threadIdx.x / 32; j < length; j += kWarps) {
+      float sum = 0;
+      each(j, [&](int d, const float (&x)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float unit = x[i] * norm[j];
+          sum += unit * (total[d + i] - unit);
+        }
+      });
+      sum = warp_sum(sum);
+      if (threadIdx.x % 32 == 0) out[j] = sum, pending[j] = j;
+    }
+    __syncthreads();
+  }
+
+  // Subtract from each column the cosines of the rows whose last similar column it is.
+  SPARSE_RL_DEVICE void spare_last(Search& search) const {
+    int left = length;  // pending rows, the same in all threads
+    for (int start = (length - 1) / kTile * kTile; left > 0 && start >= 0; start -= kTile) {
+      float spared = 0;  // of column start + thread
+      int kept = 0;
+      for (int base = 0; base < left; base += kTile) {
+        if (threadIdx.x < kTile) {
+          search.rows[threadIdx.x] = base + static_cast<int>(threadIdx.x) < left ? pending[base + threadIdx.x] : -1;
+        }
+        __syncthreads();
+        find_hits(search, start);
+        __syncthreads();
+        kept = settle(search, kept);
+        for (int r = 0; threadIdx.x < kTile && r < kTile; ++r) {
+          if (search.hit_column[r] == static_cast<int>(threadIdx.x)) spared += search.hit_cosine[r];
+        }
+        __syncthreads();
+      }
+      if (threadIdx.x < kTile && start + static_cast<int>(threadIdx.x) < length) out[start + threadIdx.x] -= spared;
+      left = kept;
+    }
+    __syncthreads();
+  }
+
+  // The last similar column of each row in the tile of columns, relative to its start; -1 for none.
+  SPARSE_RL_DEVICE void find_hits(Search& search, int start) const {
+    float c[4][4];
+    search.square.template compute<T>(
+        op.dim, [&](int r) -> const T* { return search.rows[r] >= 0 ? key(search.rows[r]) : nullptr; },
+        [&](int j) -> const T* { return start + j < length ? key(start + j) : nullptr; }, c);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int slot = Square::row() + i, own = search.rows[slot];
+      Hit hit;
+      float first = 0;  // cosine with the first column of the tile
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = Square::column() + j, at = start + column;
+        const bool there = own >= 0 && at < length;
+        const float cosine = !there || own == at ? 0.0f : c[i][j] * norm[own] * norm[at];  // the diagonal counts as 0
+        if (there && cosine > op.threshold) hit.take(column, cosine);
+        if (column == 0) first = cosine;
+      }
+#pragma unroll
+      for (int step = 8; step > 0; step /= 2) {  // a row is spread over 16 lanes
+        const int column = __shfl_xor_sync(kAll, hit.column, step);
+        const float cosine = __shfl_xor_sync(kAll, hit.cosine, step);
+        hit.take(column, cosine);
+      }
+      if (Square::column() != 0) continue;
+      // the published code: a row without a similar column spares its first
+      if (own >= 0 && start == 0) hit.take(0, first);
+      search.hit_column[slot] = hit.column;
+      search.hit_cosine[slot] = hit.cosine;
+    }
+  }
+
+  // Rows without a hit go on to the next tile of columns, in their order. Returns how many have so far.
+  SPARSE_RL_DEVICE int settle(Search& search, int kept) const {
+    const int r = threadIdx.x, lane = r % 32;
+    bool stays = false;
+    unsigned votes = 0;
+    if (r < kTile) {  // whole warps
+      stays = search.rows[r] >= 0 && search.hit_column[r] < 0;
+      votes = __ballot_sync(kAll, stays);
+      if (lane == 0) search.still_pending[r / 32] = votes;
+    }
+    __syncthreads();
+    const int first = __popc(search.still_pending[0]);
+    if (stays) pending[kept + (r < 32 ? 0 : first) + __popc(votes & ((1u << lane) - 1))] = search.rows[r];
+    return kept + first + __popc(search.still_pending[1]);
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) redundancy_kernel(Redundancy<T> op) {
+  __shared__ union {
+    Search search;
+    float parts[kWarps][kMaxHeadDim];
+  } shared;
+  const auto heads = static_cast<unsigned>(op.heads.num_heads);
+  float* out = op.out + static_cast<int64_t>(blockIdx.x) * op.num_entries;
+  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.num_entries, op.pool_rows);
+  for (int j = run.length + static_cast<int>(threadIdx.x); j < op.num_entries; j += kThreads) out[j] = 0;
+  if (run.length == 0) return;
+  float* norm = op.scratch + static_cast<int64_t>(blockIdx.x) * 2 * op.num_entries;
+  const Unit<T> unit{
+      op, op.key_pool + run.start * op.dim, run.length, out, norm, reinterpret_cast<int*>(norm + op.num_entries)};
+  unit.inverse_norms();
+  unit.sum_keys(shared.parts);
+  unit.linear_part(shared.parts[0]);
+  unit.spare_last(shared.search);
+  for (int j = threadIdx.x; j < run.length; j += kThreads) out[j] /= static_cast<float>(run.length);
+}
+
+void key_redundancy(
+    const Tensor& key_pool, const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double threshold,
+    const Tensor& redundancy, const Tensor& scratch) {
+  const PoolShape pool = check_device_pool(key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const int64_t B = heads.num_rows, H = heads.num_heads, N = redundancy.dim() == 3 ? redundancy.size(2) : 0;
+  check_tensor("redundancy", redundancy, key_pool, ScalarType::Float, {B, H, N});
+  check_tensor("scratch", scratch, key_pool, ScalarType::Float, {B, H, 2, N});
+
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const Redundancy<T> op{
+        data<T>(key_pool), data<float>(redundancy), data<float>(scratch), static_cast<int>(N),
+        static_cast<int>(pool.dim), pool.rows, static_cast<float>(threshold), heads};
+    launch(redundancy_kernel<T>, B * H, 1, kThreads, key_pool, op);
+  };
+  SPARSE_RL_DISPATCH_DEVICE(pool.dtype, run);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("key_redundancy", TORCH_BOX(&key_redundancy)); }
+
+}  // namespace sparse_rl
