@@ -42,11 +42,13 @@ def test_another_compressor_gets_its_queries() -> None:
 
 
 def test_peak_bytes_speak_of_the_same_slots_after_reuse() -> None:
-    for compressor in (FullKV(), RKV(**SMALL)):
+    for compressor, entries, full_entries in ((FullKV(), 52, 52), (RKV(**SMALL), 17, 1 + 4)):
         sampler = RolloutSampler(tiny_model(), compressor)
         sampler.generate([[3] * 40] * 8, PARAMS)
         usage = sampler.generate([[3]], SamplingParams(max_completion_length=4)).kv
-        assert usage.peak_bytes <= usage.full_peak_bytes
+        per_entry = 2 * 2 * 2 * 16 * 4  # layers, heads, key and value, head dimension, bytes
+        assert usage.peak_bytes == 8 * entries * per_entry
+        assert usage.full_peak_bytes == 8 * full_entries * per_entry
 
 
 def test_families_that_scale_logits_are_refused() -> None:

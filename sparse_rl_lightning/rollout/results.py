@@ -13,7 +13,7 @@ from sparse_rl_lightning.types import NEVER, EvictionRecord, KVUsage, Rollout
 class Results:
     """Buffers for B sequences, filled while decoding and cut to the longest one at the end."""
 
-    def __init__(self, prompts: list[list[int]], params: SamplingParams, cache: SlotCache) -> None:
+    def __init__(self, prompts: list[list[int]], params: SamplingParams, cache: SlotCache, evicts: bool) -> None:
         g, device = cache.geometry, cache.geometry.device
         generations = params.num_generations
         self.cache = cache
@@ -30,7 +30,7 @@ class Results:
         self.death = torch.full((g.num_layers, total, g.num_kv_heads, width), NEVER, dtype=torch.int32, device=device)
         self.stored = torch.zeros(total, dtype=torch.float32, device=device)
         self.stored_integral = torch.zeros_like(self.stored)
-        longest = max(width, cache.max_length)
+        longest = width if evicts else cache.capacity  # a full cache may be left over from a longer rollout
         self.full_peak_bytes = g.num_layers * cache.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
 
     def add(self, sequence_of: list[int], slots: Tensor, at: Tensor, logprobs: Tensor, behavior: Tensor | None) -> None:

@@ -159,7 +159,7 @@ class _Run:
         self.progress = progress
         device = cache.geometry.device
         self.end_ids = torch.tensor(sampler.end_token_ids, dtype=torch.int64, device=device)
-        self.results = Results(prompts, params, cache)
+        self.results = Results(prompts, params, cache, sampler.compressor.evicts)
         self.num_slots = min(sampler.num_slots or len(keys), len(keys))
         self.waiting = list(range(len(keys)))[::-1]  # sequence numbers, next one last
         self.sequence_of: list[int] = []  # sequence number in each slot in use
