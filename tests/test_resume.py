@@ -117,7 +117,8 @@ def kill_and_resume(folder: Path, after_step: int, delay: float) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(Path(__file__).parents[1])])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
-        while not list((folder / "checkpoints").glob(f"*step={after_step}.ckpt")):
+        saved, last = f"*step={after_step}.ckpt", folder / "checkpoints" / "last.ckpt"
+        while not (list(last.parent.glob(saved)) and last.exists()):
             assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.005)
