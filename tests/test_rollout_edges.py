@@ -8,6 +8,7 @@ import torch
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
+from sparse_rl_lightning.types import NEVER
 
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 PARAMS = SamplingParams(max_completion_length=12, seed=1)
@@ -75,3 +76,13 @@ def test_replay_refuses_gradient_checkpointing() -> None:
 def test_tokens_outside_the_vocabulary_are_refused(token: object) -> None:
     with pytest.raises(ValueError, match=r"prompt 1 holds .*whole numbers from 0 to 127"):
         RolloutSampler(tiny_model(), FullKV()).generate([[1], [2, token]], PARAMS)
+
+
+def test_a_prompt_stored_whole_is_compressed_like_any_other_after_its_first_time() -> None:
+    """Limit 12 = prompt 10 + buffer 2 at first, then 8 = budget 6 + buffer 2: every second token evicts two entries."""
+    compressor = StreamingLLM(budget=6, buffer=2, num_sinks=1, window=2, compress_prompt=False)
+    sampler = RolloutSampler(tiny_model(eos_token_id=None), compressor)
+    rollout = sampler.generate([list(range(3, 13))], SamplingParams(max_completion_length=9, seed=1))
+    want = [NEVER, *[12] * 6, *[14] * 2, *[16] * 2, *[18] * 2, *[NEVER] * 6]
+    assert rollout.evictions.death[0, 0, 0].tolist() == want
+    assert rollout.kv.stored.tolist() == [6.0]
