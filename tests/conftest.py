@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,37 @@ def seeds() -> None:
 def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tables that the datasets library prepares stay out of the home folder."""
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; main's changes to the path of Python are taken back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("SPARSE_RL_TRACEBACK", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory in which a run has ended."""
+    from tiny_run import config, write  # seconds of imports that only the command line's tests need
+
+    from sparse_rl_lightning.cli import main
+
+    folder = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        main(["fit", "--config", write(config())])
+    return folder
+
+
+@pytest.fixture
+def used_folder(folder: Path, first_run: Path) -> Path:
+    """A working directory of one's own with a copy of the first run."""
+    shutil.copytree(first_run / "runs", folder / "runs")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -25,33 +24,6 @@ from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory; main's changes to the path of Python are taken back."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delenv("SPARSE_RL_TRACEBACK", raising=False)
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory in which a run has ended."""
-    folder = tmp_path_factory.mktemp("first")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", [*sys.path])
-        main(["fit", "--config", write(config())])
-    return folder
-
-
-@pytest.fixture
-def used_folder(folder: Path, first_run: Path) -> Path:
-    """A working directory of one's own with a copy of the first run."""
-    shutil.copytree(first_run / "runs", folder / "runs")
-    return folder
 
 
 # ---------------------------------------------------------------- a user's own classes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,35 +12,7 @@ import pytest
 import torch
 from tiny_run import config, contents, run_console, write
 
-from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.cli.messages import explain, is_own
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory; main's changes to the path of Python are taken back."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delenv("SPARSE_RL_TRACEBACK", raising=False)
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory in which a run has ended."""
-    folder = tmp_path_factory.mktemp("first")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", [*sys.path])
-        main(["fit", "--config", write(config())])
-    return folder
-
-
-@pytest.fixture
-def used_folder(folder: Path, first_run: Path) -> Path:
-    """A working directory of one's own with a copy of the first run."""
-    shutil.copytree(first_run / "runs", folder / "runs")
-    return folder
 
 
 @dataclass
