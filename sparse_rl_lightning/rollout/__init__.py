@@ -4,5 +4,6 @@ from sparse_rl_lightning.rollout.replay import replay_logprobs
 from sparse_rl_lightning.rollout.run import Progress
 from sparse_rl_lightning.rollout.sampler import Completion, RolloutSampler
 from sparse_rl_lightning.rollout.sampling import SamplingParams
+from sparse_rl_lightning.rollout.session import RolloutSession
 
-__all__ = ["Completion", "Progress", "RolloutSampler", "SamplingParams", "replay_logprobs"]
+__all__ = ["Completion", "Progress", "RolloutSampler", "RolloutSession", "SamplingParams", "replay_logprobs"]

@@ -62,18 +62,19 @@ class Decoder:
     Args:
         model: Of a family in :data:`~sparse_rl_lightning.rollout.geometry.FAMILIES`.
         geometry: Its sizes and compute type.
-        pack: Multiply with packed copies of the weights where that is faster (CPU). The copies are taken now.
     """
 
-    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, pack: bool) -> None:
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
         decoder: Any = model.get_decoder()
-        self.geometry = geometry
+        self.model, self.geometry = model, geometry
+        self._projections: list[Projection] = []
         self.embedding: nn.Module = decoder.embed_tokens
         self.final_norm: nn.Module = decoder.norm
         self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
 
         def joined(*modules: nn.Module) -> Projection:
-            return join(modules, geometry.dtype, pack)
+            self._projections.append(join(modules, geometry.dtype))
+            return self._projections[-1]
 
         self.head = joined(model.get_output_embeddings())
         self.layers = [
@@ -123,6 +124,15 @@ class Decoder:
         if n % ROW_MULTIPLE:
             hidden = torch.cat([hidden, hidden.new_zeros(-n % ROW_MULTIPLE, hidden.shape[1])])
         return self.head(hidden)[0][:n].float()
+
+    def refresh(self) -> None:
+        """Take over what an optimiser has changed in weights that are kept as copies."""
+        for projection in self._projections:
+            projection.refresh()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the model's weights are: another answer means that they have moved."""
+        return tuple(parameter.data_ptr() for parameter in self.model.parameters())
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines (R, D), rounded as transformers rounds them to the type of the hidden states."""

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.rollout.cache import SlotCache
-from sparse_rl_lightning.rollout.decoder import ROW_MULTIPLE, Decoder
+from sparse_rl_lightning.rollout.graphs import GraphedStep, bucket
 from sparse_rl_lightning.rollout.prefill import Reading, read_prompts
 from sparse_rl_lightning.rollout.results import Ended, assemble
 from sparse_rl_lightning.rollout.sampling import SamplingParams, prompt_key
-from sparse_rl_lightning.rollout.step import Rows, Step
+from sparse_rl_lightning.rollout.step import Rows
 from sparse_rl_lightning.rollout.stopping import StopStrings
-from sparse_rl_lightning.rollout.tracks import Tracks
 from sparse_rl_lightning.types import Rollout
 
 
@@ -47,11 +45,10 @@ class Plan:
     num_slots: int
     max_prefill_tokens: int
     check_every: int  # steps between two looks at the device
-    versioned: bool = False  # note which version of the policy drew each token
 
 
 @dataclass
-class _Held:
+class Held:
     """What the host knows of a slot in use."""
 
     sequence: int
@@ -72,25 +69,28 @@ class _Prompt:
 class Run:
     """A rollout in progress: sequences are numbered prompt by prompt, and prompts may be added at any time."""
 
-    def __init__(self, plan: Plan, decoder: Decoder, cache: SlotCache) -> None:
-        self.plan, self.cache = plan, cache
-        device = cache.geometry.device
-        self.tracks = Tracks(cache.size.num_slots, cache.size.max_length, plan.params, device, plan.versioned)
-        self.use(decoder)
+    def __init__(self, plan: Plan, step: GraphedStep) -> None:
+        self.plan, self.graphed = plan, step
+        self.step, self.cache, self.tracks = step.step, step.step.cache, step.step.tracks
         self.prompts: dict[int, list[int]] = {}
         self.keys: dict[int, int] = {}  # random key of each sequence
         self.ended: dict[int, Ended] = {}  # sequences not yet taken
         self.waiting: list[int] = []  # sequence numbers, next one last
-        self.slots: dict[int, _Held] = {}  # in use, by slot
+        self.slots: dict[int, Held] = {}  # in use, by slot
         self.free = list(range(plan.num_slots))[::-1]
         self.read: dict[int, _Prompt] = {}  # prompts that were read, with samples that have not found a slot yet
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
         self._rows: Rows | None = None
 
-    def use(self, decoder: Decoder) -> None:
-        """Go on with these weights; what was read under others and not begun is read again."""
-        self.decoder, self.read = decoder, {}
-        self.step = Step(decoder, self.cache, self.tracks, self.plan.params, self.plan.end_ids)
+    def go_on_with(self, step: GraphedStep) -> None:
+        """The weights have changed: what was read under others and not begun is read again."""
+        self.graphed, self.step = step, step.step
+        self.read = {}
+        self.tracks.version += 1
+
+    def forget_rows(self) -> None:
+        """Slots came into use or fell out of it."""
+        self._rows = None
 
     def add(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> range:
         """Queue prompts and the random keys of their sequences; returns the prompts' numbers."""
@@ -105,14 +105,23 @@ class Run:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Work until every sequence has ended; after each look at the device the sequences that were found ended."""
-        while self.waiting or self.slots:
-            self._admit()
+        while self.is_busy:
+            yield self.advance()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a sequence waits or is in a slot."""
+        return bool(self.waiting or self.slots)
+
+    def advance(self) -> list[int]:
+        """Fill free slots, decode up to the next look at the device, and return the sequences that were found ended."""
+        self._admit()
+        ended = self._close_ended()
+        if not ended and self.slots:
+            for _ in range(self.plan.check_every):
+                self._decode()
             ended = self._close_ended()
-            if not ended:
-                for _ in range(self.plan.check_every):
-                    self._decode()
-                ended = self._close_ended()
-            yield ended
+        return ended
 
     def take(self, prompts: Sequence[int]) -> Rollout:
         """The rollout of these prompts, all of whose sequences have ended; the run forgets them."""
@@ -150,7 +159,7 @@ class Run:
         while self.waiting and self.free:
             sequence, slot = self.waiting.pop(), self.free.pop()
             prompt = sequence // self.plan.params.num_generations
-            self.slots[slot] = _Held(sequence, len(self.prompts[prompt]), 0)
+            self.slots[slot] = Held(sequence, len(self.prompts[prompt]), 0)
             admitted.setdefault(prompt, []).append(slot)
         if not admitted:
             return
@@ -172,13 +181,13 @@ class Run:
 
     def _read(self, slots: dict[int, int]) -> None:
         """Read prompts, each into the slot of its first sample, and keep a copy for the others."""
-        compressor, readings = self.plan.compressor, {}
+        compressor, most, readings = self.plan.compressor, self.plan.max_prefill_tokens, {}
         for prompt, slot in slots.items():
             tokens = self.prompts[prompt]
             self.cache.begin(slot, tokens, prompt_key(self.plan.params.seed, tokens))
             readings[slot] = Reading(tokens, slot, self._first_limit(len(tokens)))
         prompt_of = {slot: prompt for prompt, slot in slots.items()}
-        read = read_prompts(self.cache, self.decoder, compressor, list(readings.values()), self.plan.max_prefill_tokens)
+        read = read_prompts(self.cache, self.step.decoder, compressor, list(readings.values()), most)
         for reading, logits, staged in read:
             length, limit = len(reading.tokens), reading.limit
             room = limit - (compressor.budget if compressor.evicts and length >= limit else length)
@@ -199,9 +208,10 @@ class Run:
     def _decode(self) -> None:
         """Feed each slot its last token, draw the next, compress what is full."""
         if self._rows is None:
-            count = -(-len(self.slots) // ROW_MULTIPLE) * ROW_MULTIPLE
-            self._rows = Rows.of(sorted(self.slots), count, self.cache.size.num_slots, self.plan.end_ids.device)
-        self.step(self._rows)
+            device = self.plan.end_ids.device
+            count = bucket(len(self.slots), device.type == "cuda")
+            self._rows = Rows.of(sorted(self.slots), count, self.cache.size.num_slots, device)
+        self.graphed(self._rows)
         self.num_steps += 1
         compressor = self.plan.compressor
         full = []
@@ -244,7 +254,7 @@ class Run:
             self.free.sort(reverse=True)
         return closed
 
-    def _prompt_length(self, held: _Held) -> int:
+    def _prompt_length(self, held: Held) -> int:
         return len(self.prompts[held.sequence // self.plan.params.num_generations])
 
     def _tensor(self, numbers: list[int]) -> Tensor:

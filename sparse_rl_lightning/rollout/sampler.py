@@ -11,17 +11,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.rollout.cache import CacheSize, SlotCache
-from sparse_rl_lightning.rollout.decoder import Decoder
+from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.preparation import check_prompts, default_end_token_ids, eval_mode
-from sparse_rl_lightning.rollout.run import Plan, Progress, Run
+from sparse_rl_lightning.rollout.run import Progress, Run
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.stopping import StopStrings
+from sparse_rl_lightning.rollout.workspace import Workspace
 from sparse_rl_lightning.types import Rollout
-
-CHECK_EVERY = {"cpu": 1}  # steps between two looks at which sequences have ended: looking is free on the CPU
-CHECK_EVERY_ON_DEVICE = 8
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,11 @@ class RolloutSampler:
         tokenizer: Needed for stop strings only.
         kv_dtype: What keys and values are kept in, e.g. ``torch.bfloat16`` or ``"bfloat16"`` for half the memory of
             float32; default what the model computes in. Queries are rounded to it too before they meet the keys.
-        keep_pool: Keep the cache's memory between calls; False frees it for the learner after each.
+        keep_pool: Keep the cache's memory, and copies of weights made for decoding, between calls; False frees them
+            for the learner after each.
+        memory_limit: Bytes that slots may take, or a float up to 1.0 for a share of the free memory: no more slots are
+            used than fit. What was chosen and why is logged and stands in :attr:`memory_plan`.
+        cuda_graphs: Decode from CUDA graphs on a GPU; where a step cannot be captured it runs eagerly, with a warning.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -72,6 +73,8 @@ class RolloutSampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         kv_dtype: torch.dtype | str | None = None,
         keep_pool: bool = True,
+        cuda_graphs: bool = True,
+        memory_limit: int | float | None = None,
     ) -> None:
         if num_slots is not None and num_slots < 1:
             raise ValueError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
@@ -86,7 +89,9 @@ class RolloutSampler:
         self.tokenizer = tokenizer
         self.kv_dtype = _kv_dtype(kv_dtype)
         self.keep_pool = keep_pool
-        self.cache: SlotCache | None = None
+        self.cuda_graphs = cuda_graphs
+        self.memory_limit = memory_limit
+        self._workspace = Workspace()
         self._warned = False
 
     def generate(
@@ -113,15 +118,29 @@ class RolloutSampler:
         Raises:
             ValueError: If there is no prompt, a prompt is empty, or prompt and completion exceed the model's context.
         """
-        with self._sampling():
+        with self.sampling():
             run = self._start(prompts, params, sequence_ids)
             for _ in run:
                 if progress is not None:
                     progress(run.progress)
             rollout = run.take(run.complete)
         if not self.keep_pool:
-            self.cache = None
+            self.release()
         return rollout
+
+    def release(self) -> None:
+        """Free the cache's memory and the copies of weights; the next call allocates them again."""
+        self._workspace.release()
+
+    @property
+    def cache(self) -> SlotCache | None:
+        """The memory of the last call, None before the first and after :meth:`release`."""
+        return self._workspace.cache
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """How many slots the memory limit allowed in the last call, and why."""
+        return self._workspace.memory_plan
 
     def stream(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, sequence_ids: Sequence[int] | None = None
@@ -139,11 +158,11 @@ class RolloutSampler:
         Raises:
             ValueError: As :meth:`generate`, when the first completion is asked for.
         """
-        with self._sampling():
+        with self.sampling():
             run = self._start(prompts, params, sequence_ids)
         steps = iter(run)
         while True:
-            with self._sampling():
+            with self.sampling():
                 found = next(steps, None)
             if found is None:
                 return
@@ -155,7 +174,8 @@ class RolloutSampler:
     # ---------------------------------------------------------------- inside
 
     @contextmanager
-    def _sampling(self) -> Iterator[None]:
+    def sampling(self) -> Iterator[None]:
+        """What holds while a sequence is drawn: no gradients, no dropout."""
         with torch.no_grad(), eval_mode(self.model):
             yield
 
@@ -168,48 +188,21 @@ class RolloutSampler:
             raise ValueError(
                 f"sequence_ids must name {total} sequences (prompts x num_generations), got {len(numbers)}."
             )
-        stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
-        geometry = CacheGeometry.of(self.model, self.kv_dtype)
-        check_every = CHECK_EVERY.get(geometry.device.type, CHECK_EVERY_ON_DEVICE)
-        slots = min(self.num_slots or total, total)
-        longest = max(len(p) for p in prompts) + params.max_completion_length
-        size = self._size(prompts, longest + check_every - 1, slots)
-        self._warn_if_nothing_is_evicted(size, longest)
-        cache = self._cache_for(geometry, size)
-        end_ids = torch.tensor(self.end_token_ids, dtype=torch.int64, device=geometry.device)
-        plan = Plan(params, self.compressor, end_ids, stop, slots, self.max_prefill_tokens, check_every)
-        run = Run(plan, Decoder(self.model, geometry, pack=True), cache)
+        longest = max(len(p) for p in prompts)
+        run = self._workspace.start(self, params, total, longest)
+        self._warn_if_nothing_is_evicted(longest + params.max_completion_length)
         run.add(prompts, sequence_keys(params.seed, numbers).tolist())
         return run
 
-    def _size(self, prompts: Sequence[Sequence[int]], length: int, slots: int) -> CacheSize:
-        c = self.compressor
-        if not c.evicts:
-            capacity = length
-        elif c.compress_prompt:
-            capacity = c.budget + c.buffer
-        else:
-            capacity = max(c.budget, *(len(p) for p in prompts)) + c.buffer
-        return CacheSize(slots, (capacity,) * self.model.config.num_hidden_layers, c.num_queries, length)
-
-    def _cache_for(self, geometry: CacheGeometry, size: CacheSize) -> SlotCache:
-        """The cache of the last call where it is large enough, else a new one."""
-        old, c = self.cache, self.compressor
-        if old is not None and old.serves(geometry, size):
-            # a slot may be larger than needed where its size depends on the prompts
-            if size.capacities == old.size.capacities or not (c.evicts and c.compress_prompt):
-                return old
-        self.cache = None  # free the old pool before the new one is allocated
-        self.cache = SlotCache(geometry, size)
-        return self.cache
-
-    def _warn_if_nothing_is_evicted(self, size: CacheSize, longest: int) -> None:
+    def _warn_if_nothing_is_evicted(self, longest: int) -> None:
         """A slot that holds any sequence whole costs as much as a full cache."""
-        if self.compressor.evicts and min(size.capacities) >= longest and not self._warned:
+        assert self.cache is not None
+        capacity = min(self.cache.size.capacities)
+        if self.compressor.evicts and capacity >= longest and not self._warned:
             self._warned = True
             warnings.warn(
-                f"A slot of {min(size.capacities)} tokens holds the longest prompt and completion ({longest} tokens) "
-                "whole: nothing will be evicted. Lower the compressor's budget or buffer to save memory.",
+                f"A slot of {capacity} tokens holds the longest prompt and completion ({longest} tokens) whole: "
+                "nothing will be evicted. Lower the compressor's budget or buffer to save memory.",
                 stacklevel=4,
             )
 

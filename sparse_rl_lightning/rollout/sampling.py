@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -140,9 +141,9 @@ def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
     return logprobs
 
 
-def sequence_keys(seed: int, sequence_ids: Tensor) -> Tensor:
+def sequence_keys(seed: int, sequence_ids: Sequence[int] | Tensor) -> Tensor:
     """(B,) int64 keys of the sequences numbered ``sequence_ids`` under this seed."""
-    return hash_bits(seed, sequence_ids)
+    return hash_bits(seed, torch.as_tensor(sequence_ids))
 
 
 def prompt_key(seed: int, prompt: list[int]) -> int:
