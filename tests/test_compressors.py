@@ -140,12 +140,11 @@ def test_scoring_is_deterministic_and_changes_nothing(compressor: Compressor) ->
 
 
 @every_compressor
-@pytest.mark.parametrize("budget", [None, 5, 8, torch.tensor([[5, 6], [7, 8], [13, 9]])])
-def test_selection_keeps_the_budget_with_sinks_and_window(compressor: Compressor, budget: int | Tensor | None) -> None:
+@pytest.mark.parametrize("budget", [None, 5, 8, 13])
+def test_selection_keeps_the_budget_with_sinks_and_window(compressor: Compressor, budget: int | None) -> None:
     layer = make_layer()
     kept = compressor.select(layer, budget)
-    limit = torch.as_tensor(10 if budget is None else budget).expand(3, 2)
-    assert torch.equal(kept.sum(dim=-1), torch.minimum(layer.lengths, limit))
+    assert torch.equal(kept.sum(dim=-1), layer.lengths.clamp(max=budget or 10))
     assert not bool((kept & ~layer.valid).any())
     sinks = layer.valid & (layer.positions < 2)
     window = layer.valid & (torch.arange(14) >= layer.lengths.unsqueeze(-1) - 3)
@@ -256,7 +255,7 @@ def test_random_survivors_are_an_even_sample_of_the_past() -> None:
 
 def test_defaults_are_those_of_sparse_rl() -> None:
     scoring = "kernel_size=7, pooling='max', group_reduction='max', variant='decode'"
-    sizes = "budget=512, buffer=128, num_sinks=4, window=8, compress_prompt=True"
+    sizes = "budget=512, buffer=128, num_sinks=4, window=8, compress_prompt=True, budget_rule=Uniform()"
     assert repr(SnapKV(512)) == f"SnapKV({sizes}, {scoring})"
     assert repr(RKV(512)) == f"RKV({sizes}, {scoring}, mix_lambda=0.1, similarity_threshold=0.5)"
 
