@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -167,3 +168,15 @@ class Compressor(ABC):
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
         return f"{type(self).__name__}({arguments})"
+
+
+def check_choice(owner: Compressor, argument: str, value: str, choices: Any) -> None:
+    """Refuse a value that is not one of a ``Literal``'s.
+
+    Raises:
+        ValueError: With the class, the argument, the value and the choices.
+    """
+    allowed = get_args(choices)
+    if value not in allowed:
+        name = type(owner).__name__
+        raise ValueError(f"{name}: {argument} must be one of {', '.join(allowed)}, got {argument}={value!r}.")
