@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.types import LayerState
@@ -17,7 +20,7 @@ PER_SLOT = [
     f.name for f in fields(LayerState)
     if f.name not in ("layer_index", "scale", "inv_freq", "attention_scaling", "state")
 ]  # fmt: skip
-"""The fields of a LayerState whose first dimension is the slot."""
+"""The fields of a LayerState whose first dimension is the slot, running state apart."""
 
 
 def random_layer(
@@ -29,7 +32,7 @@ def random_layer(
     window: int = 3,
     num_queries: int = 3,
     state_fields: tuple[str, ...] = (),
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float32,
 ) -> LayerState:
     """Three sequences that compressions have already thinned out, in two heads that hold different tokens.
 
@@ -65,7 +68,7 @@ def random_layer(
         held = _positions(int(live[s, h]), int(seen[s]), num_sinks, window, g)
         positions[s, h, : len(held)] = held
     last = seen[:, None] - 1
-    ring = last - (last - torch.arange(num_queries)) % max(num_queries, 1)
+    ring = (last - (last - torch.arange(num_queries)) % max(num_queries, 1)).clamp(min=-1)
     state = {
         name: torch.rand(heads, generator=g, dtype=torch.float32).masked_fill(free, torch.nan) for name in state_fields
     }
@@ -77,8 +80,8 @@ def random_layer(
         lengths=live,
         token_ids=positions % 11,
         prompt_lengths=torch.tensor([short, 5, 6]),
-        queries=queries.to(dtype),
-        query_positions=ring.clamp(min=-1),
+        queries=queries.masked_fill((ring < 0)[:, None, :, None], torch.nan).to(dtype),
+        query_positions=ring,
         sequence_keys=torch.tensor([2**62 + 1, -5, 77]),
         layer_index=1,
         scale=HEAD_DIM**-0.5,
@@ -86,6 +89,40 @@ def random_layer(
         attention_scaling=1.0,
         state=state,
     )
+
+
+def fill_free_memory(layer: LayerState, garbage: float) -> LayerState:
+    """The same layer with other content where there is no token."""
+    free, index = ~layer.valid, 0 if garbage == 0 else 10**6
+    layer = _change(layer, lambda t: t.masked_fill(free.unsqueeze(-1), garbage), ("keys", "values"))
+    layer = _change(layer, lambda t: t.masked_fill(free, index), ("positions", "token_ids"))
+    return _change_state(layer, lambda t: t.masked_fill(free, garbage))
+
+
+def take_slots(layer: LayerState, order: list[int]) -> LayerState:
+    """Some slots of a layer, in this order."""
+    return _change_state(_change(layer, lambda t: t[order], PER_SLOT), lambda t: t[order])
+
+
+def resize(layer: LayerState, more: int) -> LayerState:
+    """The same layer with more free places at the end of each slot, or with fewer."""
+    layer = _change(layer, lambda t: F.pad(t, (0, 0, 0, more)), ("keys", "values"))
+    layer = _change(layer, lambda t: F.pad(t, (0, more)), ("valid", "positions", "token_ids"))
+    return _change_state(layer, lambda t: F.pad(t, (0, more)))
+
+
+def cast(layer: LayerState, dtype: torch.dtype) -> LayerState:
+    """The same layer in another floating-point type."""
+    return _change(layer, lambda t: t.to(dtype), ("keys", "values", "queries"))
+
+
+def _change(layer: LayerState, function: Callable[[Tensor], Tensor], names: Iterable[str]) -> LayerState:
+    changed: dict[str, Any] = {name: function(getattr(layer, name)) for name in names}
+    return replace(layer, **changed)
+
+
+def _change_state(layer: LayerState, function: Callable[[Tensor], Tensor]) -> LayerState:
+    return replace(layer, state={name: function(tensor) for name, tensor in layer.state.items()})
 
 
 def _positions(length: int, seen: int, num_sinks: int, window: int, g: torch.Generator) -> Tensor:
