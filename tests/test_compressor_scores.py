@@ -120,7 +120,7 @@ def test_cur(leverage: Any, width: int) -> None:
         shares = []
         for tensor in (layer.keys, layer.values):
             squares = [dot(x, x) for x in tensor[s, h, :n]]
-            own = [squares[i // width * width : (i // width + 1) * width] if width else squares for i in range(n)]
+            own = [squares[i // width * width : (i // width + 1) * width] if width else [1.0] for i in range(n)]
             shares.append([square / sum(window) for square, window in zip(squares, own, strict=True)])
         combine = {
             "product": lambda k, v: k * v, "mean": lambda k, v: (k + v) / 2, "key": lambda k, v: k,

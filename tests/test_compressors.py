@@ -254,5 +254,5 @@ def test_scores_that_cannot_be_ranked_are_refused() -> None:
     message = r"WrongShape.score returned shape \(3, 1, 14\), expected \(slots, KV heads, entries\) = \(3, 2, 14\)"
     with pytest.raises(ValueError, match=message):
         WrongShape(**SETTING).plan_eviction(random_layer())
-    with pytest.raises(ValueError, match="NotANumber.score returned NaN for live entries of layer 1"):
+    with pytest.raises(ValueError, match=r"NotANumber\.score returned NaN for live entries of layer 1"):
         NotANumber(**SETTING).plan_eviction(random_layer())

@@ -23,7 +23,7 @@ class CUR(Compressor):
     Args:
         budget: Tokens kept per layer and KV head after a compression.
         leverage: The "product" of the shares of key and value, their "mean", or only that of "key" or "value".
-        local_window: Neighbouring entries that share one sum; 0 takes all of the slot.
+        local_window: Neighbouring entries that share one sum; 0 takes the norms as they are.
         **sizes: Those of :class:`Compressor`.
 
     Raises:
@@ -36,7 +36,7 @@ class CUR(Compressor):
         super().__init__(budget, **sizes)
         check_choice(self, "leverage", leverage, Leverage)
         if local_window < 0:
-            raise ValueError(f"CUR: local_window must be at least 1, or 0 for all, got local_window={local_window}.")
+            raise ValueError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
         self.leverage: Leverage = leverage
         self.local_window = local_window
 
@@ -50,8 +50,9 @@ class CUR(Compressor):
     def _shares(self, tensor: Tensor, valid: Tensor) -> Tensor:
         """Each squared norm over the sum of its window: (S, H, N)."""
         squares = live_entries(tensor, valid).square().sum(dim=-1)
-        num_entries = squares.shape[-1]
-        width = self.local_window or num_entries
+        num_entries, width = squares.shape[-1], self.local_window
+        if width == 0:
+            return squares
         padded = F.pad(squares, (0, -num_entries % width))
         windows = padded.view(*padded.shape[:2], -1, width)
         return _divide(windows, windows.sum(dim=-1, keepdim=True)).flatten(-2)[..., :num_entries]
