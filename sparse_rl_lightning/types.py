@@ -6,6 +6,7 @@ S slots, H KV heads, Hq query heads, N entries of a slot, D head dimension, A qu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -38,6 +39,9 @@ class LayerState:
     scale: float  # factor on q.k before the softmax
     inv_freq: Tensor  # (D / 2,) rotary frequencies
     attention_scaling: float  # factor transformers puts on cos and sin (YaRN, longrope), usually 1
+    state: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # each (S, H, N) float32, named by Compressor.state_fields
 
     @property
     def group_size(self) -> int:
