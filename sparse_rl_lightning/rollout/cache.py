@@ -16,26 +16,33 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.rollout.arenas import Arenas
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
-from sparse_rl_lightning.types import NEVER, LayerState
+from sparse_rl_lightning.types import NEVER
 
 _PER_SLOT = ("tokens", "seen", "prompt_lengths", "sequence_keys")
+_PER_LAYER = ("lengths", "queries", "death")
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What decides how much memory a cache takes."""
+    """What decides how much memory a cache takes and how it is laid out."""
 
     num_slots: int
-    capacities: tuple[int, ...]  # (L) entries per slot and KV head
+    capacities: tuple[int, ...]  # (L) entries per slot and KV head, a mean over the heads
     num_queries: int  # most recent queries kept for scoring
     max_length: int  # longest sequence in tokens
+    state_fields: tuple[str, ...] = ()  # running numbers per entry
+    per_head: bool = False  # heads of a slot share its memory unequally
 
     def covers(self, other: CacheSize) -> bool:
         """Whether a cache of this size can do the work of the other."""
         slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
         entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
-        return slots and entries and other.num_queries == self.num_queries
+        same = (other.num_queries, other.state_fields, other.per_head) == (
+            self.num_queries, self.state_fields, self.per_head
+        )  # fmt: skip
+        return slots and entries and same
 
 
 @dataclass
@@ -47,6 +54,8 @@ class PackedPrompts:
     starts: Tensor  # (P) int64, row of each prompt's first token
     keys: Tensor  # (H, R, D) rotated, of the pools' type
     values: Tensor  # (H, R, D)
+    limits: list[int]  # (P) lengths from which on a prompt is compressed in this layer
+    mass: list[Tensor] | None = None  # (P) of (H, T): attention each token received, where the compressor has state
 
 
 class SlotCache:
@@ -65,6 +74,9 @@ class SlotCache:
         self.pools = KVPools.ragged(capacities[:, None, None].expand(heads).contiguous(), g.head_dim, g.kv_dtype)
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
+        self.arenas = Arenas(self.pools) if size.per_head else None
+        fields = len(size.state_fields)
+        self.state_pool = torch.zeros(len(self.key_pool), fields, device=device) if fields else None
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
         self.queries = torch.zeros(ring, dtype=g.kv_dtype, device=device)
         self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
@@ -86,11 +98,16 @@ class SlotCache:
         """Bytes of keys and values: the sum of all capacities times the bytes per entry."""
         return self.pools.nbytes
 
+    def most_entries(self, layer: int) -> int:
+        """What no head of the layer can exceed."""
+        return self.size.capacities[layer] * (self.geometry.num_kv_heads if self.size.per_head else 1)
+
     # ---------------------------------------------------------------- one layer, called from attention
 
     def append_and_attend(
-        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
+        probs: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Write one token per slot, remember its query, and attend over all live entries, itself included.
 
         Args:
@@ -101,6 +118,7 @@ class SlotCache:
             value: (R, H, D).
             cos: (R, D), of the tokens' positions.
             sin: (R, D).
+            probs: (R, Hq, N) float32 to be filled with the probabilities, N = ``most_entries(layer)``.
 
         Returns:
             (R, Hq, D), zeros in padding.
@@ -109,72 +127,69 @@ class SlotCache:
         own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
         key, value = (t.to(kind).contiguous() for t in (key, value))
         ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
-        out = ops.attend(pools, slots, own, self.geometry.scale, self.size.capacities[layer])
+        out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer), probs=probs)
         return out.to(query.dtype)
 
-    def store_prompts(self, layer: int, prompts: PackedPrompts, compressor: Compressor, limits: list[int]) -> None:
-        """Take one layer of prompts into their slots, compressed to the budget where they reach their limit.
+    def store(
+        self, layer: int, prompts: PackedPrompts, scores: Tensor, budgets: Tensor, compressor: Compressor
+    ) -> None:
+        """Take the best entries of one layer of prompts into their slots.
 
         Args:
             layer: Layer index.
-            prompts: What was read; ``begin`` was called for their slots, and their last queries are in the ring.
-            compressor: Chooses what stays of a long prompt.
-            limits: (P) prompt lengths from which on a prompt is compressed.
+            prompts: What was read; ``begin`` was called for their slots.
+            scores: (P, H, N) float32.
+            budgets: (P, H) int32.
+            compressor: Says what is pinned.
         """
         device, heads = self.key_pool.device, self.geometry.num_kv_heads
-        lengths = torch.tensor(prompts.lengths, device=device)
-        budgets = lengths.clone()
-        scores = torch.zeros(len(prompts.slots), heads, max(prompts.lengths), dtype=torch.float32, device=device)
-        long = [i for i, length in enumerate(prompts.lengths) if length >= limits[i]]
-        if compressor.evicts and long:
-            state = self._prompt_state(layer, prompts, long)
-            scores[long, :, : state.valid.shape[-1]] = compressor.checked_score(state).to(torch.float32)
-            budgets[long] = compressor.budget
+        slots = torch.tensor(prompts.slots, device=device)
+        lengths = torch.tensor(prompts.lengths, dtype=torch.int32, device=device)[:, None].expand(-1, heads)
+        if self.arenas is not None:
+            long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
+            if long:
+                room = torch.minimum(budgets, lengths)[long] + compressor.buffer
+                self.arenas.lay_out(slice(layer, layer + 1), slots[long], room[None])
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(
             prompts.keys.flatten(0, 1), prompts.values.flatten(0, 1), self.pools.positions,
             offsets=(prompts.starts[:, None] + first)[None], capacities=self.pools.capacities[:1],
-            lengths=lengths.int()[None, :, None].expand(1, -1, heads).contiguous(),
+            lengths=lengths[None].contiguous(),
         )  # fmt: skip
         ops.select_and_store(
-            self.pools.single(layer), torch.tensor(prompts.slots, device=device), scores[None],
-            budgets.int()[None, :, None].expand(1, -1, heads).contiguous(), compressor.num_sinks, compressor.window,
-            self.seen[:-1], source, self.death[layer : layer + 1],
+            self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
+            compressor.window, self.seen[:-1], source, self.death[layer : layer + 1],
         )  # fmt: skip
 
     # ---------------------------------------------------------------- whole slots
 
     def begin(self, slot: int, prompt: Sequence[int], sequence_key: int) -> None:
         """Empty a slot and give it to a new prompt, whose keys and values follow layer by layer."""
+        if self.arenas is not None:
+            self.arenas.reset(slot)
         self.lengths[:, slot] = 0
         self.death[:, slot] = NEVER
         self.seen[slot] = self.prompt_lengths[slot] = len(prompt)
         self.sequence_keys[slot] = sequence_key
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
 
-    def compress(self, slots: list[int], compressor: Compressor) -> None:
-        """Cut every layer and head of these slots to the budget, so that the next tokens find room."""
-        chosen = torch.tensor(slots, device=self.key_pool.device)
-        states = (self.layer_state(layer, slots) for layer in range(len(self.layers)))
-        by_layer = [compressor.checked_score(state).to(torch.float32) for state in states]
-        widest = max(self.size.capacities)
-        scores = torch.stack([F.pad(layer, (0, widest - layer.shape[-1])) for layer in by_layer])
-        budgets = torch.full(scores.shape[:3], compressor.budget, dtype=torch.int32, device=chosen.device)
-        ops.select_and_compact(
-            self.pools, chosen, scores, budgets, compressor.num_sinks, compressor.window, self.seen[:-1], self.death
-        )
+    def compact(self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor) -> None:
+        """Evict all but the best entries of these slots, and make room for ``buffer`` tokens.
 
-    def layer_state(self, layer: int, slots: list[int]) -> LayerState:
-        """What a compressor sees of one layer of these slots."""
-        own = _as_range(slots)  # views where the slots are neighbours
-        pools, width, g = self.layers[layer], self.size.capacities[layer], self.geometry
-        first = int(sum(self.size.capacities[:layer])) * self.size.num_slots * g.num_kv_heads
-        span = slice(first, first + width * self.size.num_slots * g.num_kv_heads)
-        shape = (self.size.num_slots, g.num_kv_heads, width)
-        keys, values = (pool[span].view(*shape, g.head_dim)[own] for pool in (pools.keys, pools.values))
-        valid = torch.arange(width, device=keys.device) < pools.lengths[own].unsqueeze(-1)
-        positions = pools.positions[span].view(shape)[own].long()
-        return self._state(layer, slots, keys, values, positions, valid)
+        Args:
+            slots: Each slot once.
+            scores: (L) of (S, H, N) float32, N as large as a layer needs.
+            budgets: (L) of (S, H) int32.
+            compressor: Says what is pinned.
+        """
+        chosen = torch.tensor(slots, device=self.key_pool.device)
+        widest = max(layer.shape[-1] for layer in scores)
+        ops.select_and_compact(
+            self.pools, chosen, torch.stack([F.pad(layer, (0, widest - layer.shape[-1])) for layer in scores]),
+            torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
+        )  # fmt: skip
+        if self.arenas is not None:
+            self.arenas.move(chosen, self.lengths[:, chosen] + compressor.buffer, self.state_pool)
 
     def held(self, slots: Tensor) -> Tensor:
         """(n,) live entries of these slots, a mean over layers and heads."""
@@ -183,16 +198,20 @@ class SlotCache:
     def read(self, slot: int) -> dict[str, Tensor]:
         """A copy of everything one slot holds, for :meth:`write`."""
         rows = self._live_rows(slot, self.lengths[:, slot])
-        per_entry = {name: getattr(self.pools, name)[rows] for name in ("keys", "values", "positions")}
-        per_layer = {name: getattr(self, name)[:, slot].clone() for name in ("lengths", "queries", "death")}
-        return per_entry | per_layer | {name: getattr(self, name)[slot].clone() for name in _PER_SLOT}
+        content = {name: pool[rows] for name, pool in self._entry_pools().items()}
+        content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
+        content |= {name: getattr(self, name)[slot].clone() for name in _PER_SLOT}
+        return content | ({} if self.arenas is None else {"room": self.pools.capacities[:, slot].clone()})
 
     def write(self, slot: int, content: dict[str, Tensor]) -> None:
         """Fill a slot with what :meth:`read` returned."""
+        if self.arenas is not None:
+            chosen = torch.tensor([slot], device=self.key_pool.device)
+            self.arenas.lay_out(slice(None), chosen, content["room"][:, None])
         rows = self._live_rows(slot, content["lengths"])
-        for name in ("keys", "values", "positions"):
-            getattr(self.pools, name)[rows] = content[name]
-        for name in ("lengths", "queries", "death"):
+        for name, pool in self._entry_pools().items():
+            pool[rows] = content[name]
+        for name in _PER_LAYER:
             getattr(self, name)[:, slot] = content[name]
         for name in _PER_SLOT:
             getattr(self, name)[slot] = content[name]
@@ -202,49 +221,18 @@ class SlotCache:
         if not destinations:
             return
         there = torch.tensor(destinations, device=self.key_pool.device)
-        ops.fork(self.pools, torch.full_like(there, source), there, self.queries, self.death)
+        if self.arenas is not None:
+            room = self.pools.capacities[:, source]
+            self.arenas.lay_out(slice(None), there, room[:, None].expand(-1, len(there), -1))
+        ops.fork(self.pools, torch.full_like(there, source), there, self.queries, self.death, self.state_pool)
         for name in _PER_SLOT:
             tensor: Tensor = getattr(self, name)
             tensor[there] = tensor[source].clone()
-
-    # ---------------------------------------------------------------- inside
 
     def _live_rows(self, slot: int, lengths: Tensor) -> Tensor:
         rows, live = gather_heads(self.pools.offsets[:, slot], lengths, int(lengths.max()))
         return rows[live]
 
-    def _prompt_state(self, layer: int, prompts: PackedPrompts, chosen: list[int]) -> LayerState:
-        """The chosen prompts as the compressor sees a slot, padded to the longest of them."""
-        slots, lengths = [prompts.slots[i] for i in chosen], [prompts.lengths[i] for i in chosen]
-        index = torch.arange(max(lengths), device=prompts.keys.device)
-        held = torch.tensor(lengths, device=index.device)[:, None]
-        rows = prompts.starts[chosen, None] + torch.minimum(index, held - 1)
-        keys, values = (t[:, rows].transpose(0, 1) for t in (prompts.keys, prompts.values))  # (P, H, N, D)
-        shape = keys.shape[:3]
-        valid = (index < held)[:, None].expand(shape)
-        return self._state(layer, slots, keys, values, index.expand(shape), valid)
-
-    def _state(
-        self, layer: int, slots: list[int], keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor
-    ) -> LayerState:
-        g, own = self.geometry, _as_range(slots)
-        tokens = self.tokens[own].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
-        return LayerState(
-            keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
-            token_ids=tokens.gather(2, positions.clamp(0, tokens.shape[2] - 1)),
-            prompt_lengths=self.prompt_lengths[own], queries=self.queries[layer, own],
-            query_positions=self._ring_positions(own), sequence_keys=self.sequence_keys[own],
-            layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
-        )  # fmt: skip
-
-    def _ring_positions(self, own: slice | list[int]) -> Tensor:
-        """(S, A): which token each place of the query ring speaks of, -1 for none yet."""
-        last = self.seen[own][:, None] - 1
-        ring = torch.arange(self.size.num_queries, device=last.device)
-        return (last - (last - ring) % max(self.size.num_queries, 1)).clamp(min=-1)
-
-
-def _as_range(slots: list[int]) -> slice | list[int]:
-    """The same slots as a slice where they are neighbours in order, so that indexing makes no copy."""
-    neighbours = slots == list(range(slots[0], slots[0] + len(slots)))
-    return slice(slots[0], slots[0] + len(slots)) if neighbours else slots
+    def _entry_pools(self) -> dict[str, Tensor]:
+        pools = {"keys": self.pools.keys, "values": self.pools.values, "positions": self.pools.positions}
+        return pools if self.state_pool is None else pools | {"state": self.state_pool}

@@ -35,7 +35,8 @@ class GraphedStep:
 
     def __init__(self, step: Step, enabled: bool) -> None:
         self.step = step
-        self.enabled = enabled and step.cache.geometry.device.type == "cuda"
+        on_gpu, has_state = step.cache.geometry.device.type == "cuda", step.cache.state_pool is not None
+        self.enabled = enabled and on_gpu and not has_state
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
         self._pool: Any = None  # memory that all graphs share
         self._addresses = step.decoder.addresses()

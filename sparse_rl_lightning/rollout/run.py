@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.graphs import GraphedStep, bucket
 from sparse_rl_lightning.rollout.prefill import Reading, read_prompts
 from sparse_rl_lightning.rollout.results import Ended, assemble
@@ -39,7 +39,7 @@ class Plan:
     """What every sequence of a run has in common."""
 
     params: SamplingParams
-    compressor: Compressor
+    compression: Compression
     end_ids: Tensor  # (E,) int64
     stop: StopStrings | None
     num_slots: int
@@ -129,7 +129,7 @@ class Run:
         sequences = [p * generations + sample for p in prompts for sample in range(generations)]
         ended = [self.ended.pop(sequence) for sequence in sequences]
         longest = max(len(self.prompts[p]) for p in prompts) + self.plan.params.max_completion_length
-        if not self.plan.compressor.evicts:
+        if not self.plan.compression.compressor.evicts:
             longest = cache.size.capacities[0]  # a full cache may be left over from a longer rollout
         for sequence in sequences:
             del self.keys[sequence]
@@ -181,27 +181,18 @@ class Run:
 
     def _read(self, slots: dict[int, int]) -> None:
         """Read prompts, each into the slot of its first sample, and keep a copy for the others."""
-        compressor, most, readings = self.plan.compressor, self.plan.max_prefill_tokens, {}
+        compression, most, readings = self.plan.compression, self.plan.max_prefill_tokens, []
         for prompt, slot in slots.items():
             tokens = self.prompts[prompt]
             self.cache.begin(slot, tokens, prompt_key(self.plan.params.seed, tokens))
-            readings[slot] = Reading(tokens, slot, self._first_limit(len(tokens)))
+            readings.append(Reading(tokens, slot, compression.limits(len(tokens))))
         prompt_of = {slot: prompt for prompt, slot in slots.items()}
-        read = read_prompts(self.cache, self.step.decoder, compressor, list(readings.values()), most)
+        read = read_prompts(self.cache, self.step.decoder, compression, readings, most)
         for reading, logits, staged in read:
-            length, limit = len(reading.tokens), reading.limit
-            room = limit - (compressor.budget if compressor.evicts and length >= limit else length)
-            self.read[prompt_of[reading.slot]] = _Prompt(self.cache.read(reading.slot), logits, room)
+            content, room = self.cache.read(reading.slot), compression.room(len(reading.tokens))
+            self.read[prompt_of[reading.slot]] = _Prompt(content, logits, room)
             parked = sum(p.content[name].nbytes for p in self.read.values() for name in ("keys", "values"))
             self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked)
-
-    def _first_limit(self, length: int) -> int:
-        """Entries at which a slot is compressed for the first time."""
-        c = self.plan.compressor
-        if not c.evicts:
-            return self.cache.size.max_length + 1
-        # a prompt that is stored whole has the buffer to itself before it is compressed for the first time
-        return (c.budget if c.compress_prompt else max(c.budget, length)) + c.buffer
 
     # ---------------------------------------------------------------- decoding
 
@@ -213,16 +204,15 @@ class Run:
             self._rows = Rows.of(sorted(self.slots), count, self.cache.size.num_slots, device)
         self.graphed(self._rows)
         self.num_steps += 1
-        compressor = self.plan.compressor
-        full = []
+        compression, full = self.plan.compression, []
         for slot, held in self.slots.items():
             held.seen += 1
             held.room -= 1
-            if compressor.evicts and held.room == 0:
+            if held.room == 0:
                 full.append(slot)
-                held.room = compressor.buffer
+                held.room = compression.compressor.buffer
         if full:
-            self.cache.compress(sorted(full), compressor)
+            compression.compress(self.cache, sorted(full))
             places = self._tensor(full)
             self.tracks.held[places, self.cache.seen[places] - 1] = self.cache.held(places)
 

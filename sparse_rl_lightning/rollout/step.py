@@ -1,7 +1,8 @@
 """One decode step for a fixed number of rows: feed each slot its last token, draw the next, write it down.
 
 Nothing here waits for the device or depends on a number the host does not know, so the step can be captured in a CUDA
-graph: what changes from step to step lies in tensors.
+graph: what changes from step to step lies in tensors. The exception are compressors with running state (H2O), whose
+steps run eagerly.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.rollout.cache import SlotCache
+from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.decoder import Decoder
 from sparse_rl_lightning.rollout.sampling import SamplingParams, draw
 from sparse_rl_lightning.rollout.tracks import Tracks
@@ -23,6 +25,7 @@ class Rows:
 
     slots: Tensor  # (R,) int64, -1 for rows that pad the batch: what the ops take
     places: Tensor  # (R,) int64, the last row of the per-slot state for those: what indexing takes
+    used: list[int]  # the slots without padding, as the host knows them
 
     @classmethod
     def of(cls, slots: list[int], count: int, num_slots: int, device: torch.device) -> Rows:
@@ -31,6 +34,7 @@ class Rows:
         return cls(
             torch.tensor(slots + [-1] * padding, device=device),
             torch.tensor(slots + [num_slots] * padding, device=device),
+            slots,
         )
 
 
@@ -43,18 +47,26 @@ class Step:
     tracks: Tracks
     params: SamplingParams
     end_ids: Tensor  # (E,)
+    compression: Compression
 
     def __call__(self, rows: Rows) -> None:
         """Feed, draw, write down; the cache is compressed afterwards, by the host, which knows all lengths."""
         cache, places = self.cache, rows.places
+        paid: list[Tensor] = []
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin)
+            if cache.state_pool is not None:
+                shape = (*query.shape[:2], cache.most_entries(layer))
+                paid.append(torch.empty(shape, dtype=torch.float32, device=query.device))
+            probs = paid[-1] if paid else None
+            return cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin, probs)
 
         positions = cache.seen[places]
         hidden = self.decoder(cache.tokens[places, positions], positions, attend)
         cache.seen[places] = positions + 1
         cache.seen[-1] = 0  # padding stays at its first token
+        if paid:
+            self.compression.note_attention(cache, rows.used, paid)
         self.tracks.held[places, positions] = cache.held(rows.slots.clamp(min=0))
         self.draw(self.decoder.logits(hidden), places)
 

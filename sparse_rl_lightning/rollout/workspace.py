@@ -10,6 +10,7 @@ import torch
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.rollout.cache import CacheSize, SlotCache
+from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.decoder import Decoder
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.graphs import GraphedStep
@@ -61,15 +62,16 @@ class Workspace:
         check_every = CHECK_EVERY.get(geometry.device.type, CHECK_EVERY_ON_DEVICE)
         length = longest_prompt + params.max_completion_length + check_every - 1
         slots = min(sampler.num_slots or total, total)
-        capacities = _capacities(sampler.compressor, geometry.num_layers, longest_prompt, length)
-        size = CacheSize(slots, capacities, sampler.compressor.num_queries, length)
+        c, compression = sampler.compressor, Compression(sampler.compressor, geometry.num_layers)
+        capacities, splits = compression.capacities(longest_prompt, length), c.evicts and c.budget_rule.splits_heads
+        size = CacheSize(slots, capacities, c.num_queries, length, c.state_fields, splits)
         if sampler.memory_limit is not None:
             size = self._fit(size, geometry, params, sampler.memory_limit)
-        cache = self._cache_for(geometry, size, sampler.compressor)
-        step = self._step_for(sampler, geometry, cache, params, versioned)
+        cache = self._cache_for(geometry, size, c)
+        step = self._step_for(sampler, compression, geometry, cache, params, versioned)
         return Run(
             Plan(
-                params, sampler.compressor, step.step.end_ids, stop, size.num_slots, sampler.max_prefill_tokens,
+                params, compression, step.step.end_ids, stop, size.num_slots, sampler.max_prefill_tokens,
                 check_every,
             ),
             step,
@@ -79,11 +81,12 @@ class Workspace:
         """Let a run in progress go on with the model's weights as they are now."""
         geometry = CacheGeometry.of(sampler.model, sampler.kv_dtype)
         versioned = run.tracks.versions is not None
-        run.go_on_with(self._step_for(sampler, geometry, run.cache, run.plan.params, versioned))
+        run.go_on_with(self._step_for(sampler, run.plan.compression, geometry, run.cache, run.plan.params, versioned))
 
     def _step_for(
         self,
         sampler: RolloutSampler,
+        compression: Compression,
         geometry: CacheGeometry,
         cache: SlotCache,
         params: SamplingParams,
@@ -96,6 +99,7 @@ class Workspace:
         if old is not None and old.step.cache is cache and old.step.params == params:
             tracks = old.step.tracks
             same = (old.step.decoder.model, old.step.decoder.geometry.dtype) == (sampler.model, geometry.dtype)
+            same = same and old.step.compression.compressor is compression.compressor
             if same and old.step.end_ids.tolist() == sampler.end_token_ids and old.is_current():
                 old.step.decoder.refresh()
                 return old
@@ -103,7 +107,7 @@ class Workspace:
             tracks = Tracks(cache.size.num_slots, cache.size.max_length, params, geometry.device, versioned)
         self._step = None
         end_ids = torch.tensor(sampler.end_token_ids, dtype=torch.int64, device=geometry.device)
-        step = Step(Decoder(sampler.model, geometry), cache, tracks, params, end_ids)
+        step = Step(Decoder(sampler.model, geometry), cache, tracks, params, end_ids, compression)
         self._step = GraphedStep(step, sampler.cuda_graphs)
         return self._step
 
@@ -128,11 +132,3 @@ class Workspace:
         self.release()  # free the old pool before the new one is allocated
         self.cache = SlotCache(geometry, size)
         return self.cache
-
-
-def _capacities(compressor: Compressor, num_layers: int, longest_prompt: int, length: int) -> tuple[int, ...]:
-    """(L) entries per slot and KV head."""
-    if not compressor.evicts:
-        return (length,) * num_layers
-    kept = compressor.budget if compressor.compress_prompt else max(compressor.budget, longest_prompt)
-    return (kept + compressor.buffer,) * num_layers
