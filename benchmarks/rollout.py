@@ -86,17 +86,13 @@ def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
 
 def main() -> None:
     """Measure everything and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=[part for parts in PARTS.values() for part in parts])
     parser.add_argument("--long-rival", action="store_true", help="generate runs the longer completions too")
-    parser.add_argument(
-        "--quick", action="store_true", help="toy sizes and one round: seconds, and numbers that mean nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="toy sizes, one round: seconds, numbers without meaning")
     parser.add_argument("--save", type=Path, help="folder for the tables as rollout-<device>.md")
     args = parser.parse_args()
     if args.quick:
