@@ -5,13 +5,13 @@
 Everything goes through the public classes. Contenders take turns within every round, so a busy machine slows all of
 them; times are medians over the rounds, ratios medians of the rounds' ratios.
 
-On a CPU (half an hour; ``--parts`` runs some of them):
+On a CPU (some half an hour; ``--parts`` runs some of them):
 speed: equal work for sparse and full cache, ``model.generate`` and ``generate_batch``, beside the bound; then the same
 with longer completions, where ``generate`` runs on request only (``--long-rival``).
 split: what one step is spent on.
 tail: completions of long-tailed lengths, refilled slots against lock-step batches.
 
-On a GPU (within 10 minutes):
+On a GPU (meant for 10 minutes; the page says what it took):
 cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: one rollout.
 """
 
