@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
 from sparse_rl_lightning.rollout import Progress
+from sparse_rl_lightning.rollout.cache import CacheSize
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.memory import MemoryPlan, SlotBytes, plan_slots, slot_bytes
 
@@ -104,7 +105,8 @@ def needed(policy: PreTrainedModel, compressor: Compressor, length: int, params:
     """What a slot takes that starts with ``length`` tokens."""
     geometry, longest = CacheGeometry.of(policy), length + params.max_completion_length + LOOK_AHEAD
     capacity = compressor.budget + compressor.buffer if compressor.evicts else longest
-    return slot_bytes(geometry, (capacity,) * geometry.num_layers, compressor.num_queries, longest, params)
+    size = CacheSize(1, (capacity,) * geometry.num_layers, compressor.num_queries, longest)
+    return slot_bytes(geometry, size, params)
 
 
 def plan(slot: SlotBytes, limit: int | float, wanted: int, device: str) -> MemoryPlan | None:

@@ -46,20 +46,25 @@ def allocated(*things: dict[str, Any]) -> int:
 
 def attributes(cache: SlotCache) -> dict[str, Any]:
     """What the cache owns: not the model's rotary frequencies."""
-    return {name: value for name, value in vars(cache).items() if name != "geometry"}
+    own = {name: value for name, value in vars(cache).items() if name != "geometry"}
+    return own if cache.arenas is None else own | {"arenas": vars(cache.arenas)}
 
 
 @pytest.mark.parametrize("num_slots", [1, 5])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("capacities", "num_queries", "length"), [((24, 24, 24), 8, 40), ((9, 30, 5), 1, 100), ((33, 33, 33), 0, 33)]
+    "size",
+    [
+        CacheSize(1, (24, 24, 24), 8, 40),
+        CacheSize(1, (9, 30, 5), 1, 100),
+        CacheSize(1, (33, 33, 33), 0, 33),
+        CacheSize(1, (24, 8, 24), 2, 40, ("mass", "age"), per_head=True),
+    ],
 )
-def test_the_cache_allocates_what_was_planned(
-    capacities: tuple[int, ...], num_queries: int, length: int, kv_dtype: torch.dtype, num_slots: int
-) -> None:
+def test_the_cache_allocates_what_was_planned(size: CacheSize, kv_dtype: torch.dtype, num_slots: int) -> None:
     g = geometry(kv_dtype)
-    slot = slot_bytes(g, capacities, num_queries, length)
-    cache = SlotCache(g, CacheSize(num_slots, capacities, num_queries, length))
+    slot = slot_bytes(g, size)
+    cache = SlotCache(g, dataclasses.replace(size, num_slots=num_slots))
     plan = plan_slots(slot, slot.of(num_slots), num_slots)
     assert plan.num_slots == num_slots
     assert plan.total_bytes == allocated(attributes(cache))
@@ -72,12 +77,12 @@ def test_logs_are_counted_with_the_parameters(params: SamplingParams, versioned:
     g = geometry()
     cache = SlotCache(g, CacheSize(4, (20, 20, 20), 2, 50))
     tracks = Tracks(4, 50, params, g.device, versioned)
-    planned = slot_bytes(g, (20, 20, 20), 2, 50, params, versioned)
+    planned = slot_bytes(g, CacheSize(1, (20, 20, 20), 2, 50), params, versioned)
     assert planned.of(4) == allocated(attributes(cache), vars(tracks))
 
 
 @given(
-    parts=st.lists(st.integers(0, 10**7), min_size=6, max_size=6), limit=st.integers(1, 10**10),
+    parts=st.lists(st.integers(0, 10**7), min_size=7, max_size=7), limit=st.integers(1, 10**10),
     num_sequences=st.integers(1, 2000), multiple=st.sampled_from([1, 8, 16]),
 )  # fmt: skip
 def test_most_slots_that_fit(parts: list[int], limit: int, num_sequences: int, multiple: int) -> None:
@@ -98,7 +103,7 @@ def test_most_slots_that_fit(parts: list[int], limit: int, num_sequences: int, m
 
 @given(limit=st.floats(0.01, 1.0))
 def test_a_share_is_of_the_free_memory(limit: float) -> None:
-    slot = SlotBytes(1000, 0, 0, 0, 24, 24, "")
+    slot = SlotBytes(1000, 0, 0, 0, 0, 24, 24, "")
     plan = plan_slots(slot, limit, 3)
     assert plan.num_slots == 3
     assert plan.limit == pytest.approx(limit * free_bytes("cpu"), rel=0.5)  # other processes come and go
@@ -121,7 +126,7 @@ def test_memory_in_reserve_counts_as_free() -> None:
 
 
 def test_why_says_the_numbers() -> None:
-    slot = SlotBytes(2**20, 0, 0, 0, 0, 0, "")
+    slot = SlotBytes(2**20, 0, 0, 0, 0, 0, 0, "")
     assert plan_slots(slot, 21 * 2**20, 64).why == (
         "16 slots of 1.00 MiB: as many as fit for 64 sequences, rounded down from 21 to a multiple of 8; "
         "16.00 MiB of the 21.00 MiB allowed (given in bytes)."
@@ -134,7 +139,7 @@ def test_why_says_the_numbers() -> None:
 
 
 def test_refusal_shows_the_arithmetic() -> None:
-    slot = slot_bytes(geometry(), (24, 24, 24), 8, 40, SamplingParams())
+    slot = slot_bytes(geometry(), CacheSize(1, (24, 24, 24), 8, 40), SamplingParams())
     with pytest.raises(ValueError, match="Not even one slot fits") as refused:
         plan_slots(slot, 10_000, 4)
     message = str(refused.value)
@@ -150,13 +155,13 @@ def test_refusal_shows_the_arithmetic() -> None:
 @pytest.mark.parametrize("limit", [0, -5, 0.0, 1.5, -0.1, float("nan")])
 def test_limits_out_of_range_are_refused(limit: float) -> None:
     with pytest.raises(ValueError, match=r"limit .*got (0|-5|0.0|1.5|-0.1|nan)"):
-        plan_slots(SlotBytes(1, 0, 0, 0, 0, 0, ""), limit, 1)
+        plan_slots(SlotBytes(1, 0, 0, 0, 0, 0, 0, ""), limit, 1)
 
 
 def test_counts_out_of_range_are_refused() -> None:
-    slot = SlotBytes(1, 0, 0, 0, 0, 0, "")
+    slot = SlotBytes(1, 0, 0, 0, 0, 0, 0, "")
     for counts in ({"num_sequences": 0}, {"num_sequences": 3, "multiple": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             plan_slots(slot, 10, **counts)
     with pytest.raises(ValueError, match="each of the 3 layers, got 2 numbers"):
-        slot_bytes(geometry(), (24, 24), 8, 40)
+        slot_bytes(geometry(), CacheSize(1, (24, 24), 8, 40))

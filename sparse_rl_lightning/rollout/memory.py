@@ -7,19 +7,19 @@ slots, as do activations and the staging of prompts; leave room for them in the 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from sparse_rl_lightning.rollout.cache import CacheSize
 from sparse_rl_lightning.rollout.decoder import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.sampling import SamplingParams
 from sparse_rl_lightning.rollout.tracks import Tracks
 
 MEMINFO = Path("/proc/meminfo")
-INT32, INT64 = 4, 8  # bytes
+FLOAT32, INT32, INT64 = 4, 4, 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class SlotBytes:
 
     keys_values: int
     places: int  # the entries' positions; where each head lives and how much it holds
+    running: int  # numbers per entry that the compressor keeps
     queries: int  # the ring of recent queries
     deaths: int  # the record of evictions
     rows: int  # tokens, counters and logs
@@ -37,7 +38,7 @@ class SlotBytes:
     @property
     def total(self) -> int:
         """Bytes that one more slot adds."""
-        return self.keys_values + self.places + self.queries + self.deaths + self.rows
+        return self.keys_values + self.places + self.running + self.queries + self.deaths + self.rows
 
     def of(self, num_slots: int) -> int:
         """Bytes of that many slots, with what stands beside them."""
@@ -57,27 +58,20 @@ class MemoryPlan:
 
 
 def slot_bytes(
-    geometry: CacheGeometry,
-    capacities: Sequence[int],
-    num_queries: int,
-    max_length: int,
-    params: SamplingParams | None = None,
-    versioned: bool = False,
+    geometry: CacheGeometry, size: CacheSize, params: SamplingParams | None = None, versioned: bool = False
 ) -> SlotBytes:
     """What one slot of a SlotCache takes, tensor by tensor.
 
     Args:
         geometry: The model's sizes and the type of keys and values.
-        capacities: (L) entries per KV head of each layer.
-        num_queries: Recent queries kept for scoring.
-        max_length: Tokens of the longest sequence.
+        size: The cache's; its number of slots does not matter.
         params: With them the logs of the run (Tracks) are counted too; without, the cache alone.
         versioned: As for Tracks.
 
     Raises:
-        ValueError: If ``capacities`` does not name every layer.
+        ValueError: If ``size.capacities`` does not name every layer.
     """
-    g, kind = geometry, geometry.kv_dtype.itemsize
+    g, kind, capacities, max_length = geometry, geometry.kv_dtype.itemsize, size.capacities, size.max_length
     if len(capacities) != g.num_layers:
         raise ValueError(
             f"capacities must name each of the {g.num_layers} layers, got {len(capacities)} numbers: "
@@ -86,18 +80,21 @@ def slot_bytes(
     entries, heads = sum(capacities), g.num_layers * g.num_kv_heads
     log, log_fixed = (0, 0) if params is None else _log_bytes(params, max_length, versioned)
     tokens = INT64 * (max_length + 3)
+    arenas = (INT64 + INT32) * heads + 2 * INT64 * g.num_layers if size.per_head else 0
     sizes = {
         "keys_values": g.bytes_per_entry * g.num_kv_heads * entries,
-        "places": INT32 * g.num_kv_heads * entries + (INT64 + 2 * INT32) * heads,
-        "queries": kind * g.head_dim * num_queries * g.num_heads * g.num_layers,
+        "places": INT32 * g.num_kv_heads * entries + (INT64 + 2 * INT32) * heads + arenas,
+        "running": FLOAT32 * len(size.state_fields) * g.num_kv_heads * entries,
+        "queries": kind * g.head_dim * size.num_queries * g.num_heads * g.num_layers,
         "deaths": INT32 * max_length * heads,
         "rows": tokens + log,
     }
     rows = f"{entries:,} entries in {g.num_layers} layers x {g.num_kv_heads} KV heads"
     how = {
         "keys_values": f"keys and values ({rows} x 2 x {g.head_dim} x {kind} bytes)",
-        "places": f"positions ({rows} x {INT32} bytes + {heads} x {INT64 + 2 * INT32})",
-        "queries": f"queries ({num_queries} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x {kind})",
+        "places": f"positions ({rows} x {INT32} bytes + {heads} x {INT64 + 2 * INT32} + {arenas})",
+        "running": f"running numbers ({rows} x {len(size.state_fields)} x {FLOAT32} bytes)",
+        "queries": f"queries ({size.num_queries} x {g.num_layers} x {g.num_layers} x {g.num_heads} heads x {g.head_dim} x {kind})",
         "deaths": f"the eviction record ({max_length:,} tokens x {heads} heads of all layers x {INT32})",
         "rows": f"tokens ({max_length:,} + 3 numbers x {INT64}) and logs ({log:,})",
     }

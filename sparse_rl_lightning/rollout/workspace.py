@@ -113,7 +113,7 @@ class Workspace:
 
     def _fit(self, size: CacheSize, geometry: CacheGeometry, params: SamplingParams, limit: int | float) -> CacheSize:
         """As many of these slots as the memory limit allows."""
-        slot = slot_bytes(geometry, size.capacities, size.num_queries, size.max_length, params)
+        slot = slot_bytes(geometry, size, params)
         before = self.memory_plan
         # the share of free memory is taken once: later it would count the pool that is in use as taken
         plan = plan_slots(slot, limit if before is None else before.limit, size.num_slots, geometry.device)
