@@ -79,13 +79,13 @@ def slot_bytes(
         )
     entries, heads = sum(capacities), g.num_layers * g.num_kv_heads
     log, log_fixed = (0, 0) if params is None else _log_bytes(params, max_length, versioned)
-    tokens = INT64 * (max_length + 3)
+    tokens, recent = INT64 * (max_length + 3), size.num_queries
     arenas = (INT64 + INT32) * heads + 2 * INT64 * g.num_layers if size.per_head else 0
     sizes = {
         "keys_values": g.bytes_per_entry * g.num_kv_heads * entries,
         "places": INT32 * g.num_kv_heads * entries + (INT64 + 2 * INT32) * heads + arenas,
         "running": FLOAT32 * len(size.state_fields) * g.num_kv_heads * entries,
-        "queries": kind * g.head_dim * size.num_queries * g.num_heads * g.num_layers,
+        "queries": kind * g.head_dim * recent * g.num_heads * g.num_layers,
         "deaths": INT32 * max_length * heads,
         "rows": tokens + log,
     }
@@ -94,7 +94,7 @@ def slot_bytes(
         "keys_values": f"keys and values ({rows} x 2 x {g.head_dim} x {kind} bytes)",
         "places": f"positions ({rows} x {INT32} bytes + {heads} x {INT64 + 2 * INT32} + {arenas})",
         "running": f"running numbers ({rows} x {len(size.state_fields)} x {FLOAT32} bytes)",
-        "queries": f"queries ({size.num_queries} x {g.num_layers} x {g.num_layers} x {g.num_heads} heads x {g.head_dim} x {kind})",
+        "queries": f"queries ({recent} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x {kind})",
         "deaths": f"the eviction record ({max_length:,} tokens x {heads} heads of all layers x {INT32})",
         "rows": f"tokens ({max_length:,} + 3 numbers x {INT64}) and logs ({log:,})",
     }
