@@ -118,7 +118,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T> op) {
         const float factor = rescale(rows.softmax[r].largest, all.total(r).largest);
 #pragma unroll
         for (int i = 0; i < Parts * Rows::Width; ++i) {
-          all.sums[r][Rows::place(i / Rows::Width) + i % Rows::Width] += factor * rows.sums[r][i / Rows::Width][i % Rows::Width];
+          const int p = i / Rows::Width, k = i % Rows::Width;
+          all.sums[r][Rows::place(p) + k] += factor * rows.sums[r][p][k];
         }
       }
     }

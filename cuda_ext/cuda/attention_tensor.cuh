@@ -46,7 +46,8 @@ SPARSE_RL_DEVICE uint32_t pack(float low, float high) {
 }
 
 // K and V take no way through shared memory. Products may take the elements of a head, and the entries, in any order as
-// long as both factors agree, so every lane simply loads 16 neighbouring bytes and feeds them wherever its registers stand.
+// long as both factors agree, so every lane simply loads 16 neighbouring bytes and feeds them wherever its registers
+// stand.
 // A warp takes 16 entries at a time:
 // logits (8 heads, 16 entries) = Q (8 heads, D) K^T: lane 4r + q loads elements 32i + 8q.. of query r and of entry r;
 // sums^T (D, 8 heads) += V^T (D, 16 entries) P^T: lane 4r + q loads elements 64i + 8r.. of entries 2q, 2q + 1 (+ 8) and
@@ -142,7 +143,8 @@ struct Tile {
 
 template <class T, int Chunks>
 __global__ void __launch_bounds__(kThreads, 1) attend_tensor(Attention<T> op) {
-  __shared__ Merge<kWarps, 64 * Chunks> all;
+  constexpr int Width = 64 * Chunks;
+  __shared__ Merge<kWarps, Width> all;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
   const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
   const T *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_tensor(Attention<T> op) {
   for (int64_t g = 0; g < op.group; g += kHeads) {
     const int64_t first = blockIdx.x * op.group + g;
     const int count = static_cast<int>(op.group - g < kHeads ? op.group - g : kHeads);
-    for (int i = threadIdx.x; i < kHeads * 64 * Chunks; i += kThreads) all.sums[i / (64 * Chunks)][i % (64 * Chunks)] = 0;
+    for (int i = threadIdx.x; i < kHeads * Width; i += kThreads) all.sums[i / Width][i % Width] = 0;
     Tile<T, Chunks> tile;
     tile.begin(op.query + (first + row) * op.dim, row < count, dim);
     for (int start = 16 * warp; start < run.length; start += 16 * kWarps) {

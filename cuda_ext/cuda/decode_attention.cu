@@ -29,7 +29,7 @@ void decode_attention(
     const Tensor& query, const Tensor& key_pool, const Tensor& value_pool, const Tensor& slots, const Tensor& offsets,
     const Tensor& lengths, double scale, int64_t max_length, const Tensor& out, const std::optional<Tensor>& lse,
     const std::optional<Tensor>& probs) {
-  const PoolShape pool = check_device_pool(key_pool);
+  const PoolShape pool = Device::check_pool(key_pool);
   const Heads heads = check_heads(slots, offsets, lengths, key_pool);
   const int64_t B = heads.num_rows, H = heads.num_heads, D = pool.dim;
   const int64_t Hq = query.dim() == 3 ? query.size(1) : 0;
@@ -41,21 +41,20 @@ void decode_attention(
   check_tensor("lse", lse, key_pool, ScalarType::Float, {B, Hq});
   check_tensor("probs", probs, key_pool, ScalarType::Float, {B, Hq, M});
   STD_TORCH_CHECK(M >= max_length, "probs has room for ", M, " entries, max_length is ", max_length);
-  check_aligned("query", query);
-  check_aligned("value_pool", value_pool);
+  check_aligned("query", pointer<char>(query));
+  check_aligned("value_pool", pointer<char>(value_pool));
 
-  auto run = [&](auto zero) {
+  Device::dispatch(pool.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Attention<T> op{
-        data<T>(query), data<T>(key_pool), data<T>(value_pool), data<T>(out), lse ? data<float>(*lse) : nullptr,
-        probs ? data<float>(*probs) : nullptr, Hq / H, D, max_length, M, pool.rows, static_cast<float>(scale), heads};
+        pointer<T>(query), pointer<T>(key_pool), pointer<T>(value_pool), pointer<T>(out), pointer<float>(lse),
+        pointer<float>(probs), Hq / H, D, max_length, M, pool.rows, static_cast<float>(scale), heads};
     if constexpr (sizeof(T) == 4) {
       launch(plain_kernel(D, op.group), B * H, 1, kThreads, key_pool, op);
     } else {
       launch(tensor_kernel<T>(D), B * H, 1, kThreads, key_pool, op);
     }
-  };
-  SPARSE_RL_DISPATCH_DEVICE(pool.dtype, run);
+  });
 }
 
 }  // namespace
