@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(Append<T> op) {
   }
   const int64_t h = blockIdx.y, i = slot * H + h, source = (b * H + h) * op.dim;
   const int64_t length = op.lengths[i], at = op.heads.offsets[i] + length;
-  if (length >= op.capacities[i] || !inside(op.heads.offsets[i], length + 1, op.capacities[i], op.pool_rows)) return;
+  if (length < 0 || !inside(op.heads.offsets[i], length + 1, op.capacities[i], op.pool_rows)) return;  // full, too
   rotate<T>(op, b, op.key + source, op.key_pool + at * op.dim, nullptr);
   for (int64_t d = threadIdx.x; d < op.dim; d += kAppendThreads) op.value_pool[at * op.dim + d] = op.value[source + d];
   __syncthreads();  // all threads have read the length
