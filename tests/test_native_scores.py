@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import dtypes_for, head_rows, make_pools, on_each_device, pick_slots, shape_for, shapes
+from native_cases import (
+    dtypes_for,
+    exclude_keys,
+    head_rows,
+    make_pools,
+    on_each_device,
+    pick_slots,
+    shape_for,
+    shapes,
+)
 from test_native_attention import both_overloads
 from torch import Tensor
 
@@ -40,10 +49,8 @@ def test_window_importance(
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
-    if infinite:  # logits of -inf, as every query has a positive first element; a softmax over nothing else is NaN
-        unlikely = torch.rand(len(pools.keys), generator=g) < 0.3
-        unlikely[pools.offsets.flatten()] = False
-        pools.keys[unlikely, 0] = -torch.inf
+    if infinite:
+        exclude_keys(g, pools)
     slots, heads = pools.lengths.shape
     chosen = pick_slots(g, slots)
     queries = torch.randn(slots, heads * group, num_queries, shape["dim"], generator=g).to(shape["dtype"])
