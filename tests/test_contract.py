@@ -177,6 +177,11 @@ class Overflow(Compressor):
         return -(layer.keys.square().sum(dim=-1) ** 4)
 
 
+class Cancels(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.keys.sum(dim=-1) + 1000 - 1000
+
+
 class MixedTypes(Compressor):
     def score(self, layer: LayerState) -> Tensor:
         return (layer.keys @ torch.ones(16, 1, dtype=layer.inv_freq.dtype)).squeeze(-1)
@@ -224,6 +229,7 @@ BROKEN = [
     (PlaceInTheSlot, "ragged lengths", "5 more free places", "layer.lengths"),
     (NoWindow, "selection", "entries of sinks and window were evicted", "Write score only"),
     (Overflow, "half precision", "float16: scores are not finite", r"keys.float\(\)"),
+    (Cancels, "half precision", "bfloat16: scores are off by", r"keys.float\(\)"),
     (MixedTypes, "half precision", "RuntimeError: expected.*dtype", r"keys.float\(\)"),
     (MeanOverSlots, "running state", r"layer.state\['mass'\] of a sequence depends on the others", "same slot"),
     (Silent, "running state", "changed nothing in layer.state", "in place"),
