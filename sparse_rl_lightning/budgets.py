@@ -15,6 +15,11 @@ from sparse_rl_lightning.ops.select import rank_entries
 class BudgetRule:
     """Shares ``budget`` tokens per layer and KV head out; the base class gives everybody the same."""
 
+    @property
+    def splits_heads(self) -> bool:
+        """Whether the heads of a layer may keep different numbers of tokens."""
+        return type(self).head_budgets is not BudgetRule.head_budgets
+
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
         """Tokens per KV head of each layer, a mean over its heads: what the memory is sized by.
 

@@ -12,34 +12,50 @@ namespace {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Running softmax of one query row: the largest logit so far and the sum of exp(logit - largest).
+// Running softmax of up to eight query rows: the largest logits so far and the sums of exp(logit - largest).
 struct Softmax {
-  float largest = kNothing, sum = 0;
+  float largest[kRows], sum[kRows] = {};
+
+  Softmax() { std::fill(largest, largest + kRows, kNothing); }
 };
 
-// Turn a tile of logits into exp(logit - largest so far); returns what earlier sums must be multiplied by.
-SPARSE_RL_CLONES float add_tile(float* logits, int64_t count, Softmax& state) {
-  for (int64_t j = count; j < kTile; ++j) logits[j] = kNothing;
-  Vec top = load(logits);
-  for (int at = kLanes; at < kTile; at += kLanes) {
+// Turn a tile of logits (see dot_tile) into exp(logit - largest so far); `rescale` is what earlier sums must be
+// multiplied by. A vector holds several keys, Stride rows of each.
+template <int Rows>
+SPARSE_RL_CLONES void add_tile(float* logits, int64_t count, Softmax& state, float* rescale) {
+  constexpr int Stride = key_stride(Rows);
+  const int64_t end = (count * Stride + kLanes - 1) / kLanes * kLanes;
+  for (int64_t i = count * Stride; i < end; ++i) logits[i] = kNothing;
+  alignas(64) float lanes[kLanes], base[kLanes];
+  Vec top = splat(kNothing);
+  for (int64_t at = 0; at < end; at += kLanes) {
     Vec v = load(logits + at);
-    top = top > v ? top : v;
+    top = v > top ? v : top;
   }
-  const float highest = max_lanes(top), largest = highest > state.largest ? highest : state.largest;
-  const float base = largest == kNothing ? 0.0f : largest;
+  store(lanes, top);
+  for (int r = 0; r < Rows; ++r) {
+    const float before = state.largest[r];
+    for (int i = r; i < kLanes; i += Stride) state.largest[r] = std::max(state.largest[r], lanes[i]);
+    base[r] = state.largest[r] == kNothing ? 0.0f : state.largest[r];
+    rescale[r] = before == state.largest[r] ? 1.0f : std::exp(before - base[r]);
+  }
+  for (int r = Rows; r < Stride; ++r) base[r] = 0.0f;
+  for (int i = Stride; i < kLanes; ++i) base[i] = base[i - Stride];
+  const Vec bases = load(base);
   Vec sum{};
-  for (int at = 0; at < kTile; at += kLanes) {
-    Vec p = exp_negative(load(logits + at) - base);
+  for (int64_t at = 0; at < end; at += kLanes) {
+    Vec p = exp_negative(load(logits + at) - bases);
     store(logits + at, p);
     sum += p;
   }
-  const float rescale = state.largest == largest ? 1.0f : std::exp(state.largest - base);
-  state.sum = state.sum * rescale + sum_lanes(sum);
-  state.largest = largest;
-  return rescale;
+  store(lanes, sum);
+  for (int r = 0; r < Rows; ++r) {
+    state.sum[r] *= rescale[r];
+    for (int i = r; i < kLanes; i += Stride) state.sum[r] += lanes[i];
+  }
 }
 
-// out[r] = out[r] * rescale[r] + sum_j weights[r * kTile + j] * values[j]
+// out[r] = out[r] * rescale[r] + sum_j weights[j * key_stride(Rows) + r] * values[j]
 template <class T, int Rows>
 SPARSE_RL_CLONES void add_values(
     const T* values, int64_t count, int64_t dim, const float* weights, const float* rescale, float* out) {
@@ -56,7 +72,7 @@ SPARSE_RL_CLONES void add_values(
       load_part(values + j * dim, at, dim, a, b);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
-        const float w = weights[r * kTile + j];
+        const float w = weights[j * key_stride(Rows) + r];
         sum[2 * r] += a * w;
         sum[2 * r + 1] += b * w;
       }
@@ -82,27 +98,27 @@ struct Attention {
   template <int Rows>
   void rows(const T* keys, const T* values, int64_t length, int64_t first) const {
     const int64_t width = padded(dim);
-    float queries[Rows * kMaxHeadDim], sums[Rows * kMaxHeadDim], logits[kRows * kTile], rescale[Rows];
-    unpack_rows(query + first * dim, Rows, dim, queries);
+    float queries[kRows * kMaxHeadDim], sums[Rows * kMaxHeadDim], logits[kTile * key_stride(Rows)], rescale[Rows];
+    for (int r = 0; r < Rows; ++r) pack_query(query + (first + r) * dim, r, dim, queries);
     std::memset(sums, 0, Rows * width * sizeof(float));
-    Softmax softmax[Rows];
+    Softmax softmax;
     for (int64_t start = 0; start < length; start += kTile) {
       const int64_t count = std::min<int64_t>(kTile, length - start);
       dot_tile<T, Rows>(keys + start * dim, count, dim, queries, scale, logits, values + start * dim);
-      for (int r = 0; r < Rows; ++r) {
-        float* row = logits + r * kTile;
-        if (probs) std::memcpy(probs + (first + r) * num_entries + start, row, count * sizeof(float));
-        rescale[r] = add_tile(row, count, softmax[r]);
+      for (int r = 0; probs && r < Rows; ++r) {
+        float* row = probs + (first + r) * num_entries + start;
+        for (int64_t j = 0; j < count; ++j) row[j] = logits[j * key_stride(Rows) + r];
       }
+      add_tile<Rows>(logits, count, softmax, rescale);
       add_values<T, Rows>(values + start * dim, count, dim, logits, rescale, sums);
     }
-    for (int r = 0; r < Rows; ++r) finish(first + r, length, softmax[r], sums + r * width);
+    for (int r = 0; r < Rows; ++r) finish(first + r, length, softmax.largest[r], softmax.sum[r], sums + r * width);
   }
 
-  void finish(int64_t head, int64_t length, Softmax softmax, const float* sums) const {
-    const float share = softmax.sum > 0 ? 1 / softmax.sum : softmax.sum;  // a row without entries gives zeros
+  void finish(int64_t head, int64_t length, float largest, float sum, const float* sums) const {
+    const float share = sum > 0 ? 1 / sum : sum;  // a row without entries gives zeros
     pack_row_any(sums, share, dim, out + head * dim);
-    const float total = softmax.largest == kNothing ? kNothing : softmax.largest + std::log(softmax.sum);
+    const float total = largest == kNothing ? kNothing : largest + std::log(sum);
     if (lse) lse[head] = total;
     if (!probs) return;
     float* row = probs + head * num_entries;

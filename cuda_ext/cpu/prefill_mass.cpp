@@ -90,7 +90,7 @@ struct Mass {
     for (int64_t c = 0; c < chunk && query_start[b] + c < length; ++c) {
       for (int64_t g = 0; g < group; ++g) {
         const int64_t row = (first + g) * chunk + c;
-        unpack_rows(queries + row * dim, 1, dim, rows.packed + rows.count * padded(dim));
+        pack_query(queries + row * dim, rows.count, dim, rows.packed);
         rows.visible[rows.count] = query_start[b] + c + 1;
         rows.lse[rows.count++] = lse + row;
         if (rows.count == kRows) add(keys, rows, mass + (b * heads.num_heads + h) * num_entries);

@@ -64,7 +64,7 @@ struct Importance {
   // their maximum.
   void fill_logits(const T* keys, int64_t count, int64_t slot, int64_t first_head, int64_t heads_per_row, float* rows)
       const {
-    const int64_t width = padded(dim), *at = query_positions + slot * num_queries;
+    const int64_t* at = query_positions + slot * num_queries;
     float packed[kRows * kMaxHeadDim], tile[kRows * kTile];
     int64_t row_of[kRows];
     int used = 0;
@@ -83,7 +83,7 @@ struct Importance {
     for (int64_t a = 0; a < num_queries; ++a) {
       for (int64_t g = 0; g < heads_per_row && at[a] >= 0; ++g) {
         const int64_t head = slot * heads.num_heads * group + first_head + g;
-        unpack_rows(queries + (head * num_queries + a) * dim, 1, dim, packed + used * width);
+        pack_query(queries + (head * num_queries + a) * dim, used, dim, packed);
         row_of[used++] = a;
         if (used == kRows) flush();
       }

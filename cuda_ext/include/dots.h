@@ -8,61 +8,93 @@ namespace sparse_rl {
 inline constexpr int kRows = 8;   // query rows per call
 inline constexpr int kTile = 128;  // keys per call
 inline constexpr int kLine = 64;  // bytes of a cache line
+inline constexpr int kAhead = 16;  // keys from the one read to the one fetched
 
-// Rows is a compile-time constant so that all accumulators stay in registers. With few rows several keys are taken at
-// once, so that always about eight sums are in flight. `ahead` is memory of the size of the tile that is needed next: it
-// is fetched meanwhile, since reading it later in strips would wait for every line.
+// Up to eight query rows as floats, block by block: the r-th row's n-th block of 32 stands at (n * kRows + r) * kBlock,
+// so that the inner loop reads all rows through one pointer.
+template <class T>
+SPARSE_RL_CLONES void pack_query(const T* row, int r, int64_t dim, float* queries) {
+  for (int64_t at = 0; at < dim; at += kBlock) {
+    Vec a, b;
+    load_part(row, at, dim, a, b);
+    store_block(queries + at * kRows + r * kBlock, a, b);
+  }
+}
+
+// Floats from one key to the next in a tile of products: a divisor of the vector length.
+constexpr int key_stride(int rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
+
+// Add the products of one block of each key with the same block of each query.
+template <int Rows, int Keys>
+SPARSE_RL_INLINE void add_block(const Vec* a, const Vec* b, const float* queries, Vec* sum) {
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) {
+    const Vec qa = load(queries + r * kBlock), qb = load(queries + r * kBlock + kLanes);
+#pragma GCC unroll 8
+    for (int k = 0; k < Keys; ++k) {
+      sum[k * key_stride(Rows) + r] += a[k] * qa;
+      sum[k * key_stride(Rows) + r] += b[k] * qb;
+    }
+  }
+}
+
+// out[j * key_stride(Rows) + r] = scale * queries[r] . keys[j], for a tile of at most kTile keys.
+//
+// Rows is a compile-time constant so that all accumulators stay in registers; several keys are taken at once, so that
+// about sixteen sums are in flight. The keys are fetched a little ahead, because the processor does not see one stream
+// in them; `ahead`, if given, is memory of the size of the tile that is needed next and fetched meanwhile.
 template <class T, int Rows>
 SPARSE_RL_CLONES void dot_tile(
     const T* keys, int64_t count, int64_t dim, const float* queries, float scale, float* out, const T* ahead) {
-  constexpr int Keys = kRows / Rows;
-  const int64_t width = padded(dim);
+  constexpr int Stride = key_stride(Rows), Keys = Rows > 4 ? 2 : Rows > 2 ? 4 : 8, Sums = Keys * Stride;
+  const int64_t whole = dim / kBlock * kBlock;
   for (int64_t j = 0; j < count; j += Keys) {
     const T* row[Keys];
     for (int k = 0; k < Keys; ++k) row[k] = keys + (j + k < count ? j + k : count - 1) * dim;
-    for (int64_t at = 0; ahead && at < Keys * dim; at += kLine / sizeof(T)) __builtin_prefetch(ahead + j * dim + at);
-    Vec sum[kRows] = {};
-    for (int64_t at = 0; at < dim; at += kBlock) {
-#pragma GCC unroll 8
-      for (int k = 0; k < Keys; ++k) {
-        Vec a, b;
-        load_part(row[k], at, dim, a, b);
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-          const float* q = queries + r * width + at;
-          sum[k * Rows + r] += a * load(q);
-          sum[k * Rows + r] += b * load(q + kLanes);
-        }
-      }
+    for (int64_t at = 0; at < Keys * dim; at += kLine / sizeof(T)) {
+      __builtin_prefetch(keys + (j + kAhead) * dim + at);
+      if (ahead) __builtin_prefetch(ahead + j * dim + at);
     }
-    float sums[kRows];
-    sum_lanes(sum, sums);
-    for (int k = 0; k < Keys && j + k < count; ++k) {
-      for (int r = 0; r < Rows; ++r) out[r * kTile + j + k] = sums[k * Rows + r] * scale;
+    Vec sum[Sums] = {}, a[Keys], b[Keys];
+    for (int64_t at = 0; at < whole; at += kBlock) {
+#pragma GCC unroll 8
+      for (int k = 0; k < Keys; ++k) load_block(row[k] + at, a[k], b[k]);
+      add_block<Rows, Keys>(a, b, queries + at * kRows, sum);
     }
+    if (whole < dim) {
+      for (int k = 0; k < Keys; ++k) load_tail(row[k] + whole, dim - whole, a[k], b[k]);
+      add_block<Rows, Keys>(a, b, queries + whole * kRows, sum);
+    }
+    float sums[Sums];
+#pragma GCC unroll 8
+    for (int i = 0; i < Sums; i += 8) sum_lanes(sum + i, scale, sums + i);
+    std::memcpy(out + j * Stride, sums, sizeof(float) * Stride * (j + Keys <= count ? Keys : count - j));
   }
 }
 
-// out[r * kTile + j] = scale * queries[r] . keys[j]; queries are (rows, padded(dim)) floats in the block order of T.
+// out[r * kTile + j] = scale * queries[r] . keys[j]; queries are laid out by pack_query.
+template <class T, int Rows>
+SPARSE_RL_CLONES void dot_rows(
+    const T* keys, int64_t count, int64_t dim, const float* queries, float scale, float* out) {
+  float tile[kTile * key_stride(Rows)];
+  dot_tile<T, Rows>(keys, count, dim, queries, scale, tile, nullptr);
+  for (int64_t j = 0; j < count; ++j) {
+    for (int r = 0; r < Rows; ++r) out[r * kTile + j] = tile[j * key_stride(Rows) + r];
+  }
+}
+
 template <class T>
-void dots(
-    const T* keys, int64_t count, int64_t dim, const float* queries, int rows, float scale, float* out,
-    const T* ahead = nullptr) {
+void dots(const T* keys, int64_t count, int64_t dim, const float* queries, int rows, float scale, float* out) {
   switch (rows) {
-    case 1: return dot_tile<T, 1>(keys, count, dim, queries, scale, out, ahead);
-    case 2: return dot_tile<T, 2>(keys, count, dim, queries, scale, out, ahead);
-    case 3: return dot_tile<T, 3>(keys, count, dim, queries, scale, out, ahead);
-    case 4: return dot_tile<T, 4>(keys, count, dim, queries, scale, out, ahead);
-    case 5: return dot_tile<T, 5>(keys, count, dim, queries, scale, out, ahead);
-    case 6: return dot_tile<T, 6>(keys, count, dim, queries, scale, out, ahead);
-    case 7: return dot_tile<T, 7>(keys, count, dim, queries, scale, out, ahead);
-    default: return dot_tile<T, 8>(keys, count, dim, queries, scale, out, ahead);
+    case 1: return dot_rows<T, 1>(keys, count, dim, queries, scale, out);
+    case 2: return dot_rows<T, 2>(keys, count, dim, queries, scale, out);
+    case 3: return dot_rows<T, 3>(keys, count, dim, queries, scale, out);
+    case 4: return dot_rows<T, 4>(keys, count, dim, queries, scale, out);
+    case 5: return dot_rows<T, 5>(keys, count, dim, queries, scale, out);
+    case 6: return dot_rows<T, 6>(keys, count, dim, queries, scale, out);
+    case 7: return dot_rows<T, 7>(keys, count, dim, queries, scale, out);
+    default: return dot_rows<T, 8>(keys, count, dim, queries, scale, out);
   }
-}
-
-template <class T>
-SPARSE_RL_CLONES void unpack_rows(const T* rows, int64_t count, int64_t dim, float* out) {
-  for (int64_t r = 0; r < count; ++r) unpack_row(rows + r * dim, dim, out + r * padded(dim));
 }
 
 template <class T>

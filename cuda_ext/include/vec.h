@@ -96,32 +96,34 @@ SPARSE_RL_INLINE void unpack_row(const T* row, int64_t dim, float* out) {
 #endif
 #endif
 
-// Sums of the lanes of eight vectors at once.
-SPARSE_RL_INLINE void sum_lanes(const Vec* v, float* out) {
+// Sums of the lanes of eight vectors at once, times a factor. Each step adds the halves of two vectors: one shuffle
+// brings together what crosses over, a blend what stays.
+SPARSE_RL_INLINE void sum_lanes(const Vec* v, float factor, float* out) {
 #ifdef SPARSE_RL_SHUFFLE
   Vec p[4], q[2];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     Vec x = v[2 * i], y = v[2 * i + 1];
-    p[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    p[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31) +
+           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     Vec x = p[2 * i], y = p[2 * i + 1];
-    q[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    q[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31) +
+           __builtin_shufflevector(x, y, 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
   }
-  Vec r = __builtin_shufflevector(q[0], q[1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-          __builtin_shufflevector(q[0], q[1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  Vec r = __builtin_shufflevector(q[0], q[1], 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) +
+          __builtin_shufflevector(q[0], q[1], 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
   r += __builtin_shufflevector(r, r, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  auto s = __builtin_shufflevector(r, r, 0, 2, 4, 6, 8, 10, 12, 14);
+  // the sums of 0, 4, 2, 6, 1, 5, 3, 7 now stand in every second lane
+  auto s = __builtin_shufflevector(r, r, 0, 8, 4, 12, 2, 10, 6, 14) * factor;
   std::memcpy(out, &s, 8 * sizeof(float));
 #else
   for (int i = 0; i < 8; ++i) {
     float sum = 0;
     for (int lane = 0; lane < kLanes; ++lane) sum += v[i][lane];
-    out[i] = sum;
+    out[i] = sum * factor;
   }
 #endif
 }

@@ -162,7 +162,7 @@ class GenerationModule(PolicyModule):
     def on_validation_epoch_end(self) -> None:
         """Give the caches back: training rollouts size their own."""
         for sampler in self._samplers.values():
-            sampler.cache = None
+            sampler.release()
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
