@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import (
     CUR,
+    H2O,
     TOVA,
     Compressor,
     ExpectedAttention,
@@ -40,6 +42,12 @@ METHODS: list[Compressor] = [
     ExpectedAttention(**SMALL, query_window=3, covariance="diagonal"),
     Union(SnapKV(**SMALL)),
     Mixture([SnapKV(**SMALL), ExpectedAttention(**SMALL, query_window=6), KeyDiff(**SMALL)], [3, 2, 1]),
+    H2O(**SMALL),
+    H2O(**SMALL, age_normalized=True, value_weighted=True, compress_prompt=False),
+    H2O(**SMALL, budget_rule=Adaptive(8, layers=Pyramid(1.5))),
+    TOVA(**SMALL, budget_rule=Adaptive(7)),  # heads come to hold different tokens
+    Union(SnapKV(**SMALL, budget_rule=Adaptive())),
+    Mixture([H2O(**SMALL), SnapKV(**SMALL), Union(H2O(**SMALL))]),
     Protect(KeyDiff(budget=46, buffer=5, window=4), token_ids=[7]),
 ]
 # qwen3 normalises its keys: without training all norms are equal, and rounding would decide

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning import compressors
-from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import (
     H2O,
@@ -60,6 +60,7 @@ WRAPPED = [
     Protect(KNorm(**SMALL), prompt=False, token_ids=[9]),
     Union(Protect(Mixture([KNorm(26, 4, window=4), TOVA(26, 4, window=4)]))),
     SnapKV(**SMALL, budget_rule=Adaptive()),
+    Mixture([H2O(**SMALL, budget_rule=Pyramid(1.5)), TOVA(**SMALL, budget_rule=Pyramid(1.5))]),
 ]
 
 
@@ -71,11 +72,8 @@ def statistics() -> QueryStatistics:
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_every_shipped_compressor_keeps_the_contract(
-    cls: type[Compressor], options: dict[str, Any], statistics: QueryStatistics, request: pytest.FixtureRequest
+    cls: type[Compressor], options: dict[str, Any], statistics: QueryStatistics
 ) -> None:
-    if cls is H2O:
-        reason = "the slot cache keeps no running state yet"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=ContractError, strict=True))
     calibrated = {"statistics": statistics} if cls.__name__ in ("QFilters", "TriAttention") else {}
     check_compressor(cls, **calibrated, **options)
 

@@ -70,7 +70,7 @@ def check_new_compressor(notebook: nbformat.NotebookNode, printed: str) -> None:
     assert "all keep the contract" in printed
     assert "Unusual breaks the rule 'free memory'.\n  Found: with nan in free memory" in printed
     off, replayed = numbers_after("dense policy off by", printed), numbers_after("replay off by at most", printed)
-    assert len(off) == len(replayed) == 7, "one for each compressor"
+    assert len(off) == len(replayed) == 8, "one for each compressor"
     assert max(replayed) < 1e-4
     assert off[0] < 1e-5, "the full cache"
     assert min(off[1:]) > 1e-3
