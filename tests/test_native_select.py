@@ -243,3 +243,11 @@ def test_forking_onto_a_source_is_an_error() -> None:
     pools = KVPools.uniform((1, 3, 1), 4, 8, torch.float32, "cpu")
     with pytest.raises(RuntimeError, match="slot 1 is both"):
         ops.fork(pools, torch.tensor([0, 1]), torch.tensor([1, 2]))
+
+
+@cpu_complaints
+def test_forking_into_a_smaller_slot_is_an_error() -> None:
+    pools = KVPools.uniform((1, 2, 1), 4, 8, torch.float32, "cpu")
+    pools.lengths[0, 0], pools.capacities[0, 1] = 3, 2
+    with pytest.raises(RuntimeError, match="a head holds 3 entries, allowed are 0 to the destination's capacity = 2"):
+        ops.fork(pools, torch.tensor([0]), torch.tensor([1]))
