@@ -49,6 +49,20 @@ def test_a_full_slot_takes_no_token(device: str) -> None:
 
 
 @on_cuda_kernels
+def test_a_budget_beyond_the_capacity_is_cut(device: str) -> None:
+    case = Case(device=device)
+    case.pools.capacities.fill_(1)
+    case.budgets.fill_(10**6)
+    before = copy(case.pools)
+    case.calls()["select_and_store"]()
+    used = case.slots[case.slots >= 0]
+    assert same_bits(case.pools.lengths[:, used], case.source.lengths[:, used].clamp(max=1))
+    unused = torch.ones(len(case.pools.keys), dtype=torch.bool, device=device)
+    unused[case.pools.offsets[:, used]] = False
+    assert same_bits(case.pools.keys[unused], before.keys[unused])
+
+
+@on_cuda_kernels
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_slots_that_are_not_there_are_skipped(device: str, name: str) -> None:
     case = Case(device=device)
