@@ -20,7 +20,7 @@ from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.modules.generation import GenerationModule
-from sparse_rl_lightning.modules.objective import Objective
+from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
 from sparse_rl_lightning.rollout.preparation import eval_mode
@@ -162,8 +162,7 @@ class SparseGRPO(GenerationModule):
         """Roll out at the start of a block, then train on its next micro-batch."""
         if self.block is None or self.block.is_spent:
             self.block = self._new_block(batch)
-        micro_batch, window = self.block.next()
-        return self._loss(micro_batch, window)
+        return self._loss(*self.block.next())
 
     def roll_out(self, rows: Rows) -> ScoredRollout:
         """Everything that happens to a block of prompts before the first loss, in this order."""
@@ -175,11 +174,11 @@ class SparseGRPO(GenerationModule):
         self._log_rollout(scored)
         return scored
 
-    def _loss(self, part: Rollout, window: Rollout) -> Tensor:
+    def _loss(self, part: Rollout, items: Items) -> Tensor:
         """The micro-batch's share of its optimiser step's loss, and the metrics of the policy update."""
         logprobs, entropy = self._logprobs(self.dense_policy, part)
         part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
-        output = self.objective(part, window, logprobs)
+        output = self.objective(part, items, logprobs)
         if not bool(output.loss.isfinite()):
             worst = (~logprobs.isfinite()).any(dim=1).nonzero().flatten().tolist()
             raise ValueError(
@@ -215,7 +214,7 @@ class SparseGRPO(GenerationModule):
         scored = self.roll_out(rows)
         scored.rollout.evictions = None  # large, and the loss does not read it
         rollout = self._most_informative(scored.rollout, len(rows)) if self.oversampling > 1 else scored.rollout
-        block = RolloutBlock(self._plan(len(rollout)), rollout, self.num_rollouts, self.seed)
+        block = RolloutBlock(self._plan(len(rollout)), rollout, self.num_rollouts, self.seed, self.objective.items)
         self.num_rollouts += 1
         return block
 
@@ -267,7 +266,8 @@ class SparseGRPO(GenerationModule):
         """After a resume, take up block and random state only now: loading the data consumed random numbers."""
         if self._block_state is not None:
             state, self._block_state = self._block_state, None
-            self.block = RolloutBlock.from_state(self._plan(len(state["rollout"]["sequences"])), state, self.seed)
+            plan = self._plan(len(state["rollout"]["sequences"]))
+            self.block = RolloutBlock.from_state(plan, state, self.seed, self.objective.items)
             self.block.rollout = self.block.rollout.to(self.device)
         if self._random_state is not None:
             restore_random_state(self._random_state)
