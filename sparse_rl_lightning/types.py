@@ -39,6 +39,7 @@ class LayerState:
     scale: float  # factor on q.k before the softmax
     inv_freq: Tensor  # (D / 2,) rotary frequencies
     attention_scaling: float  # factor transformers puts on cos and sin (YaRN, longrope), usually 1
+    prompt_keys: Tensor | None = None  # (S,) int64, a random key per prompt, the same for all its samples
     state: Mapping[str, Tensor] = field(
         default_factory=dict
     )  # each (S, H, N) float32, named by Compressor.state_fields

@@ -51,6 +51,7 @@ class RolloutSession:
             raise ValueError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
         self.sampler, self.params, self.max_prompt_length = sampler, params, max_prompt_length
         self._workspace = Workspace()
+        self._broken = False
         with sampler.sampling():
             self.run = self._workspace.start(sampler, params, sampler.num_slots, max_prompt_length, versioned=True)
 
@@ -95,12 +96,21 @@ class RolloutSession:
         """
         run = self.run
         stop = None if max_steps is None else run.num_steps + max_steps
+        if self._broken:
+            raise ValueError(
+                "An earlier advance() of this RolloutSession was interrupted in the middle of a step: load_state() "
+                "what was saved before, or make a new session."
+            )
+        self._broken = True
         with self.sampler.sampling():
             self._workspace.take_new_weights(self.sampler, run)
             while run.is_busy and (stop is None or run.num_steps < stop or not (until is None or until())):
                 run.advance()
+                self._broken = False  # between two steps everything is consistent
                 if progress is not None:
                     progress(run.progress)
+                self._broken = True
+        self._broken = False
 
     @property
     def version(self) -> int:
@@ -176,6 +186,7 @@ class RolloutSession:
                 getattr(run.tracks, name)[slot] = row
         run.free = sorted(set(range(run.plan.num_slots)) - set(run.slots), reverse=True)
         run.forget_rows()
+        self._broken = False
 
     def _slot_state(self, slot: int) -> dict[str, Any]:
         run = self.run
