@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ cuda-emulate: $(INSTALLED) ## op tests on the CUDA kernels, emulated on the CPU 
 
 bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/ops.py
+
+bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two cores, half an hour
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/rollout.py --device cpu
 
 lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .

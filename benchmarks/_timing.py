@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-
-from sparse_rl_lightning import ops
 
 Call = Callable[[], object]
 SHAPES = {"large": (16, 28, 4, 128, 640), "small": (16, 8, 2, 64, 640)}  # slots, heads, KV heads, head size, entries
@@ -148,18 +143,3 @@ def table(rows: list[Row]) -> str:
             f"{'yes' if met else 'NO'} | {share} | {floor} | {rest} |"
         )
     return "\n".join(lines)
-
-
-def machine(device: str) -> str:
-    """What the numbers were measured on."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
-    where = f"{model} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads{gpu}"
-    native = "kernels" if ops.has_kernel("decode_attention", device) else "PyTorch reference"
-    return f"{datetime.date.today()}, {where}, torch {torch.__version__}, own ops: {native}"

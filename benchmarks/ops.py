@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _timing import SHAPES, Bench, Call, Row, label, machine, table
+from _table import machine
+from _timing import SHAPES, Bench, Call, Row, label, table
 from torch import Tensor
 
 from sparse_rl_lightning import ops

@@ -6,6 +6,7 @@ S slots, H KV heads, Hq query heads, N entries of a slot, D head dimension, A qu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -38,6 +39,9 @@ class LayerState:
     scale: float  # factor on q.k before the softmax
     inv_freq: Tensor  # (D / 2,) rotary frequencies
     attention_scaling: float  # factor transformers puts on cos and sin (YaRN, longrope), usually 1
+    state: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # each (S, H, N) float32, named by Compressor.state_fields
 
     @property
     def group_size(self) -> int:
@@ -99,9 +103,12 @@ class Rollout:
     sequences: Tensor  # (B, T) prompt then completion, right-padded
     prompt_lengths: Tensor  # (B,)
     completion_mask: Tensor  # (B, T) bool, the end token included
-    finished: Tensor  # (B,) bool: ended by an end token, not by length
+    finished: Tensor  # (B,) bool: ended by an end token or a stop string, not by length
     sampler_logprobs: Tensor  # (B, T) log-softmax(logits / temperature) of the sparse policy, 0 outside the completion
     behavior_logprobs: Tensor | None = None  # (B, T) of the truncated distribution drawn from, when it differs
+    topk_ids: Tensor | None = None  # (B, T, K) the sparse policy's most likely tokens, when asked for
+    topk_logprobs: Tensor | None = None  # (B, T, K)
+    policy_versions: Tensor | None = None  # (B, T) int32 which version drew each token, in partial rollouts
     evictions: EvictionRecord | None = None
     kv: KVUsage | None = None
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update

@@ -158,7 +158,7 @@ class RunSummary(RolloutCallback):
             new = next(iter(scored.reward_table.values())).tolist()
             self._keep_samples(cache, batch, scored.completions, new)
             rewards += new
-        module.sampler(dense=cache == "dense").cache = None  # the memory back, and training's pool gets its own size
+        module.sampler(dense=cache == "dense").release()  # the memory back, and training's pool gets its own size
         return rewards
 
     def _keep_samples(self, cache: str, rows: list[dict[str, Any]], texts: list[str], rewards: list[float]) -> None:

@@ -15,12 +15,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
+from sparse_rl_lightning.budgets import BudgetRule
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 
-BASES = (PolicyModule, PromptDataModule, Compressor, PolicySource, Callback, Logger, Optimizer)
+BASES = (PolicyModule, PromptDataModule, Compressor, BudgetRule, PolicySource, Callback, Logger, Optimizer)
 """Classes whose subclasses a configuration names."""
 
 NOISE = re.compile(
@@ -80,7 +81,7 @@ def _suggestion(message: str) -> list[str]:
         own = f"A class of your own is named with its module, such as mine.{found[1]}."
         return [f"There is no class {found[1]!r}. {hint or own}"]
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
-        hint = _did_you_mean(found[2], inspect.signature(_import(found[1])).parameters)
+        hint = _did_you_mean(found[2], _argument_names(_import(found[1])))
     elif found := re.search(r"does not accept option '([\w.]+)'", message):
         options = ["model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
         hint = _did_you_mean(
@@ -106,6 +107,11 @@ def _class_names() -> set[str]:
         names.update(c.__name__ for c in subclasses if not c.__name__.startswith("_"))
         waiting.extend(subclasses)
     return names
+
+
+def _argument_names(cls: type) -> set[str]:
+    """Arguments of a class, those that it passes on to its parents among them."""
+    return {name for c in cls.__mro__ for name in inspect.signature(c.__init__).parameters}  # type: ignore[misc]
 
 
 def _import(path: str) -> Any:

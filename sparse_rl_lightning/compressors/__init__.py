@@ -1,10 +1,43 @@
 """Compressors: which entries of the KV cache a sparse rollout keeps."""
 
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.cur import CUR
+from sparse_rl_lightning.compressors.expected_attention import ExpectedAttention
 from sparse_rl_lightning.compressors.full import FullKV
+from sparse_rl_lightning.compressors.h2o import H2O
+from sparse_rl_lightning.compressors.keydiff import KeyDiff
+from sparse_rl_lightning.compressors.knorm import KNorm
+from sparse_rl_lightning.compressors.lagkv import LagKV
+from sparse_rl_lightning.compressors.mixture import Mixture
+from sparse_rl_lightning.compressors.protect import Protect
+from sparse_rl_lightning.compressors.qfilters import QFilters
 from sparse_rl_lightning.compressors.random import RandomEviction
 from sparse_rl_lightning.compressors.rkv import RKV
 from sparse_rl_lightning.compressors.snapkv import SnapKV
+from sparse_rl_lightning.compressors.statistics import QueryStatistics
 from sparse_rl_lightning.compressors.streaming import StreamingLLM
+from sparse_rl_lightning.compressors.tova import TOVA
+from sparse_rl_lightning.compressors.triattention import TriAttention
+from sparse_rl_lightning.compressors.union import Union
 
-__all__ = ["RKV", "Compressor", "FullKV", "RandomEviction", "SnapKV", "StreamingLLM"]
+__all__ = [
+    "CUR",
+    "H2O",
+    "RKV",
+    "TOVA",
+    "Compressor",
+    "ExpectedAttention",
+    "FullKV",
+    "KNorm",
+    "KeyDiff",
+    "LagKV",
+    "Mixture",
+    "Protect",
+    "QFilters",
+    "QueryStatistics",
+    "RandomEviction",
+    "SnapKV",
+    "StreamingLLM",
+    "TriAttention",
+    "Union",
+]

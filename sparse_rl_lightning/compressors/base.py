@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.select import select_entries
+from sparse_rl_lightning.budgets import BudgetRule, Uniform
+from sparse_rl_lightning.ops.select import pinned_entries, select_entries
 from sparse_rl_lightning.types import LayerState
 
 
@@ -15,7 +18,8 @@ class Compressor(ABC):
 
     A slot holds ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
     positions, the last ``window`` entries and the best scores among the rest stay. A compressor keeps no state
-    of its own: one instance serves all layers, slots and ranks.
+    of its own: one instance serves all layers, slots and ranks. Numbers that a method accumulates over the steps are
+    named in :attr:`state_fields` and belong to the cache.
 
     Args:
         budget: Tokens kept per layer and KV head after a compression.
@@ -24,6 +28,7 @@ class Compressor(ABC):
         window: Most recent tokens that are never evicted.
         compress_prompt: Compress a prompt that does not fit the slot at the end of its prefill. With False the
             slot grows to ``max(budget, longest prompt) + buffer`` and the prompt competes from the first trigger on.
+        budget_rule: How layers and heads share the budget, null for equally.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from.
@@ -33,7 +38,13 @@ class Compressor(ABC):
     """Whether slots are ever compressed. False sizes them for the whole sequence."""
 
     def __init__(
-        self, budget: int, buffer: int = 128, num_sinks: int = 4, window: int = 8, compress_prompt: bool = True
+        self,
+        budget: int,
+        buffer: int = 128,
+        num_sinks: int = 4,
+        window: int = 8,
+        compress_prompt: bool = True,
+        budget_rule: BudgetRule | None = None,
     ) -> None:
         name = type(self).__name__
         if budget <= 0:
@@ -54,15 +65,90 @@ class Compressor(ABC):
         self.num_sinks = num_sinks
         self.window = window
         self.compress_prompt = compress_prompt
+        self.budget_rule = budget_rule or Uniform()
+
+    # ---------------------------------------------------------------- what a method declares
 
     @property
     def num_queries(self) -> int:
         """How many of the most recent queries the cache keeps for :meth:`score`; 0 keeps none."""
         return self.window
 
+    @property
+    def state_fields(self) -> tuple[str, ...]:
+        """Names of float32 numbers per entry that the cache keeps beside the keys, moves with them and starts at 0.
+
+        Where there are any, the cache computes attention probabilities and calls :meth:`update_state`.
+        """
+        return ()
+
     @abstractmethod
     def score(self, layer: LayerState) -> Tensor:
-        """How much each entry is worth: (S, H, N), higher is kept. Entries that are not valid may hold anything."""
+        """How much each entry is worth: (S, H, N), higher is kept. Entries that are not valid may hold anything.
+
+        A score of +inf says that the entry must stay: too many of them are an error, not an eviction.
+        """
+
+    def update_state(self, layer: LayerState, mass: Tensor) -> None:
+        """Write what has been seen into ``layer.state``, in place; called before the slot may be compressed.
+
+        Args:
+            layer: One layer's cache; ``layer.state[name]`` is (S, H, N) for each of :attr:`state_fields`.
+            mass: (S, H, N) float32, the attention each entry received since the last call, summed over the query
+                heads of its group: from the newest query after a decode step, from all queries of the prompt
+                after its prefill. 0 in free memory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has state_fields, so it needs update_state.")
+
+    # ---------------------------------------------------------------- what the cache calls
+
+    def layer_budgets(self, num_layers: int) -> list[int]:
+        """Tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
+
+        Raises:
+            ValueError: If a head would get less than sinks and window.
+        """
+        return self.budget_rule.layer_budgets(self.budget, num_layers, self.num_sinks + self.window)
+
+    def plan_eviction(self, layer: LayerState, layer_budget: int | None = None) -> tuple[Tensor, Tensor]:
+        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``select_and_compact`` takes them.
+
+        Args:
+            layer: One layer's cache.
+            layer_budget: The layer's number of :meth:`layer_budgets`, default :attr:`budget`.
+
+        Raises:
+            ValueError: As :meth:`checked_score`, or if more entries must stay than a head keeps.
+        """
+        limit = self.budget if layer_budget is None else layer_budget
+        scores = self._shaped_score(layer).to(torch.float32)
+        pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
+        minimum = self.num_sinks + self.window
+        budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
+        must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
+        unranked, too_many = (scores.isnan() & layer.valid).any(), (must_stay > budgets).any()
+        if bool(unranked | too_many):  # the device is waited for once
+            self._refuse_nan(scores, layer)
+            worst = int((must_stay - budgets).argmax())
+            raise ValueError(
+                f"{type(self).__name__}: {int(must_stay.flatten()[worst])} entries of a head in layer "
+                f"{layer.layer_index} must stay, num_sinks={self.num_sinks} and window={self.window} among them, but "
+                f"it keeps only {int(budgets.flatten()[worst])}. Raise budget={self.budget} or protect fewer tokens."
+            )
+        return scores, budgets
+
+    def select(self, layer: LayerState, layer_budget: int | None = None) -> Tensor:
+        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``select_and_compact``.
+
+        Args:
+            layer: One layer's cache.
+            layer_budget: As for :meth:`plan_eviction`.
+
+        Raises:
+            ValueError: As :meth:`plan_eviction`.
+        """
+        scores, budgets = self.plan_eviction(layer, layer_budget)
+        return select_entries(scores, layer.valid, layer.positions, budgets, self.num_sinks, self.window)
 
     def checked_score(self, layer: LayerState) -> Tensor:
         """What :meth:`score` returns, refused where it cannot be ranked.
@@ -70,31 +156,35 @@ class Compressor(ABC):
         Raises:
             ValueError: If :meth:`score` returned another shape than (S, H, N), or NaN for a live entry.
         """
-        scores = self.score(layer)
-        name = type(self).__name__
-        if scores.shape != layer.valid.shape:
-            raise ValueError(
-                f"{name}.score returned shape {tuple(scores.shape)}, expected (slots, KV heads, entries) = "
-                f"{tuple(layer.valid.shape)}."
-            )
-        if bool((scores.isnan() & layer.valid).any()):
-            raise ValueError(f"{name}.score returned NaN for live entries of layer {layer.layer_index}.")
+        scores = self._shaped_score(layer)
+        self._refuse_nan(scores, layer)
         return scores
 
-    def select(self, layer: LayerState, budget: int | Tensor | None = None) -> Tensor:
-        """The entries that stay: (S, H, N) bool. The cache does the same in place, with the op ``select_and_compact``.
+    def _shaped_score(self, layer: LayerState) -> Tensor:
+        scores = self.score(layer)
+        if scores.shape != layer.valid.shape:
+            raise ValueError(
+                f"{type(self).__name__}.score returned shape {tuple(scores.shape)}, expected (slots, KV heads, "
+                f"entries) = {tuple(layer.valid.shape)}."
+            )
+        return scores
 
-        Args:
-            layer: One layer's cache.
-            budget: Entries to keep, a number or (S, H); default :attr:`budget`.
-
-        Raises:
-            ValueError: As :meth:`checked_score`.
-        """
-        limit = self.budget if budget is None else budget
-        scores = self.checked_score(layer)
-        return select_entries(scores, layer.valid, layer.positions, limit, self.num_sinks, self.window)
+    def _refuse_nan(self, scores: Tensor, layer: LayerState) -> None:
+        if bool((scores.isnan() & layer.valid).any()):
+            raise ValueError(f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.")
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
         return f"{type(self).__name__}({arguments})"
+
+
+def check_choice(owner: Compressor, argument: str, value: str, choices: Any) -> None:
+    """Refuse a value that is not one of a ``Literal``'s.
+
+    Raises:
+        ValueError: With the class, the argument, the value and the choices.
+    """
+    allowed = get_args(choices)
+    if value not in allowed:
+        name = type(owner).__name__
+        raise ValueError(f"{name}: {argument} must be one of {', '.join(allowed)}, got {argument}={value!r}.")

@@ -12,14 +12,10 @@ class FullKV(Compressor):
     """Keep every entry: the dense baseline. Slots are sized for the longest prompt plus the longest completion."""
 
     evicts = False
+    num_queries = 0
 
     def __init__(self) -> None:
         super().__init__(budget=1, buffer=1, num_sinks=0, window=1)
-
-    @property
-    def num_queries(self) -> int:
-        """No scoring, so no queries are kept."""
-        return 0
 
     def score(self, layer: LayerState) -> Tensor:
         """Never called by the engine; all entries are worth the same."""

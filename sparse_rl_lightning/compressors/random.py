@@ -18,10 +18,7 @@ class RandomEviction(Compressor):
     and they are the same in any batch and slot.
     """
 
-    @property
-    def num_queries(self) -> int:
-        """Chance decides, so no queries are kept."""
-        return 0
+    num_queries = 0
 
     def score(self, layer: LayerState) -> Tensor:
         """The lot of each token: (S, H, N) in (0, 1)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.compressors.snapkv import SnapKV, Variant
+from sparse_rl_lightning.compressors.snapkv import SnapKV
 from sparse_rl_lightning.ops import KVPools, score_redundancy
-from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
 from sparse_rl_lightning.types import LayerState
 
 
@@ -22,41 +23,20 @@ class RKV(SnapKV):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression.
-        buffer: Tokens appended between two compressions.
-        num_sinks: First positions of the sequence that are never evicted.
-        window: Most recent tokens that are never evicted, and the number of queries that score the others.
-        compress_prompt: Compress a prompt that does not fit the slot at the end of its prefill.
-        kernel_size: Entries that pooling looks at, an odd number; 1 pools nothing.
-        pooling: "max", "avg" or "none" over neighbouring entries.
-        group_reduction: "max" of the logits over the query heads of a KV head before the softmax, or "mean" of their
-            importance after softmax and pooling.
-        variant: How importance is measured, as in :class:`SnapKV`. Published R-KV is "decode"; "original" sums over
-            the queries, so its importance is up to ``window`` times larger.
         mix_lambda: Weight of the importance, from 0 to 1.
         similarity_threshold: Cosine above which two keys are similar, from -1 to 1; each key spares the last of those
             similar to it.
+        **options: Those of :class:`SnapKV`. Published R-KV is ``variant="decode"``; "original" sums over the queries,
+            so its importance is up to ``window`` times larger.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
     """
 
     def __init__(
-        self,
-        budget: int,
-        buffer: int = 128,
-        num_sinks: int = 4,
-        window: int = 8,
-        compress_prompt: bool = True,
-        kernel_size: int = 7,
-        pooling: Pooling = "max",
-        group_reduction: GroupReduction = "max",
-        variant: Variant = "decode",
-        mix_lambda: float = 0.1,
-        similarity_threshold: float = 0.5,
+        self, budget: int, *, mix_lambda: float = 0.1, similarity_threshold: float = 0.5, **options: Any
     ) -> None:
-        super().__init__(
-            budget, buffer, num_sinks, window, compress_prompt, kernel_size, pooling, group_reduction, variant
-        )
+        super().__init__(budget, **options)
         if not 0 <= mix_lambda <= 1:
             raise ValueError(f"RKV: mix_lambda must be from 0 to 1, got mix_lambda={mix_lambda}.")
         if not -1 <= similarity_threshold <= 1:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.ops import KVPools, score_importance
 from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
 from sparse_rl_lightning.types import LayerState
@@ -28,15 +28,12 @@ class SnapKV(Compressor):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression.
-        buffer: Tokens appended between two compressions.
-        num_sinks: First positions of the sequence that are never evicted.
-        window: Most recent tokens that are never evicted, and the number of queries that score the others.
-        compress_prompt: Compress a prompt that does not fit the slot at the end of its prefill.
         kernel_size: Entries that pooling looks at, an odd number; 1 pools nothing.
         pooling: "max", "avg" or "none" over neighbouring entries.
         group_reduction: "max" of the logits over the query heads of a KV head before the softmax, or "mean" of their
             importance after softmax and pooling.
         variant: "decode" or "original".
+        **sizes: Those of :class:`Compressor`; ``window`` is also the number of queries that score.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is none of those listed.
@@ -45,22 +42,20 @@ class SnapKV(Compressor):
     def __init__(
         self,
         budget: int,
-        buffer: int = 128,
-        num_sinks: int = 4,
-        window: int = 8,
-        compress_prompt: bool = True,
+        *,
         kernel_size: int = 7,
         pooling: Pooling = "max",
         group_reduction: GroupReduction = "max",
         variant: Variant = "decode",
+        **sizes: Any,
     ) -> None:
-        super().__init__(budget, buffer, num_sinks, window, compress_prompt)
-        name = type(self).__name__
+        super().__init__(budget, **sizes)
         if kernel_size < 1 or kernel_size % 2 == 0:
+            name = type(self).__name__
             raise ValueError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
-        _check_choice(name, "pooling", pooling, Pooling)
-        _check_choice(name, "group_reduction", group_reduction, GroupReduction)
-        _check_choice(name, "variant", variant, Variant)
+        check_choice(self, "pooling", pooling, Pooling)
+        check_choice(self, "group_reduction", group_reduction, GroupReduction)
+        check_choice(self, "variant", variant, Variant)
         self.kernel_size = kernel_size
         self.pooling: Pooling = pooling
         self.group_reduction: GroupReduction = group_reduction
@@ -83,9 +78,3 @@ class SnapKV(Compressor):
             pooling=self.pooling,
             kernel_size=self.kernel_size,
         )
-
-
-def _check_choice(name: str, argument: str, value: str, choices: Any) -> None:
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise ValueError(f"{name}: {argument} must be one of {', '.join(allowed)}, got {argument}={value!r}.")

@@ -16,10 +16,7 @@ class StreamingLLM(Compressor):
     nothing here, since all places that the sinks leave go to the most recent tokens.
     """
 
-    @property
-    def num_queries(self) -> int:
-        """Positions decide, so no queries are kept."""
-        return 0
+    num_queries = 0
 
     def score(self, layer: LayerState) -> Tensor:
         """The position: (S, H, N)."""

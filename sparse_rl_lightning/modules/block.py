@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.modules.objective import Items
 from sparse_rl_lightning.ops.random import hash_bits
 from sparse_rl_lightning.types import Rollout
 
@@ -84,35 +86,46 @@ class RolloutBlock:
         rollout: All its sequences.
         index: Number of the rollout.
         seed: Of the shuffling.
+        count: Counts the items of an optimiser step, given all its sequences.
         cursor: Micro-batches already served.
     """
 
-    def __init__(self, plan: BlockPlan, rollout: Rollout, index: int, seed: int, cursor: int = 0) -> None:
+    def __init__(
+        self,
+        plan: BlockPlan,
+        rollout: Rollout,
+        index: int,
+        seed: int,
+        count: Callable[[Rollout], Items],
+        cursor: int = 0,
+    ) -> None:
         self.plan, self.rollout, self.index, self.seed, self.cursor = plan, rollout, index, seed, cursor
+        self._count = count
+        self._items: Items | None = None  # of the optimiser step in progress
 
     @property
     def is_spent(self) -> bool:
         """Whether every micro-batch has been served."""
         return self.cursor >= self.plan.micro_batches
 
-    def next(self) -> tuple[Rollout, Rollout]:
-        """The next micro-batch, and all sequences of the optimiser step it belongs to."""
-        start = self.cursor - self.cursor % self.plan.accumulate
-        rows = self._order()
-        size = self.plan.micro_batch
+    def next(self) -> tuple[Rollout, Items]:
+        """The next micro-batch, and the items of the optimiser step it belongs to, counted once per step."""
+        rows, size, accumulate = self._order(), self.plan.micro_batch, self.plan.accumulate
+        if self._items is None or self.cursor % accumulate == 0:
+            start = self.cursor - self.cursor % accumulate
+            self._items = self._count(self.rollout[rows[start * size : (start + accumulate) * size]])
         own = rows[self.cursor * size : (self.cursor + 1) * size]
-        window = rows[start * size : (start + self.plan.accumulate) * size]
         self.cursor += 1
-        return self.rollout[own], self.rollout[window]
+        return self.rollout[own], self._items
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
         return {"rollout": self.rollout.state(), "index": self.index, "cursor": self.cursor}
 
     @classmethod
-    def from_state(cls, plan: BlockPlan, state: dict[str, Any], seed: int) -> Self:
+    def from_state(cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Items]) -> Self:
         """The block whose :meth:`state` this is."""
-        return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, state["cursor"])
+        return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
 
     def _order(self) -> Tensor:
         """Sequence numbers of all passes, one after the other, each pass shuffled anew."""

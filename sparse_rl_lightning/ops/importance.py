@@ -58,7 +58,7 @@ def window_importance(
     outside = valid & (torch.arange(valid.shape[-1], device=valid.device) < valid.sum(-1, keepdim=True) - window)
     attended = outside if exclude_window else valid
     visible = attended.unsqueeze(2) & (positions.unsqueeze(2) <= query_positions[:, None, :, None])  # (S, H, A, N)
-    logits = _group_logits(queries, keys, scale)  # (S, H, G, A, N)
+    logits = group_logits(queries, keys, scale)  # (S, H, G, A, N)
     if group_reduction == "max":
         logits = logits.amax(dim=2, keepdim=True)
     hidden = ~visible.unsqueeze(2) | (logits == -torch.inf)  # absent queries, at position -1, see nothing
@@ -91,7 +91,7 @@ def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: 
     return pooled.view(values.shape).masked_fill(~inside, 0.0)
 
 
-def _group_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+def group_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """(S, H, G, A, N) scaled products of every query with the keys of its group, at least in float32."""
     dtype = torch.promote_types(keys.dtype, torch.float32)
     slots, heads, num_entries, dim = keys.shape

@@ -36,15 +36,26 @@ class KVPools:
             dtype: Type of keys and values.
             device: Where they live.
         """
-        count = int(torch.Size(heads).numel())
-        keys = torch.zeros(count * capacity, head_dim, dtype=dtype, device=device)
+        return cls.ragged(torch.full(heads, capacity, dtype=torch.int32, device=device), head_dim, dtype)
+
+    @classmethod
+    def ragged(cls, capacities: Tensor, head_dim: int, dtype: torch.dtype) -> Self:
+        """Empty pools on the device of ``capacities``, the heads one after the other in its order.
+
+        Args:
+            capacities: (L, S, H) or (S, H) int32, entries of each head.
+            head_dim: D.
+            dtype: Type of keys and values.
+        """
+        device, ends = capacities.device, capacities.flatten().cumsum(0)
+        keys = torch.zeros(int(ends[-1]), head_dim, dtype=dtype, device=device)
         return cls(
             keys=keys,
             values=torch.zeros_like(keys),
-            positions=torch.zeros(count * capacity, dtype=torch.int32, device=device),
-            offsets=(torch.arange(count, device=device) * capacity).view(heads),
-            capacities=torch.full(heads, capacity, dtype=torch.int32, device=device),
-            lengths=torch.zeros(heads, dtype=torch.int32, device=device),
+            positions=torch.zeros(len(keys), dtype=torch.int32, device=device),
+            offsets=(ends - capacities.flatten()).view(capacities.shape),
+            capacities=capacities,
+            lengths=torch.zeros_like(capacities),
         )
 
     @classmethod

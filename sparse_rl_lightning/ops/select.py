@@ -30,15 +30,32 @@ def select_entries(
     Returns:
         (S, H, N) bool, the entries that stay.
     """
-    num_live = valid.sum(dim=-1, keepdim=True)
-    index = torch.arange(valid.shape[-1], device=valid.device)
-    pinned = (positions < num_sinks) | (index >= num_live - window)
-    rank_class = valid.to(torch.int8) + (valid & pinned).to(torch.int8)  # 2 pinned, 1 live, 0 free memory
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, rank_class.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    rank = torch.empty_like(order).scatter_(-1, order, index.expand_as(order))
+    pinned = pinned_entries(valid, positions, num_sinks, window)
+    rank = rank_entries(scores, valid.to(torch.int8) + pinned.to(torch.int8))  # 2 pinned, 1 live, 0 free memory
     limit = budget.unsqueeze(-1) if isinstance(budget, Tensor) else budget
     return valid & (rank < limit)
+
+
+def pinned_entries(valid: Tensor, positions: Tensor, num_sinks: int, window: int) -> Tensor:
+    """The live entries that no score can evict, as in :func:`select_entries`: (S, H, N) bool."""
+    index = torch.arange(valid.shape[-1], device=valid.device)
+    return valid & ((positions < num_sinks) | (index >= valid.sum(dim=-1, keepdim=True) - window))
+
+
+def rank_entries(scores: Tensor, classes: Tensor) -> Tensor:
+    """The place of each entry in its row, 0 for the best.
+
+    Args:
+        scores: (..., N) float without NaN.
+        classes: (..., N) int8: every entry of a higher class comes before every entry of a lower one.
+
+    Returns:
+        (..., N) int64; exact ties go to the lowest index.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, classes.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    index = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, index)
 
 
 def compaction_order(keep: Tensor) -> tuple[Tensor, Tensor]:

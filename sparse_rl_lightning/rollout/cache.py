@@ -1,234 +1,238 @@
 """SlotCache: fixed memory for a fixed number of sequences, eviction in place, and the record of deaths.
 
-Letters as in types.py. Slots in use are always the first ones, 0 to n - 1, so a decode step works on views.
+Letters as in types.py. Per-slot state has one row more than there are slots: the place of rows that only pad a batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.rollout.arenas import Arenas
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
-from sparse_rl_lightning.types import NEVER, LayerState
+from sparse_rl_lightning.types import NEVER
 
-_PER_SLOT = ("tokens", "seen", "limits", "prompt_lengths", "sequence_keys")
+_PER_SLOT = ("tokens", "seen", "prompt_lengths", "sequence_keys")
+_PER_LAYER = ("lengths", "queries", "death")
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """What decides how much memory a cache takes and how it is laid out."""
+
+    num_slots: int
+    capacities: tuple[int, ...]  # (L) entries per slot and KV head, a mean over the heads
+    num_queries: int  # most recent queries kept for scoring
+    max_length: int  # longest sequence in tokens
+    state_fields: tuple[str, ...] = ()  # running numbers per entry
+    per_head: bool = False  # heads of a slot share its memory unequally
+
+    def covers(self, other: CacheSize) -> bool:
+        """Whether a cache of this size can do the work of the other."""
+        slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
+        entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
+        same = (other.num_queries, other.state_fields, other.per_head) == (
+            self.num_queries, self.state_fields, self.per_head
+        )  # fmt: skip
+        return slots and entries and same
+
+
+@dataclass
+class PackedPrompts:
+    """One layer of freshly read prompts, one after the other in ``keys`` and ``values``."""
+
+    slots: list[int]  # (P) where they go
+    lengths: list[int]  # (P)
+    starts: Tensor  # (P) int64, row of each prompt's first token
+    keys: Tensor  # (H, R, D) rotated, of the pools' type
+    values: Tensor  # (H, R, D)
+    limits: list[int]  # (P) lengths from which on a prompt is compressed in this layer
+    mass: list[Tensor] | None = None  # (P) of (H, T): attention each token received, where the compressor has state
 
 
 class SlotCache:
-    """KV memory for ``num_slots`` sequences of ``capacity`` entries per layer and head, allocated once.
+    """KV memory for a fixed number of sequences and entries, allocated once.
 
     Keys keep the rotation they were written with; ``positions`` remembers where they come from. An evicted
     entry's memory is reused by the next token, so nothing grows with the length of a sequence.
-
-    Args:
-        geometry: Sizes of the model's cache.
-        num_slots: Sequences held at the same time.
-        capacity: Entries per layer, slot and KV head.
-        num_queries: Most recent queries kept for scoring, 0 for none.
-        max_length: Longest sequence in tokens, for the token ids and the record of deaths.
     """
 
-    def __init__(
-        self, geometry: CacheGeometry, num_slots: int, capacity: int, num_queries: int, max_length: int
-    ) -> None:
-        g = geometry
-        layer_slots, device = (g.num_layers, num_slots), g.device
-        self.geometry, self.num_slots, self.capacity, self.max_length = g, num_slots, capacity, max_length
-        self.num_queries = num_queries
-        self.pools = KVPools.uniform((*layer_slots, g.num_kv_heads), capacity, g.head_dim, g.dtype, device)
+    def __init__(self, geometry: CacheGeometry, size: CacheSize) -> None:
+        g, slots, length = geometry, size.num_slots, size.max_length
+        device = g.device
+        self.geometry, self.size = g, size
+        capacities = torch.tensor(size.capacities, dtype=torch.int32, device=device)
+        heads = (g.num_layers, slots, g.num_kv_heads)
+        self.pools = KVPools.ragged(capacities[:, None, None].expand(heads).contiguous(), g.head_dim, g.kv_dtype)
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
-        self.keys = self.key_pool.view(*layer_slots, g.num_kv_heads, capacity, g.head_dim)
-        self.values = self.value_pool.view_as(self.keys)
-        self.positions = self.pools.positions.view(self.keys.shape[:-1])
-        self.queries = torch.zeros(*layer_slots, g.num_heads, num_queries, g.head_dim, dtype=g.dtype, device=device)
-        self.death = torch.full((*layer_slots, g.num_kv_heads, max_length), NEVER, dtype=torch.int32, device=device)
-        self.tokens = torch.zeros(num_slots, max_length, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(num_slots, dtype=torch.int64, device=device)  # tokens fed so far
-        self.limits = torch.zeros_like(self.seen)  # entries at which a slot is compressed
+        self.arenas = Arenas(self.pools) if size.per_head else None
+        fields = len(size.state_fields)
+        self.state_pool = torch.zeros(len(self.key_pool), fields, device=device) if fields else None
+        ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
+        self.queries = torch.zeros(ring, dtype=g.kv_dtype, device=device)
+        self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
-        self._slots = torch.arange(num_slots, device=device)
-        self._entries = torch.arange(capacity, device=device)
 
-    def serves(self, geometry: CacheGeometry, num_slots: int, capacity: int, num_queries: int, max_length: int) -> bool:
-        """Whether a rollout of these sizes can use this memory."""
-        same = (geometry.dtype, geometry.device, num_queries) == (
-            self.geometry.dtype, self.geometry.device, self.num_queries
-        )  # fmt: skip
-        enough = num_slots <= self.num_slots and capacity <= self.capacity and max_length <= self.max_length
+    def serves(self, geometry: CacheGeometry, size: CacheSize) -> bool:
+        """Whether a rollout of this size can use this memory."""
+        own = self.geometry
+        same = (geometry.kv_dtype, geometry.device) == (own.kv_dtype, own.device)
         # memory made under inference_mode cannot be written outside of it
-        return same and enough and (torch.is_inference_mode_enabled() or not self.key_pool.is_inference())
+        writable = torch.is_inference_mode_enabled() or not self.key_pool.is_inference()
+        return same and writable and self.size.covers(size)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of keys and values: the sum of all capacities times the bytes per entry."""
         return self.pools.nbytes
 
+    def most_entries(self, layer: int) -> int:
+        """What no head of the layer can exceed."""
+        return self.size.capacities[layer] * (self.geometry.num_kv_heads if self.size.per_head else 1)
+
     # ---------------------------------------------------------------- one layer, called from attention
 
-    def append_and_attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write one token per slot in use, remember its query, and attend over all live entries, itself included.
+    def append_and_attend(
+        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
+        probs: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Write one token per slot, remember its query, and attend over all live entries, itself included.
 
         Args:
             layer: Layer index.
-            query: (n, Hq, D) post-RoPE, for slots 0 to n - 1.
-            key: (n, H, D) post-RoPE.
-            value: (n, H, D).
+            slots: (R,) int64, -1 for rows that pad the batch.
+            query: (R, Hq, D) not yet rotated.
+            key: (R, H, D) not yet rotated.
+            value: (R, H, D).
+            cos: (R, D), of the tokens' positions.
+            sin: (R, D).
+            probs: (R, Hq, N) float32 to be filled with the probabilities, N = ``most_entries(layer)``.
 
         Returns:
-            (n, Hq, D).
+            (R, Hq, D), zeros in padding.
         """
-        pools, slots = self.layers[layer], self._slots[: query.shape[0]]
-        own_query, key, value = (t.to(self.key_pool.dtype).contiguous() for t in (query, key, value))
-        ops.append(pools, slots, self.seen, own_query, key, value, self.queries[layer])
-        return ops.attend(pools, slots, own_query, self.geometry.scale, self.capacity).to(query.dtype)
+        pools, kind = self.layers[layer], self.key_pool.dtype
+        own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
+        key, value = (t.to(kind).contiguous() for t in (key, value))
+        ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
+        out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer), probs=probs)
+        return out.to(query.dtype)
 
-    def store_prompts(
-        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, compressor: Compressor
+    def store(
+        self, layer: int, prompts: PackedPrompts, scores: Tensor, budgets: Tensor, compressor: Compressor
     ) -> None:
-        """Take one layer of freshly read prompts into their slots, compressed to the budget where they do not fit.
+        """Take the best entries of one layer of prompts into their slots.
 
         Args:
             layer: Layer index.
-            slots: (P,) where the prompts go; ``begin`` was called for them.
-            query: (P, Hq, T, D), right-padded.
-            key: (P, H, T, D).
-            value: (P, H, T, D).
-            compressor: Chooses what stays of a prompt that reaches the slot's limit.
+            prompts: What was read; ``begin`` was called for their slots.
+            scores: (P, H, N) float32.
+            budgets: (P, H) int32.
+            compressor: Says what is pinned.
         """
-        state = self._prompt_state(layer, slots, query, key, value)
-        lengths = self.prompt_lengths[slots]
-        scores = torch.zeros(state.valid.shape, dtype=torch.float32, device=key.device)
-        budgets = lengths.clone()
-        too_long = (lengths >= self.limits[slots]).nonzero().squeeze(1)
-        if compressor.evicts and len(too_long):
-            scores[too_long] = compressor.checked_score(_take_slots(state, too_long)).float()
-            budgets[too_long] = compressor.budget
-        heads, key, value = state.lengths.shape, *(t.to(self.key_pool.dtype).contiguous() for t in (key, value))
-        source = KVPools.from_dense(key, value, lengths[None, :, None].expand(1, *heads))
-        ops.select_and_store(
-            self.pools.single(layer), slots, scores[None], budgets[None, :, None].expand(1, *heads).int().contiguous(),
-            compressor.num_sinks, compressor.window, self.seen, source, self.death[layer : layer + 1],
+        device, heads = self.key_pool.device, self.geometry.num_kv_heads
+        slots = torch.tensor(prompts.slots, device=device)
+        lengths = torch.tensor(prompts.lengths, dtype=torch.int32, device=device)[:, None].expand(-1, heads)
+        if self.arenas is not None:
+            long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
+            if long:
+                room = torch.minimum(budgets, lengths)[long] + compressor.buffer
+                self.arenas.lay_out(slice(layer, layer + 1), slots[long], room[None])
+        first = torch.arange(heads, device=device) * prompts.keys.shape[1]
+        source = KVPools(
+            prompts.keys.flatten(0, 1), prompts.values.flatten(0, 1), self.pools.positions,
+            offsets=(prompts.starts[:, None] + first)[None], capacities=self.pools.capacities[:1],
+            lengths=lengths[None].contiguous(),
         )  # fmt: skip
-        self.queries[layer, slots] = state.queries.to(self.queries.dtype)
+        ops.select_and_store(
+            self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
+            compressor.window, self.seen[:-1], source, self.death[layer : layer + 1],
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- whole slots
 
-    def begin(self, slots: Tensor, prompts: list[list[int]], sequence_keys: Tensor, compressor: Compressor) -> None:
-        """Empty these slots and give them to new prompts; their keys and values follow layer by layer."""
-        lengths = torch.tensor([len(p) for p in prompts], device=slots.device)
-        # a prompt that is stored whole has the buffer to itself before it is compressed for the first time
-        held = torch.zeros_like(lengths) if compressor.compress_prompt else lengths
-        self.limits[slots] = held.clamp(min=compressor.budget) + compressor.buffer
-        self.lengths[:, slots] = 0
-        self.death[:, slots] = NEVER
-        self.seen[slots] = lengths
-        self.prompt_lengths[slots] = lengths
-        self.sequence_keys[slots] = sequence_keys
-        for slot, prompt in zip(slots.tolist(), prompts, strict=True):
-            self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=slots.device)
+    def begin(self, slot: int, prompt: Sequence[int], sequence_key: int) -> None:
+        """Empty a slot and give it to a new prompt, whose keys and values follow layer by layer."""
+        if self.arenas is not None:
+            self.arenas.reset(slot)
+        self.lengths[:, slot] = 0
+        self.death[:, slot] = NEVER
+        self.seen[slot] = self.prompt_lengths[slot] = len(prompt)
+        self.sequence_keys[slot] = sequence_key
+        self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
 
-    def advance(self, num_active: int) -> None:
-        """Count one more token fed to the slots in use, after all layers have appended it."""
-        self.seen[:num_active] += 1
+    def compact(self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor) -> None:
+        """Evict all but the best entries of these slots, and make room for ``buffer`` tokens.
 
-    def compress_full(self, num_active: int, compressor: Compressor) -> None:
-        """Compress every slot in use that has reached its limit, so that the next token finds room."""
-        longest = self.lengths[:, :num_active].amax(dim=(0, 2))
-        full = (longest >= self.limits[:num_active]).nonzero().squeeze(1)
-        if not compressor.evicts or not len(full):
-            return
-        scores = torch.stack(
-            [compressor.checked_score(self.layer_state(layer, full)).float() for layer in range(len(self.layers))]
-        )
-        budgets = torch.full(scores.shape[:3], compressor.budget, dtype=torch.int32, device=full.device)
+        Args:
+            slots: Each slot once.
+            scores: (L) of (S, H, N) float32, N as large as a layer needs.
+            budgets: (L) of (S, H) int32.
+            compressor: Says what is pinned.
+        """
+        chosen = torch.tensor(slots, device=self.key_pool.device)
+        widest = max(layer.shape[-1] for layer in scores)
         ops.select_and_compact(
-            self.pools, full, scores, budgets, compressor.num_sinks, compressor.window, self.seen, self.death
-        )
-        self.limits[full] = compressor.budget + compressor.buffer
-
-    def layer_state(self, layer: int, slots: Tensor) -> LayerState:
-        """What a compressor sees of one layer of these slots."""
-        own = _as_range(slots)  # a view where the slots are neighbours
-        positions, lengths = self.positions[layer, own].long(), self.lengths[layer, own]
-        return self._state(
-            layer, slots, self.keys[layer, own], self.values[layer, own], self.queries[layer, own], positions,
-            self._entries < lengths.unsqueeze(-1),
+            self.pools, chosen, torch.stack([F.pad(layer, (0, widest - layer.shape[-1])) for layer in scores]),
+            torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
         )  # fmt: skip
+        if self.arenas is not None:
+            self.arenas.move(chosen, self.lengths[:, chosen] + compressor.buffer, self.state_pool)
+
+    def held(self, slots: Tensor) -> Tensor:
+        """(n,) live entries of these slots, a mean over layers and heads."""
+        return self.lengths[:, slots].to(torch.float32).mean(dim=(0, 2))
 
     def read(self, slot: int) -> dict[str, Tensor]:
         """A copy of everything one slot holds, for :meth:`write`."""
-        return {name: tensor.select(dim, slot).clone() for name, tensor, dim in self._per_slot()}
+        rows = self._live_rows(slot, self.lengths[:, slot])
+        content = {name: pool[rows] for name, pool in self._entry_pools().items()}
+        content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
+        content |= {name: getattr(self, name)[slot].clone() for name in _PER_SLOT}
+        return content | ({} if self.arenas is None else {"room": self.pools.capacities[:, slot].clone()})
 
-    def write(self, slots: Tensor, content: dict[str, Tensor]) -> None:
-        """Fill these slots with what :meth:`read` returned: a prompt forked to several samples."""
-        for name, tensor, dim in self._per_slot():
-            tensor.select(dim, int(slots[0])).copy_(content[name])
-        self._fork(slots[:1].expand(len(slots) - 1), slots[1:])
+    def write(self, slot: int, content: dict[str, Tensor]) -> None:
+        """Fill a slot with what :meth:`read` returned."""
+        if self.arenas is not None:
+            chosen = torch.tensor([slot], device=self.key_pool.device)
+            self.arenas.lay_out(slice(None), chosen, content["room"][:, None])
+        rows = self._live_rows(slot, content["lengths"])
+        for name, pool in self._entry_pools().items():
+            pool[rows] = content[name]
+        for name in _PER_LAYER:
+            getattr(self, name)[:, slot] = content[name]
+        for name in _PER_SLOT:
+            getattr(self, name)[slot] = content[name]
 
-    def copy(self, source: int, destination: int) -> None:
-        """Move a sequence to another slot."""
-        self._fork(self._slots[source : source + 1], self._slots[destination : destination + 1])
-
-    # ---------------------------------------------------------------- inside
-
-    def _fork(self, sources: Tensor, destinations: Tensor) -> None:
-        ops.fork(self.pools, sources.contiguous(), destinations.contiguous(), self.queries, self.death)
+    def fork(self, source: int, destinations: list[int]) -> None:
+        """Copy a slot to others: a prompt to all its samples."""
+        if not destinations:
+            return
+        there = torch.tensor(destinations, device=self.key_pool.device)
+        if self.arenas is not None:
+            room = self.pools.capacities[:, source]
+            self.arenas.lay_out(slice(None), there, room[:, None].expand(-1, len(there), -1))
+        ops.fork(self.pools, torch.full_like(there, source), there, self.queries, self.death, self.state_pool)
         for name in _PER_SLOT:
             tensor: Tensor = getattr(self, name)
-            tensor[destinations] = tensor[sources]
+            tensor[there] = tensor[source].clone()
 
-    def _per_slot(self) -> list[tuple[str, Tensor, int]]:
-        per_layer = ("keys", "values", "positions", "lengths", "queries", "death")
-        return [(n, getattr(self, n), 1) for n in per_layer] + [(n, getattr(self, n), 0) for n in _PER_SLOT]
+    def _live_rows(self, slot: int, lengths: Tensor) -> Tensor:
+        rows, live = gather_heads(self.pools.offsets[:, slot], lengths, int(lengths.max()))
+        return rows[live]
 
-    def _prompt_state(self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor) -> LayerState:
-        num_prompts, num_kv_heads, width, _ = key.shape
-        index = torch.arange(width, device=key.device).expand(num_prompts, num_kv_heads, width)
-        valid = index < self.prompt_lengths[slots][:, None, None]
-        ring = self._ring_positions(slots).clamp(min=0)
-        rows = torch.arange(num_prompts, device=key.device)[:, None]
-        recent = query.transpose(1, 2)[rows, ring].transpose(1, 2)  # (P, Hq, A, D)
-        return self._state(layer, slots, key, value, recent, index, valid)
-
-    def _state(
-        self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, queries: Tensor, positions: Tensor,
-        valid: Tensor,
-    ) -> LayerState:  # fmt: skip
-        g = self.geometry
-        tokens = self.tokens[slots].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
-        return LayerState(
-            keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
-            token_ids=tokens.gather(2, positions.clamp(0, self.max_length - 1)),
-            prompt_lengths=self.prompt_lengths[slots], queries=queries,
-            query_positions=self._ring_positions(slots), sequence_keys=self.sequence_keys[slots],
-            layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
-        )  # fmt: skip
-
-    def _ring_positions(self, slots: Tensor) -> Tensor:
-        """(S, A): which token each place of the query ring speaks of, -1 for none yet."""
-        last = self.seen[slots][:, None] - 1
-        ring = torch.arange(self.num_queries, device=slots.device)
-        return (last - (last - ring) % max(self.num_queries, 1)).clamp(min=-1)
-
-
-def _as_range(slots: Tensor) -> Tensor | slice:
-    """The same slots as a slice where they are neighbours in order, so that indexing makes no copy."""
-    first, last = int(slots[0]), int(slots[-1])
-    neighbours = last - first + 1 == len(slots) and bool((slots.diff() == 1).all())
-    return slice(first, last + 1) if neighbours else slots
-
-
-def _take_slots(state: LayerState, rows: Tensor) -> LayerState:
-    """The same state for a subset of its slots."""
-    per_slot = {
-        name: value[rows] for name, value in vars(state).items() if isinstance(value, Tensor) and name != "inv_freq"
-    }
-    return LayerState(
-        **per_slot, layer_index=state.layer_index, scale=state.scale, inv_freq=state.inv_freq,
-        attention_scaling=state.attention_scaling,
-    )  # fmt: skip
+    def _entry_pools(self) -> dict[str, Tensor]:
+        pools = {"keys": self.pools.keys, "values": self.pools.values, "positions": self.pools.positions}
+        return pools if self.state_pool is None else pools | {"state": self.state_pool}

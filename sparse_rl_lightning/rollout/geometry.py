@@ -23,17 +23,22 @@ class CacheGeometry:
     scale: float
     inv_freq: Tensor  # (D / 2,)
     attention_scaling: float
-    dtype: torch.dtype
+    dtype: torch.dtype  # what the model computes in
+    kv_dtype: torch.dtype  # what keys and values are kept in
     device: torch.device
 
     @property
     def bytes_per_entry(self) -> int:
         """Bytes of one key and one value of one head."""
-        return 2 * self.head_dim * self.dtype.itemsize
+        return 2 * self.head_dim * self.kv_dtype.itemsize
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> CacheGeometry:
+    def of(cls, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> CacheGeometry:
         """Read the geometry off a transformers causal language model.
+
+        Args:
+            model: The policy.
+            kv_dtype: What keys and values are kept in, by default what the model computes in.
 
         Raises:
             ValueError: If the model is not a full-attention decoder with rotary positions.
@@ -52,6 +57,7 @@ class CacheGeometry:
             inv_freq=decoder.rotary_emb.inv_freq,
             attention_scaling=decoder.rotary_emb.attention_scaling,
             dtype=_compute_dtype(weight),
+            kv_dtype=kv_dtype or _compute_dtype(weight),
             device=weight.device,
         )
 

@@ -27,10 +27,12 @@ def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float
         (B, T), 0 outside the completions.
 
     Raises:
-        ValueError: If the rollout carries no record of its evictions, or gradient checkpointing is on.
+        ValueError: If the rollout carries no record of its evictions, a sequence was drawn by several versions of the
+            policy (partial rollouts), or gradient checkpointing is on.
     """
     if rollout.evictions is None:
         raise ValueError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
+    _refuse_several_versions(rollout)
     if model.is_gradient_checkpointing and model.training and torch.is_grad_enabled():
         raise ValueError(
             "replay_logprobs does not work with gradient checkpointing yet: the backward pass would recompute the "
@@ -41,3 +43,18 @@ def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float
             model, rollout.sequences, rollout.completion_mask, temperature, death=rollout.evictions.death
         )
     return logprobs
+
+
+def _refuse_several_versions(rollout: Rollout) -> None:
+    """No one policy can reproduce a sequence that several have drawn."""
+    versions, mask = rollout.policy_versions, rollout.completion_mask
+    if versions is None:
+        return
+    first = versions.masked_fill(~mask, torch.iinfo(torch.int32).max).amin(dim=1)
+    last = versions.masked_fill(~mask, -1).amax(dim=1)
+    rows = (first < last).nonzero().flatten().tolist()
+    if rows:
+        raise ValueError(
+            f"Sequences {rows} were drawn by several versions of the policy (partial rollouts): no replay reproduces "
+            "them. Replay the others, rollout[indices], or switch partial rollouts off."
+        )

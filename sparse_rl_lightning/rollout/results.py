@@ -1,88 +1,100 @@
-"""Collects what a rollout produces, sequence by sequence, and counts the memory it held."""
+"""What a rollout produces: each sequence copied out of its slot when it ends, and all of them as one Rollout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl_lightning.rollout.cache import SlotCache
-from sparse_rl_lightning.rollout.sampling import SamplingParams
+from sparse_rl_lightning.rollout.tracks import Tracks
 from sparse_rl_lightning.types import NEVER, EvictionRecord, KVUsage, Rollout
 
 
-class Results:
-    """Buffers for B sequences, filled while decoding and cut to the longest one at the end."""
+@dataclass(frozen=True)
+class Ended:
+    """One sequence that has ended, out of its slot. Index t of a tensor speaks of token t."""
 
-    def __init__(self, prompts: list[list[int]], params: SamplingParams, cache: SlotCache, evicts: bool) -> None:
-        g, device = cache.geometry, cache.geometry.device
-        generations = params.num_generations
-        self.cache = cache
-        self.num_finished = self.num_tokens = 0
-        self.prompt_lengths = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(generations)
-        total = len(self.prompt_lengths)
-        width = int(self.prompt_lengths.max()) + params.max_completion_length
-        self.sequences = torch.zeros(total, width, dtype=torch.int64, device=device)
-        # float32 is spelt out: under precision=bf16-true Lightning makes bfloat16 the default
-        self.logprobs = torch.zeros(total, width, dtype=torch.float32, device=device)
-        self.behavior = torch.zeros_like(self.logprobs) if params.truncates else None
-        self.lengths = torch.zeros(total, dtype=torch.int64, device=device)
-        self.finished = torch.zeros(total, dtype=torch.bool, device=device)
-        self.death = torch.full((g.num_layers, total, g.num_kv_heads, width), NEVER, dtype=torch.int32, device=device)
-        self.stored = torch.zeros(total, dtype=torch.float32, device=device)
-        self.stored_integral = torch.zeros_like(self.stored)
-        longest = width if evicts else cache.capacity  # a full cache may be left over from a longer rollout
-        self.full_peak_bytes = g.num_layers * cache.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
+    prompt_length: int
+    finished: bool  # by an end token or a stop string
+    tokens: Tensor  # (T,)
+    logprobs: Tensor  # (T,)
+    behavior: Tensor | None  # (T,)
+    topk_ids: Tensor  # (T, K)
+    topk_logprobs: Tensor  # (T, K)
+    versions: Tensor | None  # (T,) int32
+    death: Tensor  # (T, L, H) int32
+    stored: Tensor  # ()
+    stored_integral: Tensor  # ()
 
-    def add(self, sequence_of: list[int], slots: Tensor, at: Tensor, logprobs: Tensor, behavior: Tensor | None) -> None:
-        """Note the log-probabilities of the tokens just drawn at positions ``at`` (n,) of these slots (n,)."""
-        sequences = torch.tensor(sequence_of, device=slots.device)[slots]
-        self.logprobs[sequences, at] = logprobs
-        if self.behavior is not None and behavior is not None:
-            self.behavior[sequences, at] = behavior
-        self.num_tokens += len(slots)
+    @classmethod
+    def copy(cls, cache: SlotCache, tracks: Tracks, slot: int, prompt_length: int, end: int, finished: bool) -> Ended:
+        """Copy out a sequence whose last token has index ``end``, before its slot is given away.
 
-    def count_step(self, sequence_of: list[int]) -> None:
-        """Add the entries that the decode step just done could read."""
-        sequences = torch.tensor(sequence_of, device=self.stored.device)
-        self.stored_integral[sequences] += self._entries(len(sequence_of))
-
-    def close(self, sequence: int, slot: int, finished: bool) -> None:
-        """Copy out a sequence that has ended, before its slot is given away."""
-        cache = self.cache
-        fed = int(cache.seen[slot])  # the last token drawn was never fed
-        self.sequences[sequence, : fed + 1] = cache.tokens[slot, : fed + 1]
-        self.death[:, sequence, :, :fed] = cache.death[:, slot, :, :fed]
-        self.lengths[sequence] = fed + 1
-        self.finished[sequence] = finished
-        self.stored[sequence] = cache.lengths[:, slot].float().mean()
-        self.num_finished += 1
-
-    def rollout(self, prefill_peak_bytes: int) -> Rollout:
-        """Everything as one typed object."""
-        width = int(self.lengths.max())
-        index = torch.arange(width, device=self.lengths.device)
-        mask = (index >= self.prompt_lengths[:, None]) & (index < self.lengths[:, None])
-        fed, prompt = (self.lengths - 1).float(), self.prompt_lengths.float()
-        usage = KVUsage(
-            stored=self.stored,
-            full=fed,
-            stored_integral=self.stored_integral,
-            full_integral=(fed * (fed + 1) - prompt * (prompt + 1)) / 2,  # prompt + 1, ..., fed entries read
-            peak_bytes=self.cache.pool_bytes,
-            full_peak_bytes=self.full_peak_bytes,
-            prefill_peak_bytes=prefill_peak_bytes,
-        )
-        return Rollout(
-            sequences=self.sequences[:, :width],
-            prompt_lengths=self.prompt_lengths,
-            completion_mask=mask,
-            finished=self.finished,
-            sampler_logprobs=self.logprobs[:, :width],
-            behavior_logprobs=None if self.behavior is None else self.behavior[:, :width],
-            evictions=EvictionRecord(self.death[..., :width]),
-            kv=usage,
+        What the slot went through after its end (the host looks only now and then) is left behind.
+        """
+        death = cache.death[:, slot, :, : end + 1].permute(2, 0, 1)
+        return cls(
+            prompt_length,
+            finished,
+            tokens=cache.tokens[slot, : end + 1].clone(),
+            logprobs=_completion(tracks.logprobs[slot, : end + 1], prompt_length),
+            behavior=None if tracks.behavior is None else _completion(tracks.behavior[slot, : end + 1], prompt_length),
+            topk_ids=_completion(tracks.topk_ids[slot, : end + 1], prompt_length),
+            topk_logprobs=_completion(tracks.topk_logprobs[slot, : end + 1], prompt_length),
+            versions=None if tracks.versions is None else _completion(tracks.versions[slot, : end + 1], prompt_length),
+            death=torch.where(death <= end, death, NEVER),
+            stored=tracks.held[slot, end - 1].clone(),  # the last token drawn was never fed
+            # the step that feeds token t reads what was held before, and t itself
+            stored_integral=(tracks.held[slot, prompt_length - 1 : end - 1] + 1).sum(),
         )
 
-    def _entries(self, num_active: int) -> Tensor:
-        """(n,) live entries per slot in use, a mean over layers and heads."""
-        return self.cache.lengths[:, :num_active].float().mean(dim=(0, 2))
+
+def assemble(ended: Sequence[Ended], peak_bytes: int, full_peak_bytes: int, prefill_peak_bytes: int) -> Rollout:
+    """These sequences as one typed object, in the order given."""
+    device = ended[0].tokens.device
+    lengths = torch.tensor([len(e.tokens) for e in ended], device=device)
+    prompt_lengths = torch.tensor([e.prompt_length for e in ended], device=device)
+    index = torch.arange(int(lengths.max()), device=device)
+    fed, prompt = (lengths - 1).float(), prompt_lengths.float()
+    usage = KVUsage(
+        stored=torch.stack([e.stored for e in ended]),
+        full=fed,
+        stored_integral=torch.stack([e.stored_integral for e in ended]),
+        full_integral=(fed * (fed + 1) - prompt * (prompt + 1)) / 2,  # prompt + 1, ..., fed entries read
+        peak_bytes=peak_bytes,
+        full_peak_bytes=full_peak_bytes,
+        prefill_peak_bytes=prefill_peak_bytes,
+    )
+    return Rollout(
+        sequences=_pad([e.tokens for e in ended]),
+        prompt_lengths=prompt_lengths,
+        completion_mask=(index >= prompt_lengths[:, None]) & (index < lengths[:, None]),
+        finished=torch.tensor([e.finished for e in ended], device=device),
+        sampler_logprobs=_pad([e.logprobs for e in ended]),
+        behavior_logprobs=_pad_optional([e.behavior for e in ended]),
+        topk_ids=_pad([e.topk_ids for e in ended]) if ended[0].topk_ids.numel() else None,
+        topk_logprobs=_pad([e.topk_logprobs for e in ended]) if ended[0].topk_ids.numel() else None,
+        policy_versions=_pad_optional([e.versions for e in ended]),
+        evictions=EvictionRecord(_pad([e.death for e in ended], NEVER).permute(2, 0, 3, 1).contiguous()),
+        kv=usage,
+    )
+
+
+def _completion(row: Tensor, prompt_length: int) -> Tensor:
+    """A copy with zeros for the prompt."""
+    row = row.clone()
+    row[:prompt_length] = 0
+    return row
+
+
+def _pad(rows: list[Tensor], filler: float = 0.0) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=filler)
+
+
+def _pad_optional(rows: Sequence[Tensor | None]) -> Tensor | None:
+    present = [row for row in rows if row is not None]
+    return _pad(present) if present else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -24,6 +25,8 @@ class SamplingParams:
         top_k: Draw from the k most likely tokens, 0 for all.
         top_p: Draw from the smallest set of tokens with at least this probability, 1 for all.
         min_p: Draw from tokens at least this likely relative to the most likely one, None or 0 for all.
+        top_logprobs: Report this many of the most likely tokens at every position with their log-probabilities.
+        stop_strings: Texts that end a completion; it is cut after the token that completes one. Needs a tokenizer.
         seed: The same seed, sequence number and step give the same random numbers in any batch.
 
     Raises:
@@ -37,6 +40,8 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float | None = None
+    top_logprobs: int = 0
+    stop_strings: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,6 +56,11 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]"),
+            "top_logprobs": (self.top_logprobs >= 0, "0 (off) or more"),
+            "stop_strings": (
+                not isinstance(self.stop_strings, str) and all(self.stop_strings),
+                "a list of texts that are not empty",
+            ),
         }
         for name, (fine, meaning) in allowed.items():
             if not fine:
@@ -63,9 +73,18 @@ class SamplingParams:
         return self.temperature > 0 and (truncated or self.min_completion_length > 0)
 
 
-def draw(
-    logits: Tensor, params: SamplingParams, sequence_keys: Tensor, steps: Tensor, end_ids: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens just drawn, one per sequence, and what the sampler thought of them."""
+
+    tokens: Tensor  # (n,)
+    logprobs: Tensor  # (n,) log-softmax(logits / T) over the whole vocabulary, T = 1 when greedy
+    behavior: Tensor | None = None  # (n,) under the truncated distribution really drawn from, None where it is the same
+    topk_ids: Tensor | None = None  # (n, K) the most likely tokens of the whole vocabulary
+    topk_logprobs: Tensor | None = None  # (n, K)
+
+
+def draw(logits: Tensor, params: SamplingParams, sequence_keys: Tensor, steps: Tensor, end_ids: Tensor) -> Drawn:
     """Draw one token per sequence by the Gumbel-max rule with numbers keyed by (sequence, step, token).
 
     Args:
@@ -75,11 +94,12 @@ def draw(
         steps: (n,) tokens the completion has so far.
         end_ids: (E,) ids forbidden before ``min_completion_length``.
 
-    Returns:
-        Tokens (n,); their log-softmax(logits / T) over the whole vocabulary (n,), T = 1 when greedy; and their
-        log-probability (n,) under the truncated distribution really drawn from, None where it is the same.
+    Raises:
+        RuntimeError: If ``top_logprobs`` exceeds the vocabulary.
     """
     logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)
+    top = logprobs.topk(params.top_logprobs, dim=-1) if params.top_logprobs else None
+    topk_ids, topk_logprobs = (None, None) if top is None else (top.indices, top.values)
     allowed = logprobs
     if params.min_completion_length > 0 and len(end_ids):
         too_early = steps < params.min_completion_length
@@ -88,14 +108,14 @@ def draw(
         allowed = allowed.masked_fill(too_early[:, None] & is_end, -torch.inf)
     if params.temperature == 0:
         tokens = allowed.argmax(dim=-1)
-        return tokens, _at(logprobs, tokens), None
+        return Drawn(tokens, _at(logprobs, tokens), None, topk_ids, topk_logprobs)
     allowed = truncate(allowed, params.top_k, params.top_p, params.min_p or 0.0)
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)
     uniform = hash_uniform(sequence_keys[:, None], steps[:, None], vocabulary)
     race = -torch.log1p(-uniform)  # exponential; the token with the least race / probability wins
     tokens = (allowed - race.log()).argmax(dim=-1)
     behavior = _at(torch.log_softmax(allowed, dim=-1), tokens) if params.truncates else None
-    return tokens, _at(logprobs, tokens), behavior
+    return Drawn(tokens, _at(logprobs, tokens), behavior, topk_ids, topk_logprobs)
 
 
 def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
@@ -121,9 +141,9 @@ def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
     return logprobs
 
 
-def sequence_keys(seed: int, sequence_ids: Tensor) -> Tensor:
+def sequence_keys(seed: int, sequence_ids: Sequence[int] | Tensor) -> Tensor:
     """(B,) int64 keys of the sequences numbered ``sequence_ids`` under this seed."""
-    return hash_bits(seed, sequence_ids)
+    return hash_bits(seed, torch.as_tensor(sequence_ids))
 
 
 def prompt_key(seed: int, prompt: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Tiny policies and tokenizers for tests, notebooks and the quickstart: real models, nothing downloaded."""
+"""Tiny policies and tokenizers: real models, nothing downloaded."""
 
 from __future__ import annotations
 

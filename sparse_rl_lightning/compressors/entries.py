@@ -1,0 +1,69 @@
+"""What several scores need: live entries in float32, the newest token and queries, scores made comparable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.types import LayerState
+
+
+def live_entries(tensor: Tensor, valid: Tensor) -> Tensor:
+    """Keys or values (S, H, N, D) as numbers to sum over: float32 or better, 0 in free memory."""
+    return tensor.to(accumulation_dtype(tensor.dtype)).masked_fill(~valid.unsqueeze(-1), 0.0)
+
+
+def newest_position(layer: LayerState) -> Tensor:
+    """(S,) true position of the last token of each sequence, which every head holds."""
+    return layer.positions.masked_fill(~layer.valid, -1).amax(dim=(1, 2))
+
+
+def newest_queries(layer: LayerState, count: int) -> LayerState:
+    """The same layer with only the ``count`` most recent queries in its ring."""
+    if layer.queries.shape[2] <= count:
+        return layer
+    index = layer.query_positions.argsort(dim=-1, descending=True, stable=True)[:, :count]  # (S, count)
+    rows = torch.arange(len(index), device=index.device)[:, None]
+    queries = layer.queries.transpose(1, 2)[rows, index].transpose(1, 2)  # (S, Hq, count, D)
+    return replace(layer, queries=queries, query_positions=layer.query_positions.gather(-1, index))
+
+
+def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
+    """Scores replaced by their order: the share of a row's other live entries that are lower, from 0 to 1.
+
+    Equal scores have equal ranks. A score of +inf, which says that the entry must stay, is left as it is.
+
+    Args:
+        scores: (S, H, N) float without NaN in live entries.
+        valid: (S, H, N) bool, live entries.
+
+    Returns:
+        (S, H, N) float32, anything in free memory.
+    """
+    known = scores.masked_fill(~valid, torch.inf).contiguous()
+    lower = torch.searchsorted(known.sort(dim=-1).values, known, side="left")
+    ranks = lower / (valid.sum(dim=-1, keepdim=True) - 1).clamp(min=1)
+    return ranks.masked_fill(scores == torch.inf, torch.inf)
+
+
+def standardized(scores: Tensor, valid: Tensor) -> Tensor:
+    """Scores less their mean, divided by their standard deviation, over the live entries of each row.
+
+    Infinite scores do not count, and are left as they are.
+
+    Args:
+        scores: (..., N) float without NaN in live entries.
+        valid: bool, broadcasts to ``scores``.
+
+    Returns:
+        (..., N), anything in free memory.
+    """
+    counted = valid & scores.isfinite()
+    number = counted.sum(dim=-1, keepdim=True).clamp(min=1)
+    finite = scores.masked_fill(~counted, 0.0)
+    centered = (finite - finite.sum(dim=-1, keepdim=True) / number).masked_fill(~counted, 0.0)
+    deviation = (centered.square().sum(dim=-1, keepdim=True) / number).sqrt()
+    return torch.where(counted, centered / deviation.clamp(min=1e-6), scores)

@@ -1,0 +1,112 @@
+"""ExpectedAttention: keep what queries still to come are expected to attend to."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor, check_choice
+from sparse_rl_lightning.compressors.entries import newest_position
+from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
+from sparse_rl_lightning.ops.importance import group_logits
+from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.types import LayerState
+
+Covariance = Literal["full", "diagonal", "none"]
+
+
+class ExpectedAttention(Compressor):
+    """Keep what a normal distribution of future queries attends to, times the norm of the value (arXiv 2510.00636).
+
+    The latest ``query_window`` queries, turned back to position 0, give a mean and a covariance; both are turned to
+    the mean rotation of the ``num_future`` positions that follow. A key's expected attention is the softmax of
+    ``mean.k * scale + k.covariance.k * scale^2 / 2``, a mean over the query heads of its group.
+
+    Queries are turned by their true positions and the future begins behind the newest token, where kvpress counts
+    from the length of its buffer once it decodes. Positions below ``num_sinks`` neither enter the softmax nor, as
+    outliers, the statistics, as in kvpress. The covariance is never formed: with A queries, ``k.covariance.k`` is a
+    mean of A squared products. "diagonal" keeps the variances of the turned channels only.
+
+    Args:
+        budget: Tokens kept per layer and KV head after a compression.
+        query_window: Latest queries that statistics are made of; the cache holds them.
+        num_future: Positions ahead over which the rotation is averaged.
+        covariance: "full", "diagonal" or "none".
+        value_norm: Multiply by the norm of the value.
+        epsilon: Added to the expected attention before, so that a large value counts without any.
+        **sizes: Those of :class:`Compressor`.
+
+    Raises:
+        ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        *,
+        query_window: int = 64,
+        num_future: int = 512,
+        covariance: Covariance = "full",
+        value_norm: bool = True,
+        epsilon: float = 0.0,
+        **sizes: Any,
+    ) -> None:
+        super().__init__(budget, **sizes)
+        if query_window < 1 or num_future < 1:
+            raise ValueError(
+                f"ExpectedAttention: query_window and num_future must be at least 1, got query_window={query_window}, "
+                f"num_future={num_future}."
+            )
+        check_choice(self, "covariance", covariance, Covariance)
+        self.query_window = query_window
+        self.num_future = num_future
+        self.covariance: Covariance = covariance
+        self.value_norm = value_norm
+        self.epsilon = epsilon
+
+    @property
+    def num_queries(self) -> int:
+        """The queries that statistics are made of."""
+        return self.query_window
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Expected attention times the norm of the value: (S, H, N), 0 for sinks."""
+        mean, centered, count = self._future_queries(layer)
+        logits = group_logits(mean, layer.keys, layer.scale)[..., 0, :]  # (S, H, G, N)
+        logits = logits + self._spread(centered, count, layer) / 2
+        hidden = ~(layer.valid & (layer.positions >= self.num_sinks)).unsqueeze(2)
+        attention = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).masked_fill(hidden, 0.0).mean(dim=2)
+        if not self.value_norm:
+            return attention
+        norm: Tensor = torch.linalg.vector_norm(layer.values, dim=-1, dtype=attention.dtype)
+        return (attention + self.epsilon) * norm
+
+    def _future_queries(self, layer: LayerState) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean (S, Hq, 1, D) and deviations from it (S, Hq, A, D) at the mean of the rotations to come; their number.
+
+        Deviations of queries that do not count are 0.
+        """
+        counted = layer.query_positions >= self.num_sinks  # absent ones are at -1
+        shown = counted[:, None, :, None]
+        queries = layer.queries.to(accumulation_dtype(layer.queries.dtype)).masked_fill(~shown, 0.0)
+        still = rotate(queries, -layer.query_positions[:, None], layer.inv_freq)  # the scale of the rotation stays in
+        count = counted.sum(dim=-1).clamp(min=1)[:, None, None, None]
+        mean = still.sum(dim=2, keepdim=True) / count
+        centered = (still - mean).masked_fill(~shown, 0.0)
+        following = (newest_position(layer) + 1)[:, None, None]
+        offsets = torch.arange(self.num_future, device=queries.device)
+        mean, centered = (rotate_to_mean(t, following, offsets, layer.inv_freq) for t in (mean, centered))
+        return mean, centered, count
+
+    def _spread(self, centered: Tensor, count: Tensor, layer: LayerState) -> Tensor | float:
+        """Variance of the logits: (S, H, G, N)."""
+        if self.covariance == "none":
+            return 0.0
+        if self.covariance == "full":
+            squares = group_logits(centered, layer.keys, layer.scale).square()  # (S, H, G, A, N)
+            return squares.sum(dim=3) / count
+        variances = centered.square().sum(dim=2, keepdim=True) / count  # (S, Hq, 1, D)
+        keys = layer.keys.to(variances.dtype)
+        return group_logits(variances, keys.square(), layer.scale**2)[..., 0, :]

@@ -1,0 +1,58 @@
+"""H2O: keep the heavy hitters, which have received most attention so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.entries import newest_position
+from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.types import LayerState
+
+
+class H2O(Compressor):
+    """Evict what has received least attention since it entered the cache (arXiv 2306.14048).
+
+    Attention adds up over all steps and the query heads of a group; what was evicted takes its sum along. Old tokens
+    had more time to gather, which ``age_normalized`` divides out; ``value_weighted`` multiplies by the norm of the
+    value, since attention to a small value moves little. The paper keeps as many recent tokens as heavy hitters,
+    which is ``window = budget // 2`` here, and compresses at every step, which is ``buffer=1``. The sums need the
+    attention probabilities of every step: the most expensive method here while decoding.
+
+    Args:
+        budget: Tokens kept per layer and KV head after a compression.
+        age_normalized: Divide by the number of queries that could see the token.
+        value_weighted: Multiply by the norm of the value.
+        **sizes: Those of :class:`Compressor`.
+
+    Raises:
+        ValueError: If the numbers leave nothing to choose from.
+    """
+
+    num_queries = 0
+    state_fields = ("mass",)
+
+    def __init__(
+        self, budget: int, *, age_normalized: bool = False, value_weighted: bool = False, **sizes: Any
+    ) -> None:
+        super().__init__(budget, **sizes)
+        self.age_normalized = age_normalized
+        self.value_weighted = value_weighted
+
+    def update_state(self, layer: LayerState, mass: Tensor) -> None:
+        """Add the attention just paid."""
+        layer.state["mass"].add_(mass)
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Attention received: (S, H, N)."""
+        scores = layer.state["mass"]
+        if self.age_normalized:
+            age = newest_position(layer)[:, None, None] - layer.positions + 1
+            scores = scores / age
+        if self.value_weighted:
+            dtype = accumulation_dtype(layer.values.dtype)
+            scores = scores * torch.linalg.vector_norm(layer.values, dim=-1, dtype=dtype)
+        return scores

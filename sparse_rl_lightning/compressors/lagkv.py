@@ -1,0 +1,74 @@
+"""LagKV: keep what the text that follows does not resemble."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.entries import live_entries
+from sparse_rl_lightning.types import LayerState
+
+
+class LagKV(Compressor):
+    """Keep, in every chunk of the slot, the entries that differ most from the range of the next chunk (2504.04704).
+
+    Behind the sinks the slot is cut into chunks of ``lag_size`` entries. Channels of a key are scaled by minimum and
+    maximum of the next chunk; the deviation over the channels, in a softmax over the chunk, is averaged with that of
+    the value and replaced by its rank in the chunk. The last full chunk and what follows it are kept before anything
+    else, the most recent first. So is everything where a slot does not hold two full chunks.
+
+    The paper compresses each chunk once, when the next one is complete. Here whatever the slot holds is cut anew
+    every time, survivors of earlier compressions too. A channel that is constant over the next chunk counts as 0,
+    where the published code divides by zero.
+
+    Args:
+        budget: Tokens kept per layer and KV head after a compression.
+        lag_size: Entries of a chunk, at least 2.
+        **sizes: Those of :class:`Compressor`.
+
+    Raises:
+        ValueError: If the numbers leave nothing to choose from, or a slot never holds two chunks.
+    """
+
+    num_queries = 0
+
+    def __init__(self, budget: int, *, lag_size: int = 128, **sizes: Any) -> None:
+        super().__init__(budget, **sizes)
+        largest = (self.budget + self.buffer - self.num_sinks) // 2
+        if not 2 <= lag_size <= largest:
+            raise ValueError(
+                f"LagKV: lag_size must be from 2 to {largest}, so that a slot of budget + buffer = "
+                f"{self.budget + self.buffer} tokens holds two chunks behind its sinks; got lag_size={lag_size}."
+            )
+        self.lag_size = lag_size
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Ranks within the chunk from 0 to below 1; from 1 on in the kept tail: (S, H, N)."""
+        num_entries, lag = layer.valid.shape[-1], self.lag_size
+        index = torch.arange(num_entries, device=layer.valid.device)
+        scores = (1.0 + index).expand(layer.valid.shape)  # the kept tail, most recent first
+        num_chunks = max(num_entries - self.num_sinks, 0) // lag
+        if num_chunks < 2:
+            return scores
+        chunks = slice(self.num_sinks, self.num_sinks + num_chunks * lag)
+        shape = (*layer.keys.shape[:2], num_chunks, lag, -1)
+        keys, values = (live_entries(t, layer.valid)[:, :, chunks].reshape(shape) for t in (layer.keys, layer.values))
+        shares = _difference(keys) + _difference(values)
+        ranks = shares.argsort(dim=-1, stable=True).argsort(dim=-1) / lag
+        scored = slice(self.num_sinks, self.num_sinks + (num_chunks - 1) * lag)
+        chunk = (index[scored] - self.num_sinks) // lag
+        next_is_full = self.num_sinks + (chunk + 2) * lag <= layer.lengths.unsqueeze(-1)
+        middle = torch.where(next_is_full, ranks.flatten(-2), scores[..., scored])
+        return torch.cat([scores[..., : scored.start], middle, scores[..., scored.stop :]], dim=-1)
+
+
+def _difference(chunks: Tensor) -> Tensor:
+    """(S, H, chunks - 1, lag): how much entries leave the range of the next chunk, a softmax over each chunk."""
+    these, following = chunks[:, :, :-1], chunks[:, :, 1:]
+    low, high = following.amin(dim=3, keepdim=True), following.amax(dim=3, keepdim=True)
+    constant = high == low
+    scaled = ((these - low) / (high - low).masked_fill(constant, 1.0)).masked_fill(constant, 0.0)
+    return scaled.std(dim=-1).softmax(dim=-1)

@@ -1,0 +1,40 @@
+"""QFilters: project keys on the direction that queries have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.entries import live_entries
+from sparse_rl_lightning.compressors.statistics import QueryStatistics, resolve_statistics
+from sparse_rl_lightning.types import LayerState
+
+
+class QFilters(Compressor):
+    """Keep the keys that point where the model's queries point (Q-Filters, arXiv 2503.02812).
+
+    The filters are the main directions of queries after rotation, gathered once from the model's own text; gather
+    them again when the policy has moved far. They lie on the side of the queries, so that a larger product is a
+    larger logit. kvpress subtracts the product: change the sign of filters that are published for it.
+
+    Args:
+        budget: Tokens kept per layer and KV head after a compression.
+        statistics: File written by ``python -m sparse_rl_lightning.calibration``, or the statistics themselves.
+        **sizes: Those of :class:`Compressor`.
+
+    Raises:
+        ValueError: If the numbers leave nothing to choose from, or the statistics are missing.
+    """
+
+    num_queries = 0
+
+    def __init__(self, budget: int, statistics: str | QueryStatistics, **sizes: Any) -> None:
+        super().__init__(budget, **sizes)
+        self.statistics = resolve_statistics(statistics, type(self).__name__)
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Product of each key with its head's filter: (S, H, N)."""
+        _, _, filters = self.statistics.layer(layer, type(self).__name__)
+        return (live_entries(layer.keys, layer.valid) * filters[:, None]).sum(dim=-1)

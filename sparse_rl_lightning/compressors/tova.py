@@ -1,0 +1,37 @@
+"""TOVA: keep what the newest token attends to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.heads import across_heads
+from sparse_rl_lightning.ops import KVPools, score_importance
+from sparse_rl_lightning.types import LayerState
+
+
+class TOVA(Compressor):
+    """Evict what the newest token attends to least, on average over all heads of the layer (arXiv 2401.06104).
+
+    All heads of a layer keep the same tokens. The paper evicts one token at every step, which is ``buffer=1``; it
+    neither protects sinks (``num_sinks=0``) nor more than the newest token (``window=1``, which the paper leaves to
+    its attention to itself).
+    """
+
+    num_queries = 1
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Attention of the last query, a mean over the layer's query heads: (S, H, N)."""
+        attention = score_importance(
+            KVPools.from_dense(layer.keys, layer.keys, layer.lengths, layer.positions),
+            torch.arange(len(layer.lengths), device=layer.keys.device),
+            layer.queries.to(layer.keys.dtype).contiguous(),
+            layer.query_positions.contiguous(),
+            layer.scale,
+            layer.keys.shape[2],
+            window=0,
+            group_reduction="mean",
+            pooling="none",
+        )
+        return across_heads(attention, layer.positions, layer.valid, "mean")

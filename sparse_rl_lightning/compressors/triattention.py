@@ -1,0 +1,68 @@
+"""TriAttention: the mean query, turned to the positions to come, and what of it is not in the mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor, check_choice
+from sparse_rl_lightning.compressors.entries import newest_position, standardized
+from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate_to_mean
+from sparse_rl_lightning.compressors.statistics import QueryStatistics, resolve_statistics
+from sparse_rl_lightning.ops.importance import GroupReduction, group_logits
+from sparse_rl_lightning.types import LayerState
+
+
+class TriAttention(Compressor):
+    """Keep the keys that the mean query meets at distances to come, by a trigonometric series (arXiv 2604.04921).
+
+    Before rotation the queries of a head gather around one vector, so the logit of a key is a sum of cosines of its
+    distance. The mean vector is turned to the positions 1, 2, 4, ... up to ``max_offset`` behind the next token; its
+    mean product with the key is the first part of the score. The second adds, for every frequency, the length of the
+    key times what the mean length of the queries exceeds the length of their mean by. Scores are standardised over
+    the live entries of each query head, then reduced over the group. These are the formulas of the published code
+    with per-head selection; it standardises over the completion only, since it never evicts the prompt.
+
+    Args:
+        budget: Tokens kept per layer and KV head after a compression.
+        statistics: File written by ``python -m sparse_rl_lightning.calibration``, or the statistics themselves.
+        max_offset: Largest distance ahead, in tokens.
+        group_reduction: "max" or "mean" over the query heads of a KV head.
+        **sizes: Those of :class:`Compressor`.
+
+    Raises:
+        ValueError: If the numbers leave nothing to choose from, or the statistics are missing.
+    """
+
+    num_queries = 0
+
+    def __init__(
+        self,
+        budget: int,
+        statistics: str | QueryStatistics,
+        *,
+        max_offset: int = 65536,
+        group_reduction: GroupReduction = "max",
+        **sizes: Any,
+    ) -> None:
+        super().__init__(budget, **sizes)
+        if max_offset < 1:
+            raise ValueError(f"TriAttention: max_offset must be at least 1 token, got max_offset={max_offset}.")
+        check_choice(self, "group_reduction", group_reduction, GroupReduction)
+        self.statistics = resolve_statistics(statistics, type(self).__name__)
+        self.max_offset = max_offset
+        self.group_reduction: GroupReduction = group_reduction
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Standardised expectation over the distances to come: (S, H, N)."""
+        mean, lengths, _ = self.statistics.layer(layer, type(self).__name__)
+        offsets = 2 ** torch.arange(self.max_offset.bit_length(), device=mean.device)
+        following = (newest_position(layer) + 1)[:, None]  # (S, 1)
+        turned = rotate_to_mean(mean, following, offsets, layer.inv_freq)  # (S, Hq, D)
+        around_mean = group_logits(turned.unsqueeze(2), layer.keys, layer.attention_scaling)
+        excess = (lengths - pair_lengths(mean)).expand(len(turned), -1, -1)  # (S, Hq, D / 2)
+        beyond = group_logits(excess.unsqueeze(2), pair_lengths(layer.keys.to(mean.dtype)), layer.attention_scaling)
+        scores = standardized((around_mean + beyond)[..., 0, :], layer.valid.unsqueeze(2))  # (S, H, G, N)
+        return scores.amax(dim=2) if self.group_reduction == "max" else scores.mean(dim=2)

@@ -1,0 +1,81 @@
+"""Wrapper: a compressor made of other compressors, whose sizes, queries and running numbers it passes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.entries import newest_queries
+from sparse_rl_lightning.types import LayerState
+
+_SIZES = ("budget", "buffer", "num_sinks", "window", "compress_prompt", "budget_rule")
+
+
+class Wrapper(Compressor):
+    """Base of the compressors that change or combine the scores of others; subclasses write :meth:`score`.
+
+    Budget, buffer, sinks, window and budget rule are those of the parts, which must agree. Each part sees as many
+    queries as it asks for, and running numbers of its own.
+
+    Args:
+        parts: The compressors inside.
+
+    Raises:
+        ValueError: If there is none, one never evicts, or they differ in a size.
+    """
+
+    def __init__(self, parts: Sequence[Compressor]) -> None:
+        name = type(self).__name__
+        if not parts:
+            raise ValueError(f"{name}: give at least one compressor.")
+        first = parts[0]
+        for part in parts:
+            if not part.evicts:
+                raise ValueError(f"{name}: {part} never evicts, so there are no scores to work on. Leave it out.")
+            for size in _SIZES:
+                own, other = repr(getattr(first, size)), repr(getattr(part, size))
+                if own != other:
+                    raise ValueError(
+                        f"{name}: all compressors inside must have the same {size}, but {type(first).__name__} has "
+                        f"{size}={own} and {type(part).__name__} has {size}={other}."
+                    )
+        super().__init__(**{size: getattr(first, size) for size in _SIZES})
+        self._parts = list(parts)
+
+    @property
+    def num_queries(self) -> int:
+        """The most that any part asks for."""
+        return max(part.num_queries for part in self._parts)
+
+    @property
+    def state_fields(self) -> tuple[str, ...]:
+        """Those of all parts, numbered."""
+        return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
+
+    def update_state(self, layer: LayerState, mass: Tensor) -> None:
+        """Every part that has running numbers updates its own."""
+        for part, own in zip(self._parts, self._own_layers(layer), strict=True):
+            if part.state_fields:
+                part.update_state(own, mass)
+
+    def part_scores(self, layer: LayerState) -> list[Tensor]:
+        """(S, H, N) of each part, checked as any compressor's."""
+        return [part.checked_score(own) for part, own in zip(self._parts, self._own_layers(layer), strict=True)]
+
+    def _own_layers(self, layer: LayerState) -> list[LayerState]:
+        """What each part sees of the layer."""
+        return [
+            replace(
+                newest_queries(layer, part.num_queries),
+                state={name: layer.state[f"{index}.{name}"] for name in part.state_fields},
+            )
+            for index, part in enumerate(self._parts)
+        ]
+
+    def __repr__(self) -> str:
+        own = {name: value for name, value in vars(self).items() if name not in _SIZES and not name.startswith("_")}
+        arguments = [*map(repr, self._parts), *(f"{name}={value!r}" for name, value in own.items())]
+        return f"{type(self).__name__}({', '.join(arguments)})"

@@ -1,0 +1,142 @@
+"""The forward pass of a Llama-like decoder over the policy's own modules, with the rollout's attention in it.
+
+transformers' own forward pass spends most of a decode step on the CPU in bookkeeping and its matrix products in a
+library made for many rows. The four families served here differ in nothing but optional norms and biases, so their
+layers are walked by hand: every norm, embedding, rotary embedding and activation is the model's own module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.projections import Projection, join
+
+ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
+
+
+class Attend(Protocol):
+    """The attention of one layer, which also takes keys and values into the cache."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend.
+
+        Args:
+            layer: Layer index.
+            query: (R, Hq, D), not yet rotated.
+            key: (R, H, D), not yet rotated.
+            value: (R, H, D).
+            cos: (R, D), of the queries' and keys' positions, at least float32.
+            sin: (R, D).
+
+        Returns:
+            (R, Hq, D).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's modules; ``query_norm`` and ``key_norm`` are Qwen3's."""
+
+    norm: nn.Module
+    project_in: Projection  # query, key, value
+    query_norm: nn.Module | None
+    key_norm: nn.Module | None
+    project_out: Projection
+    mlp_norm: nn.Module
+    gate_and_up: Projection
+    activation: nn.Module
+    down: Projection
+
+
+class Decoder:
+    """A causal language model as a function of packed tokens: embedding, layers, final norm, output head.
+
+    Args:
+        model: Of a family in :data:`~sparse_rl_lightning.rollout.geometry.FAMILIES`.
+        geometry: Its sizes and compute type.
+    """
+
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
+        decoder: Any = model.get_decoder()
+        self.model, self.geometry = model, geometry
+        self._projections: list[Projection] = []
+        self.embedding: nn.Module = decoder.embed_tokens
+        self.final_norm: nn.Module = decoder.norm
+        self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
+
+        def joined(*modules: nn.Module) -> Projection:
+            self._projections.append(join(modules, geometry.dtype))
+            return self._projections[-1]
+
+        self.head = joined(model.get_output_embeddings())
+        self.layers = [
+            _Layer(
+                norm=layer.input_layernorm,
+                project_in=joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                query_norm=getattr(layer.self_attn, "q_norm", None),
+                key_norm=getattr(layer.self_attn, "k_norm", None),
+                project_out=joined(layer.self_attn.o_proj),
+                mlp_norm=layer.post_attention_layernorm,
+                gate_and_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+                activation=layer.mlp.act_fn,
+                down=joined(layer.mlp.down_proj),
+            )
+            for layer in decoder.layers
+        ]
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            ids: (R,) tokens, R a multiple of :data:`ROW_MULTIPLE`.
+            positions: (R,) their true positions.
+            attend: Called once per layer.
+
+        Returns:
+            (R, E).
+        """
+        g = self.geometry
+        x: Tensor = self.embedding(ids)
+        cos, sin = self._rotation(positions, x.dtype)
+        for index, layer in enumerate(self.layers):
+            query, key, value = layer.project_in(layer.norm(x))
+            query, key, value = (t.view(len(x), -1, g.head_dim) for t in (query, key, value))
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query, key = layer.query_norm(query), layer.key_norm(key)
+            attended = attend(index, query, key, value, cos, sin)
+            x = x + layer.project_out(attended.flatten(1))[0]
+            gate, up = layer.gate_and_up(layer.mlp_norm(x))
+            x = x + layer.down(layer.activation(gate) * up)[0]
+        out: Tensor = self.final_norm(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, V) float32; padded so that a row's bits do not depend on how many there are."""
+        n = hidden.shape[0]
+        if n % ROW_MULTIPLE:
+            hidden = torch.cat([hidden, hidden.new_zeros(-n % ROW_MULTIPLE, hidden.shape[1])])
+        return self.head(hidden)[0][:n].float()
+
+    def refresh(self) -> None:
+        """Take over what an optimiser has changed in weights that are kept as copies."""
+        for projection in self._projections:
+            projection.refresh()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the model's weights are: another answer means that they have moved."""
+        return tuple(parameter.data_ptr() for parameter in self.model.parameters())
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (R, D), rounded as transformers rounds them to the type of the hidden states."""
+        angles = positions[:, None].to(torch.float32) * self.inv_freq
+        angles = torch.cat([angles, angles], dim=-1)
+        scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.kv_dtype)
+        return (angles.cos() * scaling).to(dtype).to(wide), (angles.sin() * scaling).to(dtype).to(wide)

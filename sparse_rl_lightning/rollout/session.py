@@ -1,0 +1,197 @@
+"""RolloutSession: a rollout that outlives an update, for partial rollouts.
+
+A few long sequences hold up a whole rollout. In a session they wait in their slots while the learner updates, and go
+on with the new weights afterwards; every token remembers which version of the policy drew it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.rollout.memory import MemoryPlan
+from sparse_rl_lightning.rollout.preparation import check_prompts
+from sparse_rl_lightning.rollout.results import Ended
+from sparse_rl_lightning.rollout.run import Held, Progress
+from sparse_rl_lightning.rollout.sampler import RolloutSampler
+from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
+from sparse_rl_lightning.rollout.workspace import Workspace
+from sparse_rl_lightning.types import Rollout
+
+_TRACKS = ("logprobs", "behavior", "held", "versions", "topk_ids", "topk_logprobs", "ends", "finished")
+
+
+class RolloutSession:
+    """Sequences that are decoded a limited number of steps at a time, with whatever weights the model then has.
+
+    The session has memory of its own; the sampler may be used beside it.
+
+    Args:
+        sampler: Model, compressor and settings; ``num_slots`` must be set.
+        params: How to draw.
+        max_prompt_length: Tokens of the longest prompt there will be.
+
+    Raises:
+        ValueError: If the sampler has no ``num_slots``.
+
+    Example::
+
+        session = RolloutSession(sampler, SamplingParams(num_generations=8), max_prompt_length=200)
+        session.add(prompts, sequence_ids=range(64))
+        session.advance(max_steps=512)
+        rollout = session.take(session.complete)  # the others go on after the update
+    """
+
+    def __init__(self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int) -> None:
+        if sampler.num_slots is None:
+            raise ValueError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
+        self.sampler, self.params, self.max_prompt_length = sampler, params, max_prompt_length
+        self._workspace = Workspace()
+        with sampler.sampling():
+            self.run = self._workspace.start(sampler, params, sampler.num_slots, max_prompt_length, versioned=True)
+
+    def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
+        """Queue prompts behind those that wait.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sequence_ids: As for :meth:`RolloutSampler.generate`.
+
+        Returns:
+            The numbers under which the prompts are known from now on.
+
+        Raises:
+            ValueError: If a prompt cannot be completed, or is longer than ``max_prompt_length``.
+        """
+        config = self.sampler.model.config
+        check_prompts(prompts, self.params, getattr(config, "max_position_embeddings", None), config.vocab_size)
+        longest = max(len(prompt) for prompt in prompts)
+        if longest > self.max_prompt_length:
+            raise ValueError(
+                f"A prompt has {longest} tokens, the session was made for max_prompt_length={self.max_prompt_length}."
+            )
+        total = len(prompts) * self.params.num_generations
+        if len(sequence_ids) != total:
+            raise ValueError(f"sequence_ids must name {total} sequences, got {len(sequence_ids)}.")
+        return self.run.add(prompts, sequence_keys(self.params.seed, sequence_ids).tolist())
+
+    def advance(
+        self,
+        max_steps: int | None = None,
+        *,
+        until: Callable[[], bool] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        """Decode with the model's weights as they are now.
+
+        Args:
+            max_steps: Decode steps after which to stop; None goes on until every sequence has ended.
+            until: Asked after ``max_steps``: decoding goes on while it is False and a sequence has not ended.
+            progress: As for :meth:`RolloutSampler.generate`; it counts from the beginning of the session.
+        """
+        run = self.run
+        stop = None if max_steps is None else run.num_steps + max_steps
+        with self.sampler.sampling():
+            self._workspace.take_new_weights(self.sampler, run)
+            while run.is_busy and (stop is None or run.num_steps < stop or not (until is None or until())):
+                run.advance()
+                if progress is not None:
+                    progress(run.progress)
+
+    @property
+    def version(self) -> int:
+        """Number of the policy that draws: calls of :meth:`advance` so far."""
+        return int(self.run.tracks.version)
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """How many slots the memory limit allowed, and why."""
+        return self._workspace.memory_plan
+
+    @property
+    def complete(self) -> list[int]:
+        """Prompts all of whose sequences have ended, oldest first."""
+        return self.run.complete
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that wait or are in a slot."""
+        return len(self.run.waiting) + len(self.run.slots)
+
+    def take(self, prompts: Sequence[int]) -> Rollout:
+        """The rollout of complete prompts, which the session forgets; ``policy_versions`` says who drew each token."""
+        return self.run.take(prompts)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state(self, restart: bool = False) -> dict[str, Any]:
+        """Everything needed to go on, as CPU tensors, numbers and texts, fit for ``torch.load(weights_only=True)``.
+
+        Args:
+            restart: Leave out what is in the slots: those sequences will be drawn again from their prompts.
+        """
+        run = self.run
+        waiting = list(run.waiting)
+        if restart:
+            waiting += sorted((held.sequence for held in run.slots.values()), reverse=True)
+        slots = {} if restart else {slot: self._slot_state(slot) for slot in run.slots}
+        return {
+            "prompts": {number: list(prompt) for number, prompt in run.prompts.items()},
+            "keys": dict(run.keys),
+            "ended": {number: _plain(ended) for number, ended in run.ended.items()},
+            "waiting": waiting,
+            "slots": slots,
+            "counters": {name: getattr(run, name) for name in _COUNTERS},
+            "version": int(run.tracks.version),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state` returned, in a session of the same settings.
+
+        Raises:
+            ValueError: If a slot of the state is not there.
+        """
+        run = self.run
+        missing = [slot for slot in state["slots"] if slot >= run.plan.num_slots]
+        if missing:
+            raise ValueError(
+                f"The state was written with at least {max(missing) + 1} slots, this session has {run.plan.num_slots}: "
+                "set num_slots as it was, or save unfinished sequences for a restart."
+            )
+        run.prompts, run.keys = dict(state["prompts"]), dict(state["keys"])
+        device = run.plan.end_ids.device
+        run.ended = {number: Ended(**_moved(ended, device)) for number, ended in state["ended"].items()}
+        run.waiting, run.slots, run.read = list(state["waiting"]), {}, {}
+        for name, value in state["counters"].items():
+            setattr(run, name, value)
+        run.tracks.version.fill_(state["version"])
+        for slot, content in state["slots"].items():
+            run.slots[slot] = Held(**content["held"])
+            run.cache.write(slot, _moved(content["cache"], device))
+            for name, row in content["tracks"].items():
+                getattr(run.tracks, name)[slot] = row
+        run.free = sorted(set(range(run.plan.num_slots)) - set(run.slots), reverse=True)
+        run.forget_rows()
+
+    def _slot_state(self, slot: int) -> dict[str, Any]:
+        run = self.run
+        tracks = {name: getattr(run.tracks, name) for name in _TRACKS}
+        # slot by slot to the CPU: a second pool would not fit beside the first
+        rows = {name: tensor[slot].to("cpu", copy=True) for name, tensor in tracks.items() if tensor is not None}
+        cache = _moved(run.cache.read(slot), torch.device("cpu"))
+        return {"held": vars(run.slots[slot]).copy(), "cache": cache, "tracks": rows}
+
+
+_COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")
+
+
+def _plain(ended: Ended) -> dict[str, Any]:
+    return _moved({f.name: getattr(ended, f.name) for f in fields(ended)}, torch.device("cpu"))
+
+
+def _moved(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}

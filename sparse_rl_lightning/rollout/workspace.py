@@ -1,0 +1,134 @@
+"""Workspace: the memory and the decode step that a sampler keeps from one call to the next."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.rollout.cache import CacheSize, SlotCache
+from sparse_rl_lightning.rollout.compression import Compression
+from sparse_rl_lightning.rollout.decoder import Decoder
+from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.graphs import GraphedStep
+from sparse_rl_lightning.rollout.memory import MemoryPlan, plan_slots, slot_bytes
+from sparse_rl_lightning.rollout.run import Plan, Run
+from sparse_rl_lightning.rollout.sampling import SamplingParams
+from sparse_rl_lightning.rollout.step import Step
+from sparse_rl_lightning.rollout.stopping import StopStrings
+from sparse_rl_lightning.rollout.tracks import Tracks
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.rollout.sampler import RolloutSampler
+
+logger = logging.getLogger(__name__)
+
+CHECK_EVERY = {"cpu": 1}  # steps between two looks at which sequences have ended: looking is free on the CPU
+CHECK_EVERY_ON_DEVICE = 8
+
+
+class Workspace:
+    """Cache, tracks, weights made for decoding and CUDA graphs, made anew only where a call needs others."""
+
+    def __init__(self) -> None:
+        self.cache: SlotCache | None = None
+        self.memory_plan: MemoryPlan | None = None
+        self._step: GraphedStep | None = None
+
+    def release(self) -> None:
+        """Free everything."""
+        self.cache = self._step = None
+
+    def start(
+        self, sampler: RolloutSampler, params: SamplingParams, total: int, longest_prompt: int, versioned: bool = False
+    ) -> Run:
+        """A run without prompts yet.
+
+        Args:
+            sampler: Whose settings to follow.
+            params: How to draw.
+            total: Sequences there will be.
+            longest_prompt: Tokens of the longest prompt there will be.
+            versioned: Whether weights change during the run.
+
+        Raises:
+            ValueError: If the sampler's memory limit does not allow one slot, or stop strings lack a tokenizer.
+        """
+        stop = StopStrings(params.stop_strings, sampler.tokenizer) if params.stop_strings else None
+        geometry = CacheGeometry.of(sampler.model, sampler.kv_dtype)
+        check_every = CHECK_EVERY.get(geometry.device.type, CHECK_EVERY_ON_DEVICE)
+        length = longest_prompt + params.max_completion_length + check_every - 1
+        slots = min(sampler.num_slots or total, total)
+        c, compression = sampler.compressor, Compression(sampler.compressor, geometry.num_layers)
+        capacities, splits = compression.capacities(longest_prompt, length), c.evicts and c.budget_rule.splits_heads
+        size = CacheSize(slots, capacities, c.num_queries, length, c.state_fields, splits)
+        if sampler.memory_limit is not None:
+            size = self._fit(size, geometry, params, sampler.memory_limit)
+        cache = self._cache_for(geometry, size, c)
+        step = self._step_for(sampler, compression, geometry, cache, params, versioned)
+        return Run(
+            Plan(
+                params, compression, step.step.end_ids, stop, size.num_slots, sampler.max_prefill_tokens,
+                check_every,
+            ),
+            step,
+        )  # fmt: skip
+
+    def take_new_weights(self, sampler: RolloutSampler, run: Run) -> None:
+        """Let a run in progress go on with the model's weights as they are now."""
+        geometry = CacheGeometry.of(sampler.model, sampler.kv_dtype)
+        versioned = run.tracks.versions is not None
+        run.go_on_with(self._step_for(sampler, run.plan.compression, geometry, run.cache, run.plan.params, versioned))
+
+    def _step_for(
+        self,
+        sampler: RolloutSampler,
+        compression: Compression,
+        geometry: CacheGeometry,
+        cache: SlotCache,
+        params: SamplingParams,
+        versioned: bool,
+    ) -> GraphedStep:
+        """The step of the last call, with its graphs, where it does the same; the weights are taken over anew."""
+        params = replace(params, seed=0)  # it is in the sequences' keys
+        old = self._step
+        tracks = None
+        if old is not None and old.step.cache is cache and old.step.params == params:
+            tracks = old.step.tracks
+            same = (old.step.decoder.model, old.step.decoder.geometry.dtype) == (sampler.model, geometry.dtype)
+            same = same and old.step.compression.compressor is compression.compressor
+            if same and old.step.end_ids.tolist() == sampler.end_token_ids and old.is_current():
+                old.step.decoder.refresh()
+                return old
+        if tracks is None or (tracks.versions is not None) != versioned:
+            tracks = Tracks(cache.size.num_slots, cache.size.max_length, params, geometry.device, versioned)
+        self._step = None
+        end_ids = torch.tensor(sampler.end_token_ids, dtype=torch.int64, device=geometry.device)
+        step = Step(Decoder(sampler.model, geometry), cache, tracks, params, end_ids, compression)
+        self._step = GraphedStep(step, sampler.cuda_graphs)
+        return self._step
+
+    def _fit(self, size: CacheSize, geometry: CacheGeometry, params: SamplingParams, limit: int | float) -> CacheSize:
+        """As many of these slots as the memory limit allows."""
+        slot = slot_bytes(geometry, size, params)
+        before = self.memory_plan
+        # the share of free memory is taken once: later it would count the pool that is in use as taken
+        plan = plan_slots(slot, limit if before is None else before.limit, size.num_slots, geometry.device)
+        if before is None or plan.why != before.why:
+            logger.info("RolloutSampler: %s", plan.why)
+        self.memory_plan = plan
+        return replace(size, num_slots=plan.num_slots)
+
+    def _cache_for(self, geometry: CacheGeometry, size: CacheSize, compressor: Compressor) -> SlotCache:
+        """The cache of the last call where it is large enough, else a new one."""
+        old = self.cache
+        if old is not None and old.serves(geometry, size):
+            # a slot may be larger than needed where its size depends on the prompts
+            if size.capacities == old.size.capacities or not (compressor.evicts and compressor.compress_prompt):
+                return old
+        self.release()  # free the old pool before the new one is allocated
+        self.cache = SlotCache(geometry, size)
+        return self.cache

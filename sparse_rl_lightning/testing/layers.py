@@ -1,0 +1,134 @@
+"""A layer's cache as a compressor sees it, made of random numbers: ragged, and NaN wherever nobody may look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparse_rl_lightning.types import LayerState
+
+NUM_LAYERS, NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 2, 2, 16
+"""The sizes of ``tiny_model()``; statistics of one serve the other."""
+
+PER_SLOT = [
+    f.name for f in fields(LayerState)
+    if f.name not in ("layer_index", "scale", "inv_freq", "attention_scaling", "state")
+]  # fmt: skip
+"""The fields of a LayerState whose first dimension is the slot, running state apart."""
+
+
+def random_layer(
+    seed: int = 0,
+    *,
+    capacity: int = 14,
+    lengths: list[list[int]] | None = None,
+    num_sinks: int = 2,
+    window: int = 3,
+    num_queries: int = 3,
+    state_fields: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
+) -> LayerState:
+    """Three sequences that compressions have already thinned out, in two heads that hold different tokens.
+
+    The first sequence is as long as its longer head, the others are longer than their slots. Sinks and most recent
+    tokens are held, any others may be missing. Some keys are alike. Free memory is NaN, its positions are -1.
+
+    Args:
+        seed: Of all numbers.
+        capacity: Entries of a slot, N.
+        lengths: Live entries of the three sequences in both heads. Default is a prompt of 3 tokens, and full and
+            part-filled heads.
+        num_sinks: First positions that are held.
+        window: Most recent tokens that are held.
+        num_queries: Queries in the ring, A.
+        state_fields: Names of running numbers, drawn from (0, 1).
+        dtype: Of keys, values and queries.
+    """
+    g = torch.Generator().manual_seed(seed)
+    short = min(3, capacity)
+    live = torch.tensor(
+        lengths or [[short, short], [capacity, -(-2 * capacity // 3)], [max(capacity - 2, 1), capacity]]
+    )
+    seen = torch.tensor([int(live[0].max()), capacity + 11, capacity + 26])
+    heads = (3, NUM_HEADS, capacity)
+    normal = partial(torch.randn, generator=g, dtype=torch.float64)
+    keys, values = normal(2, *heads, HEAD_DIM)
+    keys[:, :, 1::3] = keys[:, :, :1] + 0.2 * keys[:, :, 1::3]
+    queries = normal(3, NUM_HEADS * GROUP_SIZE, num_queries, HEAD_DIM)
+    valid = torch.arange(capacity) < live.unsqueeze(-1)
+    free = ~valid
+    positions = torch.full(heads, -1)
+    for s, h in torch.cartesian_prod(torch.arange(3), torch.arange(NUM_HEADS)).tolist():
+        held = _positions(int(live[s, h]), int(seen[s]), num_sinks, window, g)
+        positions[s, h, : len(held)] = held
+    last = seen[:, None] - 1
+    ring = (last - (last - torch.arange(num_queries)) % max(num_queries, 1)).clamp(min=-1)
+    state = {
+        name: torch.rand(heads, generator=g, dtype=torch.float32).masked_fill(free, torch.nan) for name in state_fields
+    }
+    return LayerState(
+        keys=keys.masked_fill(free.unsqueeze(-1), torch.nan).to(dtype),
+        values=values.masked_fill(free.unsqueeze(-1), torch.nan).to(dtype),
+        valid=valid,
+        positions=positions,
+        lengths=live,
+        token_ids=positions % 11,
+        prompt_lengths=torch.tensor([short, 5, 6]),
+        queries=queries.masked_fill((ring < 0)[:, None, :, None], torch.nan).to(dtype),
+        query_positions=ring,
+        sequence_keys=torch.tensor([2**62 + 1, -5, 77]),
+        layer_index=1,
+        scale=HEAD_DIM**-0.5,
+        inv_freq=10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM),
+        attention_scaling=1.0,
+        state=state,
+    )
+
+
+def fill_free_memory(layer: LayerState, garbage: float) -> LayerState:
+    """The same layer with other content where there is no token."""
+    free, index = ~layer.valid, 0 if garbage == 0 else 10**6
+    layer = _change(layer, lambda t: t.masked_fill(free.unsqueeze(-1), garbage), ("keys", "values"))
+    layer = _change(layer, lambda t: t.masked_fill(free, index), ("positions", "token_ids"))
+    return _change_state(layer, lambda t: t.masked_fill(free, garbage))
+
+
+def take_slots(layer: LayerState, order: list[int]) -> LayerState:
+    """Some slots of a layer, in this order."""
+    return _change_state(_change(layer, lambda t: t[order], PER_SLOT), lambda t: t[order])
+
+
+def resize(layer: LayerState, more: int) -> LayerState:
+    """The same layer with more free places at the end of each slot, or with fewer."""
+    layer = _change(layer, lambda t: F.pad(t, (0, 0, 0, more)), ("keys", "values"))
+    layer = _change(layer, lambda t: F.pad(t, (0, more)), ("valid", "positions", "token_ids"))
+    return _change_state(layer, lambda t: F.pad(t, (0, more)))
+
+
+def cast(layer: LayerState, dtype: torch.dtype) -> LayerState:
+    """The same layer in another floating-point type."""
+    return _change(layer, lambda t: t.to(dtype), ("keys", "values", "queries"))
+
+
+def _change(layer: LayerState, function: Callable[[Tensor], Tensor], names: Iterable[str]) -> LayerState:
+    changed: dict[str, Any] = {name: function(getattr(layer, name)) for name in names}
+    return replace(layer, **changed)
+
+
+def _change_state(layer: LayerState, function: Callable[[Tensor], Tensor]) -> LayerState:
+    return replace(layer, state={name: function(tensor) for name, tensor in layer.state.items()})
+
+
+def _positions(length: int, seen: int, num_sinks: int, window: int, g: torch.Generator) -> Tensor:
+    """Which tokens a head holds: sinks and window first of all, then any others, in order."""
+    recent = torch.arange(seen - min(window, length), seen)
+    sinks = torch.arange(min(num_sinks, length - len(recent)))
+    num_others = length - len(recent) - len(sinks)
+    others = torch.randperm(seen - len(recent) - len(sinks), generator=g)[:num_others]
+    return torch.cat([sinks, len(sinks) + others.sort().values, recent])

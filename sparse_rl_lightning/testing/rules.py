@@ -1,0 +1,269 @@
+"""The rules behind check_compressor: each function says what it found wrong with a compressor, None for nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.wrapper import Wrapper
+from sparse_rl_lightning.ops.select import pinned_entries
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+from sparse_rl_lightning.testing.layers import PER_SLOT, cast, fill_free_memory, random_layer, resize, take_slots
+from sparse_rl_lightning.testing.policies import tiny_model
+from sparse_rl_lightning.types import NEVER, LayerState
+
+
+def declarations(compressor: Compressor) -> str | None:
+    """Attributes that the cache reads."""
+    for name in ("budget", "buffer", "num_sinks", "window", "budget_rule"):
+        if not hasattr(compressor, name):
+            return f"the instance has no attribute {name!r}"
+    num_queries, fields = compressor.num_queries, compressor.state_fields
+    if not isinstance(num_queries, int) or num_queries < 0:
+        return f"num_queries is {num_queries!r}"
+    if not isinstance(fields, tuple) or len({*fields}) < len(fields) or any(not isinstance(f, str) for f in fields):
+        return f"state_fields is {fields!r}"
+    if not fields and type(compressor).update_state is not Compressor.update_state:
+        if not isinstance(compressor, Wrapper):  # a wrapper has fields if its parts do
+            return "update_state is written, but state_fields is empty, so nobody calls it"
+    return None
+
+
+def shape(compressor: Compressor) -> str | None:
+    """One floating-point number per entry."""
+    layer = fill_free_memory(_layer(compressor), 0.0)
+    scores = compressor.score(layer)
+    if not isinstance(scores, Tensor):
+        return f"score returned {type(scores).__name__}"
+    if scores.shape != layer.valid.shape:
+        return f"score returned shape {tuple(scores.shape)} for slots, KV heads, entries = {tuple(layer.valid.shape)}"
+    return None if scores.is_floating_point() else f"score returned {scores.dtype}"
+
+
+def numbers(compressor: Compressor) -> str | None:
+    """No NaN where there is a token, even for keys and values that are all the same."""
+    for layer in _layers(compressor):
+        filled = fill_free_memory(layer, 0.0)
+        constant = replace(filled, keys=torch.ones_like(layer.keys), values=torch.ones_like(layer.values))
+        for name, case in (("random keys", filled), ("equal keys", constant)):
+            wrong = int((compressor.score(case).isnan() & layer.valid).sum())
+            if wrong:
+                return f"NaN for {wrong} of {int(layer.valid.sum())} live entries with {name}"
+    return None
+
+
+def free_memory(compressor: Compressor) -> str | None:
+    """The same scores whatever memory without a token holds."""
+    for layer in _layers(compressor):
+        clean = _scores(compressor, fill_free_memory(layer, 0.0))
+        for garbage in (torch.nan, torch.inf, 1e30):
+            if difference := _difference(_scores(compressor, fill_free_memory(layer, garbage)), clean):
+                return f"with {garbage} in free memory, scores of live entries change: {difference}"
+    return None
+
+
+def read_only(compressor: Compressor) -> str | None:
+    """The layer is as it was."""
+    for layer in _layers(compressor):
+        before = copy.deepcopy(layer)
+        compressor.score(layer)
+        for name in PER_SLOT:
+            if not _equal(getattr(layer, name), getattr(before, name)):
+                return f"score changed layer.{name}"
+        if not _equal(dict(layer.state), dict(before.state)):
+            return "score changed layer.state"
+    return None
+
+
+def determinism(compressor: Compressor) -> str | None:
+    """The same scores for the same layer, whatever was scored in between."""
+    first, *others = _layers(compressor)
+    scores = _scores(compressor, first)
+    for layer in others:
+        compressor.score(layer)
+    difference = _difference(_scores(compressor, first), scores)
+    return difference and f"scoring the same layer again gave other numbers: {difference}"
+
+
+def no_state(compressor: Compressor) -> str | None:
+    """Scoring leaves the instance as it was."""
+    before = copy.deepcopy(vars(compressor))
+    for layer in _layers(compressor):
+        compressor.score(layer)
+    after = vars(compressor)
+    changed = [n for n in sorted(before.keys() | after.keys()) if not _equal(before.get(n), after.get(n))]
+    return f"score changed {', '.join(f'self.{name}' for name in changed)}" if changed else None
+
+
+def batch_independence(compressor: Compressor) -> str | None:
+    """A sequence scores the same alone, and in any slot."""
+    for layer in _layers(compressor):
+        together = _scores(compressor, layer)
+        for order in ([0], [1], [2], [2, 0, 1], [1, 1]):
+            if difference := _difference(_scores(compressor, take_slots(layer, order)), together[order]):
+                return f"slots {order} of three score otherwise on their own: {difference}"
+    return None
+
+
+def ragged_lengths(compressor: Compressor) -> str | None:
+    """A sequence scores the same whatever memory follows its entries."""
+    for layer in _layers(compressor):
+        scores = _scores(compressor, layer)
+        width = scores.shape[-1]
+        wide = _scores(compressor, resize(layer, 5))[..., :width]
+        if difference := _difference(wide, scores):
+            return f"with 5 more free places per slot, scores change: {difference}"
+        short = int(layer.lengths[0].max())
+        if difference := _difference(
+            _scores(compressor, resize(take_slots(layer, [0]), short - width)), scores[:1, :, :short]
+        ):
+            return f"without the free places behind a short sequence, its scores change: {difference}"
+    return None
+
+
+def selection(compressor: Compressor) -> str | None:
+    """Kept are sinks, window and the best of the rest, as many as the budget allows."""
+    if not compressor.evicts:
+        return None
+    for layer in _layers(compressor):
+        kept, (scores, budgets) = compressor.select(layer), compressor.plan_eviction(layer)
+        pinned = pinned_entries(layer.valid, layer.positions, compressor.num_sinks, compressor.window)
+        if bool((kept & ~layer.valid).any()):
+            return "select keeps free memory"
+        if bool((pinned & ~kept).any()):
+            return f"{int((pinned & ~kept).sum())} entries of sinks and window were evicted"
+        expected = torch.minimum(layer.lengths, budgets)
+        if not torch.equal(kept.sum(dim=-1), expected):
+            return f"entries kept per slot and head: {kept.sum(dim=-1).tolist()}, expected {expected.tolist()}"
+        free = layer.valid & ~pinned
+        worst_kept = scores.masked_fill(~(free & kept), torch.inf).amin(dim=-1)
+        if bool((worst_kept < scores.masked_fill(~(free & ~kept), -torch.inf).amax(dim=-1)).any()):
+            return "an entry was kept although one with a higher score was evicted"
+    return None
+
+
+def half_precision(compressor: Compressor) -> str | None:
+    """Nearly the scores that the same numbers get in float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for layer in _layers(compressor, dtype):
+            full = cast(layer, torch.float32)
+            half, single = _scores(compressor, layer).double(), _scores(compressor, full).double()
+            finite = layer.valid & single.isfinite()
+            spread = single[finite].max() - single[finite].min() if bool(finite.any()) else 0.0
+            if bool((half[layer.valid].isfinite() != single[layer.valid].isfinite()).any()):
+                return f"{dtype}: scores are not finite where they are in float32"
+            error = float((half - single)[finite].abs().max()) if bool(finite.any()) else 0.0
+            if error > 0.05 * float(spread) + 1e-6:
+                return f"{dtype}: scores are off by {error:.3g}, and range over {float(spread):.3g}"
+    return None
+
+
+def running_state(compressor: Compressor) -> str | None:
+    """update_state writes its own numbers, slot by slot."""
+    if not compressor.state_fields:
+        return None
+    for layer in _layers(compressor):
+        mass = torch.rand(layer.valid.shape).masked_fill(~layer.valid, 0.0)
+        one, alone = copy.deepcopy(layer), copy.deepcopy(take_slots(layer, [2]))
+        compressor.update_state(one, mass)
+        compressor.update_state(alone, mass[[2]])
+        for name in PER_SLOT:
+            if not _equal(getattr(one, name), getattr(layer, name)):
+                return f"update_state changed layer.{name}"
+        for name in compressor.state_fields:
+            after = one.state[name]
+            if after.shape != layer.valid.shape or bool(after[layer.valid].isnan().any()):
+                return f"layer.state[{name!r}] has shape {tuple(after.shape)} or NaN after update_state"
+            if difference := _difference(alone.state[name].masked_fill(~alone.valid, 0), _live(after, layer)[[2]]):
+                return f"layer.state[{name!r}] of a sequence depends on the others: {difference}"
+        if all(_equal(one.state[name], layer.state[name]) for name in compressor.state_fields):
+            return "update_state changed nothing in layer.state"
+    return None
+
+
+def copies(compressor: Compressor) -> str | None:
+    """Copies score alike."""
+    layer = _layer(compressor)
+    ways: dict[str, Callable[[Compressor], Compressor]] = {"copy.deepcopy": copy.deepcopy, "pickle": _pickled}
+    for name, way in ways.items():
+        try:
+            duplicate = way(compressor)
+        except Exception as error:
+            return f"{name} does not work: {error}"
+        if difference := _difference(_scores(duplicate, layer), _scores(compressor, layer)):
+            return f"a copy made by {name} scores otherwise: {difference}"
+    return None
+
+
+def replay(compressor: Compressor) -> str | None:
+    """The learner finds the log-probs of a rollout again under its record of evictions."""
+    model = tiny_model(initializer_range=0.2, eos_token_id=None)
+    length = compressor.budget + compressor.buffer + 20
+    params = SamplingParams(num_generations=2, max_completion_length=length, seed=1)
+    rollout = RolloutSampler(model, compressor).generate([list(range(5, 5 + n)) for n in (3, 8, 17)], params)
+    assert rollout.evictions is not None
+    if compressor.evicts and bool((rollout.evictions.death == NEVER).all()):
+        return f"nothing was evicted from sequences of {length} tokens and more"
+    with torch.no_grad():
+        difference = (replay_logprobs(model, rollout) - rollout.sampler_logprobs).abs().max()
+    return f"log-probs differ by up to {float(difference):.3g}" if difference > 5e-5 else None
+
+
+# ---------------------------------------------------------------- scores
+
+
+def _layer(compressor: Compressor, seed: int = 0, dtype: torch.dtype = torch.float32) -> LayerState:
+    capacity = compressor.budget + compressor.buffer if compressor.evicts else 14
+    return random_layer(
+        seed, capacity=capacity, num_sinks=compressor.num_sinks, window=compressor.window,
+        num_queries=compressor.num_queries, state_fields=compressor.state_fields, dtype=dtype,
+    )  # fmt: skip
+
+
+def _layers(compressor: Compressor, dtype: torch.dtype = torch.float32) -> Iterator[LayerState]:
+    return (_layer(compressor, seed, dtype) for seed in range(3))
+
+
+def _scores(compressor: Compressor, layer: LayerState) -> Tensor:
+    return _live(compressor.score(layer), layer)
+
+
+def _pickled(compressor: Compressor) -> Compressor:
+    """A copy with pickled attributes; pickle does not find a class that was typed in, but needs it only elsewhere."""
+    duplicate = copy.copy(compressor)
+    vars(duplicate).update(pickle.loads(pickle.dumps(vars(compressor))))
+    return duplicate
+
+
+def _live(tensor: Tensor, layer: LayerState) -> Tensor:
+    return tensor.masked_fill(~layer.valid, 0.0)
+
+
+def _difference(a: Tensor, b: Tensor) -> str | None:
+    """How far apart two tensors of scores are, None if not at all."""
+    wrong = ~torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+    if not bool(wrong.any()):
+        return None
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()}, for example {float(b[wrong][0]):.6g} became {float(a[wrong][0]):.6g}"
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """The same content; NaN equals NaN."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if type(a) is type(b) and hasattr(a, "__dict__") and not callable(a):
+        return _equal(vars(a), vars(b))
+    return bool(a == b)
