@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
+from sparse_rl_lightning.callbacks.dry_run import DryRun
 from sparse_rl_lightning.callbacks.export import ExportPolicy
 from sparse_rl_lightning.callbacks.progress import RolloutProgress
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
@@ -12,6 +13,7 @@ from sparse_rl_lightning.callbacks.summary import RunSummary
 
 __all__ = [
     "CompletionsTable",
+    "DryRun",
     "ExportPolicy",
     "ImportanceReweighting",
     "RolloutCallback",

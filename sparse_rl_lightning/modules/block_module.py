@@ -89,13 +89,15 @@ class BlockModule(GenerationModule):
         self._tell_memory_plan(self.partial.session.memory_plan, dense=False)
         return self._decoded(rollout, own, self.num_rollouts, start)
 
-    def longest_prompt(self) -> list[int]:
-        """The token ids of the longest prompt among the rows of the training loader.
+    def longest_row(self) -> dict[str, Any]:
+        """The row with the longest prompt, in tokens, of the training loader.
 
         Raises:
             ValueError: If the loader's data set cannot be looked at as a whole.
         """
-        return max(self.encode(self._training_rows()), key=len)
+        rows = self._training_rows()
+        lengths = [len(prompt) for prompt in self.encode(rows)]
+        return rows[lengths.index(max(lengths))]
 
     # ---------------------------------------------------------------- Lightning
 
@@ -117,7 +119,7 @@ class BlockModule(GenerationModule):
         if self.partial is None:
             return
         check_storable(self._training_rows())
-        longest, config = self.longest_prompt(), self.dense_policy.config
+        (longest,), config = self.encode([self.longest_row()]), self.dense_policy.config
         check_prompts([longest], self.sampling, getattr(config, "max_position_embeddings", None), config.vocab_size)
         self.partial.begin(len(longest))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,7 +26,7 @@ from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import eval_mode
-from sparse_rl_lightning.types import Rollout, ScoredRollout
+from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
 Rows = list[dict[str, Any]]
 
@@ -192,18 +193,23 @@ class SparseGRPO(BlockModule):
 
     def _loss(self, part: Rollout, items: Items) -> Tensor:
         """The micro-batch's share of its optimiser step's loss, and the metrics of the policy update."""
-        logprobs, entropy = self._logprobs(self.dense_policy, part)
-        part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
-        output = self.objective(part, items, logprobs)
+        output, logprobs = self.micro_batch_loss(part, items)
         if not bool(output.loss.isfinite()):
             worst = (~logprobs.isfinite()).any(dim=1).nonzero().flatten().tolist()
             raise ValueError(
                 f"The loss of rollout {self.num_rollouts - 1} is {output.loss.item()}; sequences of the micro-batch "
                 f"with log-probs that are not finite: {worst or 'none'}. Lower the learning rate or check the weights."
             )
-        output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         self.log_dict(output.metrics, batch_size=len(part))
         return output.loss * self._accumulate  # Lightning divides by it
+
+    def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
+        """The learner's forward pass: the loss with its metrics, and the log-probs (B, T) it comes from."""
+        logprobs, entropy = self._logprobs(self.dense_policy, part)
+        part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
+        output = self.objective(part, items, logprobs)
+        output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
+        return output, logprobs
 
     # ---------------------------------------------------------------- stages of a rollout
 
@@ -211,13 +217,22 @@ class SparseGRPO(BlockModule):
     def _rescore(self, scored: ScoredRollout) -> None:
         """Log-probs of the dense policy, by the forward code and in the micro-batches of the learner."""
         start, rollout = time.perf_counter(), scored.rollout
+        size = max(1, len(rollout) // self.steps_per_generation)
+        parts = [rollout[first : first + size] for first in range(0, len(rollout), size)]
         if self.rescore:
             with eval_mode(self.dense_policy):  # as the sampler: no dropout
-                rollout.old_logprobs = self._in_micro_batches(self.dense_policy, rollout)
+                rollout.old_logprobs = torch.cat([self._logprobs(self.dense_policy, part)[0] for part in parts])
         if self._reference:
-            self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers wraps the signature away
-            rollout.ref_logprobs = self._in_micro_batches(self._reference[0], rollout)
+            rollout.ref_logprobs = torch.cat([self.reference_logprobs(part) for part in parts])
         scored.seconds["rescoring"] = time.perf_counter() - start
+
+    @torch.no_grad()
+    def reference_logprobs(self, part: Rollout) -> Tensor:
+        """(B, T) log-probs of the reference policy, zeros without one; its weights come to the device when needed."""
+        if not self._reference:
+            return torch.zeros_like(part.sampler_logprobs)
+        self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers wraps the signature away
+        return self._logprobs(self._reference[0], part)[0]
 
     def _score(self, scored: ScoredRollout) -> None:
         start, rollout = time.perf_counter(), scored.rollout
@@ -245,11 +260,6 @@ class SparseGRPO(BlockModule):
         members = torch.arange(self.num_generations, device=groups.device)
         return rollout[(groups[:, None] * self.num_generations + members).flatten()]
 
-    def _in_micro_batches(self, policy: PreTrainedModel, rollout: Rollout) -> Tensor:
-        size = max(1, len(rollout) // self.steps_per_generation)
-        parts = [rollout[start : start + size] for start in range(0, len(rollout), size)]
-        return torch.cat([self._logprobs(policy, part)[0] for part in parts])
-
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         return sequence_logprobs(policy, part.sequences, part.completion_mask, self.temperature or 1.0)
 
@@ -258,6 +268,12 @@ class SparseGRPO(BlockModule):
         self.log_dict(rollout_metrics(scored) | own, batch_size=len(scored.completions), sync_dist=True)
 
     # ---------------------------------------------------------------- Lightning
+
+    def configure_callbacks(self) -> list[Callback]:
+        """A dry run of the worst case before training, unless the trainer has one."""
+        from sparse_rl_lightning.callbacks.dry_run import DryRun  # it needs this package
+
+        return [] if any(isinstance(c, DryRun) for c in self.trainer.callbacks) else [DryRun()]  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         """Load the policy, and the reference policy where the objective needs one."""
