@@ -24,9 +24,10 @@ from sparse_rl_lightning.modules.objective import Objective
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
 from sparse_rl_lightning.rollout.preparation import eval_mode
-from sparse_rl_lightning.types import Rollout, ScoredRollout
+from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
 Rows = list[dict[str, Any]]
+LogprobFunction = Callable[[PreTrainedModel, Rollout], tuple[Tensor, Tensor]]
 
 
 class SparseGRPO(GenerationModule):
@@ -77,6 +78,9 @@ class SparseGRPO(GenerationModule):
     Raises:
         ValueError: If an argument is out of range, or the numbers of prompts, generations and steps do not fit.
     """
+
+    keeps_evictions = False
+    """Whether the loss looks at the record of evictions; it is dropped after scoring otherwise."""
 
     def __init__(
         self,
@@ -179,7 +183,7 @@ class SparseGRPO(GenerationModule):
         """The micro-batch's share of its optimiser step's loss, and the metrics of the policy update."""
         logprobs, entropy = self._logprobs(self.dense_policy, part)
         part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
-        output = self.objective(part, window, logprobs)
+        output = self._policy_loss(part, window, logprobs)
         if not bool(output.loss.isfinite()):
             worst = (~logprobs.isfinite()).any(dim=1).nonzero().flatten().tolist()
             raise ValueError(
@@ -189,6 +193,9 @@ class SparseGRPO(GenerationModule):
         output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         self.log_dict(output.metrics, batch_size=len(part))
         return output.loss * self._accumulate  # Lightning divides by it
+
+    def _policy_loss(self, part: Rollout, window: Rollout, logprobs: Tensor) -> LossOutput:
+        return self.objective(part, window, logprobs)
 
     # ---------------------------------------------------------------- stages of a rollout
 
@@ -213,7 +220,8 @@ class SparseGRPO(GenerationModule):
 
     def _new_block(self, rows: Rows) -> RolloutBlock:
         scored = self.roll_out(rows)
-        scored.rollout.evictions = None  # large, and the loss does not read it
+        if not self.keeps_evictions:
+            scored.rollout.evictions = None
         rollout = self._most_informative(scored.rollout, len(rows)) if self.oversampling > 1 else scored.rollout
         block = RolloutBlock(self._plan(len(rollout)), rollout, self.num_rollouts, self.seed)
         self.num_rollouts += 1
@@ -228,10 +236,13 @@ class SparseGRPO(GenerationModule):
         members = torch.arange(self.num_generations, device=groups.device)
         return rollout[(groups[:, None] * self.num_generations + members).flatten()]
 
-    def _in_micro_batches(self, policy: PreTrainedModel, rollout: Rollout) -> Tensor:
+    def _in_micro_batches(
+        self, policy: PreTrainedModel, rollout: Rollout, logprobs: LogprobFunction | None = None
+    ) -> Tensor:
+        logprobs = logprobs or self._logprobs
         size = max(1, len(rollout) // self.steps_per_generation)
         parts = [rollout[start : start + size] for start in range(0, len(rollout), size)]
-        return torch.cat([self._logprobs(policy, part)[0] for part in parts])
+        return torch.cat([logprobs(policy, part)[0] for part in parts])
 
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         return sequence_logprobs(policy, part.sequences, part.completion_mask, self.temperature or 1.0)
