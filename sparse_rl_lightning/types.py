@@ -126,6 +126,11 @@ class Rollout:
         values: dict[str, Any] = {name: None if value is None else value[index] for name, value in own}
         return Rollout(**values)
 
+    def parts(self, count: int) -> list[Rollout]:
+        """The rollout cut into ``count`` pieces of adjacent sequences; a rest makes one more."""
+        size = max(1, len(self) // count)
+        return [self[start : start + size] for start in range(0, len(self), size)]
+
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on ``device``."""
         return self.from_state(_map_tensors(self.state(), lambda t: t.to(device)))

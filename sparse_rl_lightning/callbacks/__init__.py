@@ -5,6 +5,7 @@ from __future__ import annotations
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.export import ExportPolicy
+from sparse_rl_lightning.callbacks.mismatch_split import MismatchSplit
 from sparse_rl_lightning.callbacks.progress import RolloutProgress
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
@@ -14,6 +15,7 @@ __all__ = [
     "CompletionsTable",
     "ExportPolicy",
     "ImportanceReweighting",
+    "MismatchSplit",
     "RolloutCallback",
     "RolloutProgress",
     "RunSummary",

@@ -89,7 +89,8 @@ class ReplayGRPO(SparseGRPO):
             return  # what was computed is replayed
         start, rollout = time.perf_counter(), scored.rollout
         with eval_mode(self.dense_policy):
-            rollout.replay_logprobs = self._in_micro_batches(self.dense_policy, rollout, self._replayed)
+            parts = [self._replayed(self.dense_policy, part)[0] for part in rollout.parts(self.steps_per_generation)]
+        rollout.replay_logprobs = torch.cat(parts)
         scored.seconds["replay"] = time.perf_counter() - start
 
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:

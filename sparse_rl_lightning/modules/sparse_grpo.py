@@ -27,7 +27,6 @@ from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
 Rows = list[dict[str, Any]]
-LogprobFunction = Callable[[PreTrainedModel, Rollout], tuple[Tensor, Tensor]]
 
 
 class SparseGRPO(GenerationModule):
@@ -79,8 +78,7 @@ class SparseGRPO(GenerationModule):
         ValueError: If an argument is out of range, or the numbers of prompts, generations and steps do not fit.
     """
 
-    keeps_evictions = False
-    """Whether the loss looks at the record of evictions; it is dropped after scoring otherwise."""
+    keeps_evictions = False  # after scoring, for a loss that looks at their record
 
     def __init__(
         self,
@@ -220,8 +218,7 @@ class SparseGRPO(GenerationModule):
 
     def _new_block(self, rows: Rows) -> RolloutBlock:
         scored = self.roll_out(rows)
-        if not self.keeps_evictions:
-            scored.rollout.evictions = None
+        scored.rollout.evictions = scored.rollout.evictions if self.keeps_evictions else None
         rollout = self._most_informative(scored.rollout, len(rows)) if self.oversampling > 1 else scored.rollout
         block = RolloutBlock(self._plan(len(rollout)), rollout, self.num_rollouts, self.seed)
         self.num_rollouts += 1
@@ -236,13 +233,8 @@ class SparseGRPO(GenerationModule):
         members = torch.arange(self.num_generations, device=groups.device)
         return rollout[(groups[:, None] * self.num_generations + members).flatten()]
 
-    def _in_micro_batches(
-        self, policy: PreTrainedModel, rollout: Rollout, logprobs: LogprobFunction | None = None
-    ) -> Tensor:
-        logprobs = logprobs or self._logprobs
-        size = max(1, len(rollout) // self.steps_per_generation)
-        parts = [rollout[start : start + size] for start in range(0, len(rollout), size)]
-        return torch.cat([logprobs(policy, part)[0] for part in parts])
+    def _in_micro_batches(self, policy: PreTrainedModel, rollout: Rollout) -> Tensor:
+        return torch.cat([self._logprobs(policy, part)[0] for part in rollout.parts(self.steps_per_generation)])
 
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         return sequence_logprobs(policy, part.sequences, part.completion_mask, self.temperature or 1.0)
