@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("advantages", "calibration", "corrections", "logprobs", "losses", "metrics", "rewards", "rollout", "testing"),
     ("budgets", "compressors"),
     ("ops",),
-    ("types",),
+    ("evictions", "types"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "data", "strategies"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

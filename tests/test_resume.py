@@ -70,6 +70,7 @@ def config(folder: Path, model: dict[str, object] | None = None, **trainer: obje
             **trainer,
         },
     }
+    folder.mkdir(exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
@@ -126,6 +127,22 @@ def test_resume_of_partial_rollouts_is_bitwise(
     assert saved["rows"]
     main(["fit", "--config", str(path), "--ckpt_path", "last"])
     assert_equal(final_weights(tmp_path), uninterrupted_partial)
+
+
+def test_resume_is_bitwise_with_replay(tmp_path: Path) -> None:
+    """The checkpoint holds the record of evictions that the second half of the block is replayed under."""
+    results = []
+    for name, stops in (("whole", [STEPS]), ("resumed", [1, STEPS])):
+        path = config(tmp_path / name)
+        values = yaml.safe_load(path.read_text())
+        values["model"]["class_path"] = "ReplayGRPO"
+        values["model"]["init_args"] |= {"replay_objective": "mixed", "alpha": 0.25}
+        path.write_text(yaml.safe_dump(values))
+        for index, stop in enumerate(stops):
+            resume = ["--ckpt_path", "last"] if index else []
+            main(["fit", "--config", str(path), "--trainer.max_steps", str(stop), *resume])
+        results.append(final_weights(tmp_path / name))
+    assert_equal(*results)
 
 
 def test_resume_from_a_named_checkpoint(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.dry_run import DryRun
 from sparse_rl_lightning.callbacks.export import ExportPolicy
+from sparse_rl_lightning.callbacks.mismatch_split import MismatchSplit
 from sparse_rl_lightning.callbacks.progress import RolloutProgress
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
@@ -16,6 +17,7 @@ __all__ = [
     "DryRun",
     "ExportPolicy",
     "ImportanceReweighting",
+    "MismatchSplit",
     "RolloutCallback",
     "RolloutProgress",
     "RunSummary",

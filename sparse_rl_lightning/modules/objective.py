@@ -27,6 +27,7 @@ class Items:
 
     policy: Tensor | None  # ()
     penalty: Tensor | None  # (), of the KL term
+    everything: Tensor | None = None  # (), of a policy term from which nothing is rejected
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Objective:
         return Items(
             policy=count_items(mask, window.keep, self.loss_type, self.denominator),
             penalty=count_items(mask, kept, self.loss_type, self.denominator) if self.beta > 0 else None,
+            everything=count_items(mask, None, self.loss_type, self.denominator),
         )
 
     def __call__(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:

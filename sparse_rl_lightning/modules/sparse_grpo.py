@@ -90,6 +90,8 @@ class SparseGRPO(BlockModule):
         ValueError: If an argument is out of range, or the numbers of prompts, generations and steps do not fit.
     """
 
+    keeps_evictions = False  # after scoring, for a loss that looks at their record
+
     def __init__(
         self,
         policy: str | PolicySource,
@@ -207,9 +209,12 @@ class SparseGRPO(BlockModule):
         """The learner's forward pass: the loss with its metrics, and the log-probs (B, T) it comes from."""
         logprobs, entropy = self._logprobs(self.dense_policy, part)
         part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
-        output = self.objective(part, items, logprobs)
+        output = self._policy_loss(part, items, logprobs)
         output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         return output, logprobs
+
+    def _policy_loss(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
+        return self.objective(part, items, logprobs)
 
     # ---------------------------------------------------------------- stages of a rollout
 
@@ -217,8 +222,7 @@ class SparseGRPO(BlockModule):
     def _rescore(self, scored: ScoredRollout) -> None:
         """Log-probs of the dense policy, by the forward code and in the micro-batches of the learner."""
         start, rollout = time.perf_counter(), scored.rollout
-        size = max(1, len(rollout) // self.steps_per_generation)
-        parts = [rollout[first : first + size] for first in range(0, len(rollout), size)]
+        parts = rollout.parts(self.steps_per_generation)
         if self.rescore:
             with eval_mode(self.dense_policy):  # as the sampler: no dropout
                 rollout.old_logprobs = torch.cat([self._logprobs(self.dense_policy, part)[0] for part in parts])
@@ -244,7 +248,8 @@ class SparseGRPO(BlockModule):
     def _new_block(self, rows: Rows) -> RolloutBlock:
         scored = self.roll_out(rows)
         rollout = scored.rollout
-        rollout.evictions = rollout.topk_ids = rollout.topk_logprobs = None  # large, and the loss does not read them
+        rollout.topk_ids = rollout.topk_logprobs = None  # large, and the loss does not read them
+        rollout.evictions = rollout.evictions if self.keeps_evictions else None
         rollout = self._most_informative(rollout, len(rows)) if self.oversampling > 1 else rollout
         plan = self.plan(len(rollout) // self.num_generations)
         block = RolloutBlock(plan, rollout, self.num_rollouts, self.seed, self.objective.items)
