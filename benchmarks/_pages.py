@@ -70,6 +70,13 @@ def floors(results: Results) -> list[Quality]:
     return [found for found in by_budget(results, FLOOR) if found is not None]
 
 
+def over_dense(results: Results, place: int) -> Callable[[Quality], float]:
+    """Perplexity over the full cache's on the same tokens, which are others at every budget."""
+    dense = by_budget(results, DENSE)[place]
+    assert dense is not None
+    return lambda found: found.perplexity / dense.perplexity
+
+
 def quality_table(results: dict[str, Results], note: str) -> Table:
     """Methods by measures, three budgets in a cell."""
     columns = [(task, measure) for task in results for measure in MEASURES[task]]
@@ -90,8 +97,8 @@ def verdict(results: dict[str, Results]) -> str:
     for task, found in results.items():
         counts = {name: _lost(found, name, MEASURES[task]) for name in methods(found) if name not in (DENSE, FLOOR)}
         losers = sorted((item for item in counts.items() if item[1][0]), key=lambda item: -item[1][0] / item[1][1])
-        named = ", ".join(f"{name} (loses {lost} of {total})" for name, (lost, total) in losers)
-        lines.append(f"On {task} {FLOOR} is beaten everywhere by all but: {named or 'none'}.")
+        named = ", ".join(f"{name} (in {lost} of {total})" for name, (lost, total) in losers)
+        lines.append(f"On {task} these do not beat {FLOOR} in some of their numbers: {named or 'none'}.")
     return " ".join(lines)
 
 
@@ -116,16 +123,13 @@ def picture(results: dict[str, Results], path: Path) -> None:
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for ax, (task, measure) in zip(axes, panels, strict=True):
             for place, share in enumerate(SHARES):
-                ax.axvline(measure.value(floors(results[task])[place]), color=COLORS[place], lw=1.1, ls="--", alpha=0.7)
+                value = over_dense(results[task], place) if measure is PERPLEXITY else measure.value
+                ax.axvline(value(floors(results[task])[place]), color=COLORS[place], lw=1.1, ls="--", alpha=0.7)
                 found = [(by_budget(results[task], name)[place], row) for row, name in enumerate(names)]
-                shown = [(measure.value(own), row) for own, row in found if own is not None]
+                shown = [(value(own), row) for own, row in found if own is not None]
                 ax.plot(*zip(*shown, strict=True), "o", color=COLORS[place], ms=5.5, label=f"{share:.0%} of the length")
-            less = ", less is better" if measure.sign < 0 else ""
-            ax.set_title(f"{task.capitalize()}\n{measure.title}{less}", fontsize=10)
-            if measure.sign < 0:
-                ax.set_xscale("log")
-                ax.minorticks_off()
-                _plain_ticks(ax)
+            over = " / full cache's" if measure is PERPLEXITY else ""
+            ax.set_title(f"{task.capitalize()}\n{measure.title}{over}", fontsize=10)
         axes[0].set_yticks(range(len(names)), names)
         handles, labels = axes[0].get_legend_handles_labels()
         line = axes[0].plot([], [], color="#6b7280", lw=1.1, ls="--")[0]
@@ -146,16 +150,6 @@ def _best_last(results: dict[str, Results]) -> list[str]:
         for name in methods(found)
     }
     return sorted((name for name in score if name not in (DENSE, FLOOR)), key=score.__getitem__)
-
-
-def _plain_ticks(ax: object) -> None:
-    """Numbers instead of powers of ten on a logarithmic axis over less than a decade."""
-    from matplotlib.axes import Axes
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
-
-    assert isinstance(ax, Axes)
-    ax.xaxis.set_major_locator(MaxNLocator(4))
-    ax.xaxis.set_major_formatter(ScalarFormatter())
 
 
 def insert(page: Path, text: str) -> None:

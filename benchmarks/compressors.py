@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _methods import PYRAMID_BETA
 from _pages import MARK, Results, insert, picture, quality_table, verdict
 from _quality import Task, measure
 from _table import machine
@@ -61,16 +62,18 @@ def describe(task: Task) -> str:
     )
 
 
-def note(found: dict[str, Task]) -> str:
+def note(found: dict[str, Task], remark: str) -> str:
     """How to read the table."""
     what = " ".join(describe(task) for task in found.values())
     return (
-        f"{machine('cpu')}. {what} In every cell budgets of 25 / 50 / 75 % of the length. Acceptance is Σ min(p_dense, "
+        f"{machine('cpu')}. {remark}".strip() + f"\n\n{what} All methods have these sizes, not those of their papers; "
+        f"LagKV's chunks are a quarter of a slot, Pyramid has beta {PYRAMID_BETA}; statistics come from other texts of "
+        "the same policy.\n\nIn every cell budgets of 25 / 50 / 75 % of the length. Acceptance is Σ min(p_dense, "
         "p_sparse) over the vocabulary, per token; it, perplexity and the share of tokens with the same favourite "
         "count tokens behind the first eviction of a slot of budget + buffer, which are others at every budget. An "
         "event cuts one sequence in all layers and heads; all sequences are cut together. H2O's rate includes its "
         f"sums at every step, not the attention probabilities they need. {MARK} marks what is not better than "
-        "RandomEviction."
+        "RandomEviction; where both fail altogether, and in the last digit, it means little."
     )
 
 
@@ -82,6 +85,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="random weights, toy sizes: numbers without meaning")
     parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and {PICTURE}")
+    parser.add_argument("--remark", default="", help="a sentence about the machine for the page")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     start = time.perf_counter()
@@ -89,7 +93,7 @@ def main() -> None:
     if not found:
         sys.exit("error: nothing to measure on")
     results: dict[str, Results] = {name: list(measure(task, say)) for name, task in found.items()}
-    table = quality_table(results, note(found))
+    table = quality_table(results, note(found, args.remark))
     text = f"{table}\n\n{verdict(results)} All of it took {time.perf_counter() - start:.0f} s."
     print(text)
     if args.save:

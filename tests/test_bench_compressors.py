@@ -92,7 +92,7 @@ def test_numbers_below_random_are_marked(bench: dict[str, ModuleType]) -> None:
     assert cells["Equal"][2] == "0.500↓ / 0.500↓ / 0.500↓"
     assert cells["RandomEviction"][2] == "0.500 / 0.500 / 0.500"
     assert cells["Worse"][4] == "100 / 100 / 100"  # speed is no quality
-    assert "Equal (loses 12 of 12), Worse (loses 12 of 12)." in pages.verdict(found)
+    assert "Equal (in 12 of 12), Worse (in 12 of 12)." in pages.verdict(found)
 
 
 def test_page_is_replaced_between_its_markers(bench: dict[str, ModuleType], tmp_path: Path) -> None:
