@@ -163,7 +163,9 @@ def test_dense_takes_xi_from_the_replay_and_forgets_the_record() -> None:
     want = policy_loss(
         logprobs, rollout.old_logprobs, rollout.advantages, mask, keep=rollout.keep, weights=rollout.weights
     ).loss
-    torch.testing.assert_close(grpo._policy_loss(rollout, grpo.objective.items(rollout), logprobs).loss, want, atol=1e-7, rtol=0)
+    torch.testing.assert_close(
+        grpo._policy_loss(rollout, grpo.objective.items(rollout), logprobs).loss, want, atol=1e-7, rtol=0
+    )
 
 
 def test_sparse_has_no_mismatch_left_and_both_validations_are_reported() -> None:
