@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-learner lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 
 bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two cores, half an hour
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/rollout.py --device cpu
+
+bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logits against chunks
+	$(BIN)/python benchmarks/learner.py --device cpu
 
 lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .
