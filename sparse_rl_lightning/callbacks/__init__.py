@@ -5,17 +5,35 @@ from __future__ import annotations
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.export import ExportPolicy
+from sparse_rl_lightning.callbacks.opsm import OPSM
+from sparse_rl_lightning.callbacks.presets import (
+    MIS,
+    TIS,
+    GeometricTIS,
+    IcePop,
+    SequenceMaskTIS,
+    SequenceMIS,
+    SequenceTIS,
+)
 from sparse_rl_lightning.callbacks.progress import RolloutProgress
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
 from sparse_rl_lightning.callbacks.summary import RunSummary
 
 __all__ = [
+    "MIS",
+    "OPSM",
+    "TIS",
     "CompletionsTable",
     "ExportPolicy",
+    "GeometricTIS",
+    "IcePop",
     "ImportanceReweighting",
     "RolloutCallback",
     "RolloutProgress",
     "RunSummary",
+    "SequenceMIS",
+    "SequenceMaskTIS",
+    "SequenceTIS",
     "SparsityAwareRejection",
 ]
