@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from tiny_run import config, write
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks import (
@@ -28,7 +29,6 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.corrections import mask_sequences, normalize_weights, off_policy_sequences
 from sparse_rl_lightning.modules.objective import Objective
 from sparse_rl_lightning.types import Rollout, ScoredRollout
-from tiny_run import config, write
 
 # Sequence 1: ratios 4, 1/4, 2: product 2, geometric mean 2 ** (1/3) = 1.259921. Sequence 2: 8, 1: product 8, mean
 # sqrt(8) = 2.828427. Sequence 3: 0.6 and 1e-5: product 6e-6, mean sqrt(6e-6) = 0.00244949. Elsewhere 100, unread.

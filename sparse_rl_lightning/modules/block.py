@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.modules.packing import pack, token_counts, trimmed
 from sparse_rl_lightning.ops.random import hash_bits
 from sparse_rl_lightning.types import Rollout
 
@@ -22,6 +23,8 @@ class BlockPlan:
         steps_per_generation: Micro-batches the rollout is cut into.
         num_iterations: Passes over the rollout.
         accumulate: Lightning's ``accumulate_grad_batches``.
+        packs: Share the sequences of an optimiser step among its micro-batches by tokens instead of by number. No
+            micro-batch is empty, and the loss of the step is the same.
 
     Raises:
         ValueError: If a division leaves a rest.
@@ -32,6 +35,7 @@ class BlockPlan:
     steps_per_generation: int
     num_iterations: int
     accumulate: int
+    packs: bool = False
 
     def __post_init__(self) -> None:
         if self.sequences % self.steps_per_generation:
@@ -69,10 +73,11 @@ class BlockPlan:
         return self.micro_batches // self.accumulate
 
     def __str__(self) -> str:
+        share = "on average" if self.packs else "each"
         return (
             f"{self.prompts} prompts x {self.num_generations} generations = {self.steps_per_generation} micro-batches "
-            f"x {self.micro_batch} sequences; {self.num_iterations} pass(es), {self.accumulate} micro-batch(es) per "
-            f"optimiser step: {self.optimizer_steps} optimiser step(s) per rollout"
+            f"of {self.micro_batch} sequences {share}; {self.num_iterations} pass(es), {self.accumulate} "
+            f"micro-batch(es) per optimiser step: {self.optimizer_steps} optimiser step(s) per rollout"
         )
 
 
@@ -101,9 +106,13 @@ class RolloutBlock:
         rows = self._order()
         size = self.plan.micro_batch
         own = rows[self.cursor * size : (self.cursor + 1) * size]
-        window = rows[start * size : (start + self.plan.accumulate) * size]
+        window = self.rollout[rows[start * size : (start + self.plan.accumulate) * size]]
+        turn = self.cursor - start
         self.cursor += 1
-        return self.rollout[own], self.rollout[window]
+        if not self.plan.packs:
+            return self.rollout[own], window
+        bins = pack(token_counts(window), self.plan.accumulate)
+        return trimmed(window[torch.tensor(bins[turn], device=rows.device)]), window
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages, informative_groups
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.modules.generation import GenerationModule
+from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Objective
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
@@ -68,6 +68,7 @@ class SparseGRPO(GenerationModule):
             whose rewards differ. 1 is off.
         rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
             mismatch metrics, with one optimiser step per rollout, may switch it off.
+        learner: Packing by tokens, and memory and precision of the learner's passes.
         val_max_completion_length: Of validation, null for the same.
         seed: Of the rollouts and of the order of micro-batches.
         optimizer: Makes the optimiser from the parameters.
@@ -109,6 +110,7 @@ class SparseGRPO(GenerationModule):
         mask_truncated_completions: bool = False,
         oversampling: float = 1.0,
         rescore: bool = True,
+        learner: Learner | None = None,
         val_max_completion_length: int | None = None,
         seed: int = 0,
         optimizer: OptimizerCallable = default_optimizer,
@@ -145,6 +147,7 @@ class SparseGRPO(GenerationModule):
         self.scale_rewards = scale_rewards
         self.oversampling = oversampling
         self.rescore = rescore
+        self.learner = learner or Learner()
         self.block: RolloutBlock | None = None
         self.num_rollouts = 0
         self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so in no checkpoint and no optimiser
@@ -234,7 +237,7 @@ class SparseGRPO(GenerationModule):
         return torch.cat([self._logprobs(policy, part)[0] for part in parts])
 
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        return sequence_logprobs(policy, part.sequences, part.completion_mask, self.temperature or 1.0)
+        return self.learner.logprobs(policy, part, self.temperature or 1.0)
 
     def _log_rollout(self, scored: ScoredRollout) -> None:
         self.log_dict(rollout_metrics(scored), batch_size=len(scored.completions), sync_dist=True)
@@ -298,7 +301,7 @@ class SparseGRPO(GenerationModule):
     def _plan(self, sequences: int) -> BlockPlan:
         return BlockPlan(
             sequences // self.num_generations, self.num_generations, self.steps_per_generation, self.num_iterations,
-            self._accumulate,
+            self._accumulate, self.learner.packs,
         )  # fmt: skip
 
     @property
