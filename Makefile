@@ -49,7 +49,7 @@ native: $(INSTALLED) ## compile the native library again after a change in cuda_
 
 # A copy of the package with instrumented kernels; python itself is not instrumented, so the runtime is preloaded.
 SANITIZED := build/sanitized
-SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1 -DSPARSE_RL_NO_CLONES
+SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1 -DSPARSE_RL_NO_CLONES
 sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and undefined-behaviour sanitizers
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r sparse_rl_lightning tests cuda_ext setup.py pyproject.toml LICENSE CHANGELOG.md README.md $(SANITIZED)/
@@ -58,7 +58,7 @@ sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and und
 	cd $(SANITIZED) && PYTHONPATH=. OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py \
-		tests/test_native_select.py tests/test_native_torch.py tests/test_native_loaded.py
+		tests/test_native_select.py tests/test_native_torch.py tests/test_native_errors.py tests/test_native_loaded.py
 
 cuda-check: $(INSTALLED) ## compile the CUDA kernels where nvcc is; fails on warnings and spilled registers
 	$(BIN)/python cuda_ext/check.py
@@ -68,7 +68,8 @@ cuda-emulate: $(INSTALLED) ## op tests on the CUDA kernels, emulated on the CPU 
 	rm -rf $(EMULATED) && mkdir -p $(EMULATED) && cp pyproject.toml $(EMULATED)/
 	$(BIN)/python cuda_ext/emulation/build.py $(EMULATED)
 	cd $(EMULATED) && SPARSE_RL_EMULATED=1 PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q \
-		-p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py tests/test_native_select.py
+		-p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py tests/test_native_select.py \
+		tests/test_native_device.py
 
 bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/ops.py

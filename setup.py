@@ -16,10 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+import setuptools
 
 ROOT = Path(__file__).resolve().parent
 CHOICES = ("auto", "cuda", "cpu", "python")
+OLDEST_SETUPTOOLS = 77  # as pyproject.toml says, which nobody reads without build isolation
 TARGET = "0x020b000000000000"  # oldest libtorch whose stable ABI is used: 2.11
 
 
@@ -42,6 +43,7 @@ def find_cuda_home() -> Path | None:
     return home.resolve() if (home / "bin" / "nvcc").exists() else None
 
 
+CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-g0"]  # Python's own flags ask for -g
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]
 
 
@@ -50,6 +52,13 @@ def gencode() -> list[str]:
     archs = os.environ.get("SPARSE_RL_ARCHS", "80;90").split(";")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     return [*targets, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+
+
+def anonymous() -> list[str]:
+    """Error messages name the source file: from the root of the repository or of torch, not of this machine."""
+    import torch
+
+    return [f"-ffile-prefix-map={folder}=." for folder in (ROOT, Path(torch.__file__).resolve().parents[1])]
 
 
 def schema_hash() -> str:
@@ -73,7 +82,7 @@ def cpu_extension() -> Any:
     """The library ``_C`` with the CPU kernels."""
     from torch.utils.cpp_extension import CppExtension
 
-    flags = ["-std=c++17", "-O3", "-fopenmp-simd", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
+    flags = [*CXX_FLAGS, *anonymous(), "-fopenmp-simd", "-Wall", "-Wno-psabi"]
     return CppExtension(
         "sparse_rl_lightning._C", sources("cpu", ".cpp"), include_dirs=[str(ROOT / "cuda_ext" / "include")],
         define_macros=macros("_C"), py_limited_api=True,
@@ -93,8 +102,8 @@ def cuda_extension(home: Path) -> Any:
         library_dirs=[str(home / "lib64"), str(home / "targets" / "x86_64-linux" / "lib")], libraries=["cudart_static"],
         define_macros=[*macros("_cuda"), ("USE_CUDA", "1")], py_limited_api=True,
         extra_compile_args={
-            "cxx": ["-std=c++17", "-O3", "-fvisibility=hidden"],
-            "nvcc": [*NVCC_FLAGS, *gencode()],
+            "cxx": [*CXX_FLAGS, *anonymous()],
+            "nvcc": [*NVCC_FLAGS, *(f"-Xcompiler={flag}" for flag in anonymous()), *gencode()],
         },
         # libtorch leads to libtorch_cuda where there is one: the linker must not drop it as unused
         extra_link_args=["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"],
@@ -166,4 +175,6 @@ def build() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    setup(**build())
+    if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
+        sys.exit(f"setuptools {setuptools.__version__} is too old: pip install 'setuptools>={OLDEST_SETUPTOOLS}' wheel")
+    setuptools.setup(**build())

@@ -31,7 +31,7 @@ def versions() -> list[str]:
     lines = [f"{'python':<20} {platform.python_version()} on {platform.system()} {platform.machine()}"]
     for name in DISTRIBUTIONS:
         try:
-            version = importlib.metadata.version(name)
+            version = torch.__version__ if name == "torch" else importlib.metadata.version(name)  # +cpu, +cu130
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         lines.append(f"{name:<20} {version}")
@@ -54,7 +54,7 @@ def devices() -> list[str]:
 
 def paths() -> list[str]:
     """One line per op: kernel or reference, on the CPU and on a GPU."""
-    lines = [f"{'op':<20} {'CPU':<10} GPU"]
+    lines = [f"{'op':<20} {'CPU':<10} {'GPU' if torch.cuda.is_available() else 'GPU (if there were one)'}"]
     for name in SCHEMAS:
         here = ["native" if ops.has_kernel(name, device) else "reference" for device in ("cpu", "cuda")]
         lines.append(f"{name:<20} {here[0]:<10} {here[1]}")

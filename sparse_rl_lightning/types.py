@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-NEVER = torch.iinfo(torch.int32).max
-"""Death step of a token that no eviction removed."""
+from sparse_rl_lightning.evictions import NEVER as NEVER
+from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class LayerState:
     scale: float  # factor on q.k before the softmax
     inv_freq: Tensor  # (D / 2,) rotary frequencies
     attention_scaling: float  # factor transformers puts on cos and sin (YaRN, longrope), usually 1
+    prompt_keys: Tensor | None = None  # (S,) int64, a random key per prompt, the same for all its samples
     state: Mapping[str, Tensor] = field(
         default_factory=dict
     )  # each (S, H, N) float32, named by Compressor.state_fields
@@ -47,19 +48,6 @@ class LayerState:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.queries.shape[1] // self.keys.shape[1]
-
-
-@dataclass
-class EvictionRecord:
-    """When every token of every sequence left the cache: enough to replay the sampler's attention exactly.
-
-    The query at index q saw the key at index k if and only if ``k <= q < death[..., k]``.
-    """
-
-    death: Tensor  # (L, B, H, T) int32, NEVER where the token stayed
-
-    def __getitem__(self, index: Tensor | slice) -> EvictionRecord:
-        return EvictionRecord(self.death[:, index])
 
 
 @dataclass
@@ -113,6 +101,7 @@ class Rollout:
     kv: KVUsage | None = None
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
     ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
+    replay_logprobs: Tensor | None = None  # (B, T) policy before the update under the sampler's evictions
     rewards: Tensor | None = None  # (B,)
     advantages: Tensor | None = None  # (B,)
     keep: Tensor | None = None  # (B, T) bool, what rejection leaves
@@ -127,11 +116,21 @@ class Rollout:
         """(B,) tokens of each completion."""
         return self.completion_mask.sum(dim=1)
 
+    @property
+    def sparse_logprobs(self) -> Tensor:
+        """(B, T) of the sparse policy, which xi divides by: replayed where they are known, else the sampler's own."""
+        return self.sampler_logprobs if self.replay_logprobs is None else self.replay_logprobs
+
     def __getitem__(self, index: Tensor | slice) -> Rollout:
         """The sequences at ``index`` (a slice or a tensor of indices), every field cut alike."""
         own = ((f.name, getattr(self, f.name)) for f in fields(self))
         values: dict[str, Any] = {name: None if value is None else value[index] for name, value in own}
         return Rollout(**values)
+
+    def parts(self, count: int) -> list[Rollout]:
+        """The rollout cut into ``count`` pieces of adjacent sequences; a rest makes one more."""
+        size = max(1, len(self) // count)
+        return [self[start : start + size] for start in range(0, len(self), size)]
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on ``device``."""
@@ -178,7 +177,9 @@ class LossOutput:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (EvictionRecord, KVUsage)):
+    if isinstance(value, EvictionRecord):
+        return value.state()
+    if isinstance(value, KVUsage):
         return {f.name: getattr(value, f.name) for f in fields(value)}
     return value
 

@@ -1,8 +1,9 @@
-"""Random slots for the tests of the native ops: ragged, permuted in the pool, with rubbish in free memory."""
+"""Arguments for the tests of the native ops: ragged slots, permuted in the pool, with rubbish in free memory."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.types import NEVER
 
 EMULATED = os.environ.get("SPARSE_RL_EMULATED") == "1"  # the CPU library holds the CUDA kernels: make cuda-emulate
 without_kernels = pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled CPU kernels")
@@ -91,6 +93,13 @@ def make_keys(g: torch.Generator, rows: int, dim: int, kind: str) -> Tensor:
     return keys
 
 
+def exclude_keys(g: torch.Generator, pools: KVPools) -> None:
+    """Some keys, of one head all of them, give logits of -inf with queries whose first element is positive."""
+    excluded = torch.rand(len(pools.keys), generator=g) < 0.3
+    excluded[head_rows(pools, *[0] * pools.lengths.dim())] = True
+    pools.keys[excluded, 0] = -torch.inf
+
+
 def pick_slots(g: torch.Generator, slots: int) -> Tensor:
     """Some of the slots in any order, some rows to skip."""
     chosen = torch.randperm(slots, generator=g)
@@ -119,3 +128,91 @@ def head_rows(pools: KVPools, *index: int) -> slice:
 
 def tolerance(dtype: torch.dtype) -> float:
     return 1e-5 if dtype == torch.float32 else 1e-2
+
+
+LAYERS, SLOTS, HEADS, DIM, CAPACITY, GROUP = 2, 3, 2, 16, 12, 3
+
+
+class Case:
+    """Arguments for a call of every op, with all optional tensors or with none."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu", full: bool = True) -> None:
+        self.full = full
+        g = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g).to(dtype)
+
+        wide = torch.promote_types(dtype, torch.float32)
+        self.pools = make_pools(g, layers=LAYERS, slots=SLOTS, heads=HEADS, dim=DIM, capacity=CAPACITY, dtype=dtype,
+                                kind="random")  # fmt: skip
+        self.pools.lengths.copy_((self.pools.capacities.amin(1, keepdim=True) - 1).clamp(max=9))
+        for pool in (self.pools.keys, self.pools.values):
+            pool.nan_to_num_(0.25)
+        self.pools.positions.clamp_(min=0)
+        self.layer = self.pools.layer(0)
+        self.slots, self.seen = torch.tensor([2, -1, 0]), torch.tensor([21, 22, 23])
+        self.query, self.key = normal(SLOTS, HEADS * GROUP, DIM), normal(SLOTS, HEADS, DIM)
+        self.value, self.ring = normal(SLOTS, HEADS, DIM), normal(LAYERS, SLOTS, HEADS * GROUP, 4, DIM)
+        angle = torch.randn(SLOTS, DIM, generator=g).to(wide)
+        self.cos, self.sin = angle.cos(), angle.sin()
+        self.lse = torch.zeros(SLOTS, HEADS * GROUP, dtype=wide)
+        self.probs = torch.zeros(SLOTS, HEADS * GROUP, CAPACITY + 1, dtype=wide)
+        self.ring_positions = torch.randint(0, 20, (SLOTS, 4), generator=g)
+        self.chunk, self.start = normal(SLOTS, HEADS * GROUP, 3, DIM), torch.tensor([0, 2, 4])
+        self.mass = torch.zeros(SLOTS, HEADS, CAPACITY, dtype=wide)
+        self.scores = torch.randn(LAYERS, SLOTS, HEADS, CAPACITY, generator=g)
+        self.budgets = torch.ones(LAYERS, SLOTS, HEADS, dtype=torch.int32)
+        self.death = torch.full((LAYERS, SLOTS, HEADS, 3 * CAPACITY), NEVER, dtype=torch.int32)
+        self.state = torch.randn(len(self.pools.keys), 1, generator=g)
+        self.source = copy(self.pools)
+        self.sources, self.destinations = torch.tensor([0, -1, 2]), torch.tensor([1, 0, 2])
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor | KVPools):
+                setattr(self, name, value.to(device) if isinstance(value, Tensor) else moved(value, device))
+        self.layer = self.pools.layer(0)  # the same memory
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        ring, cos, sin, lse, probs, death, state = (
+            t if self.full else None
+            for t in (self.ring, self.cos, self.sin, self.lse, self.probs, self.death, self.state)
+        )
+        ring_of_layer = None if ring is None else ring[0]
+        return {
+            "append": lambda: ops.append(
+                self.layer, self.slots, self.seen, self.query, self.key, self.value, ring_of_layer, cos, sin),
+            "decode_attention": lambda: ops.attend(
+                self.layer, self.slots, self.query, 0.3, CAPACITY, lse=lse, probs=probs),
+            "window_importance": lambda: ops.score_importance(
+                self.layer, self.slots, self.ring[0], self.ring_positions, 0.3, CAPACITY, window=2),
+            "prefill_mass": lambda: ops.accumulate_mass(self.layer, self.slots, self.chunk, self.start, 0.3, self.mass),
+            "key_redundancy": lambda: ops.score_redundancy(self.layer, self.slots, CAPACITY),
+            "select_and_compact": lambda: ops.select_and_compact(
+                self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, state),
+            "select_and_store": lambda: ops.select_and_store(
+                self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, self.source, death),
+            "fork": lambda: ops.fork(self.pools, self.sources, self.destinations, ring, death, state),
+        }  # fmt: skip
+
+    def tensors(self) -> list[Tensor]:
+        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return own + [value for value in vars(self.pools).values() if isinstance(value, Tensor)]
+
+
+def moved(pools: KVPools, device: str) -> KVPools:
+    return replace(pools, **{name: value.to(device) for name, value in vars(pools).items()})
+
+
+def recorded(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """The arguments that the typed function hands to the op."""
+    seen: list[tuple[Any, ...]] = []
+
+    def note(op: str, like: Tensor, check: Callable[[], None], *args: Any, overload: str = "") -> None:
+        seen.append(args)
+
+    module = case.calls()[name].__code__.co_names[1]
+    home = getattr(ops, module).__module__
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{home}.call", note)
+        case.calls()[name]()
+    return seen[0]

@@ -93,6 +93,25 @@ def test_flash_attention_is_called_with_the_right_sequences(group: int) -> None:
     assert (pools.lengths == 0).any()
 
 
+def test_the_log_sum_exp_of_flash_attention_has_the_layout_that_is_taken_for_granted() -> None:
+    """What torch itself says, without data and without a GPU."""
+    seen: list[tuple[int, ...]] = []
+
+    def forward(*args: Any, **options: Any) -> Any:
+        meta = [a.to("meta") if isinstance(a, Tensor) else a for a in args]
+        results = torch.ops.aten._flash_attention_forward(
+            *meta, scale=options["scale"], seqused_k=options["seqused_k"].to("meta")
+        )
+        seen.extend(tuple(result.shape) for result in results[:2])
+        return varlen_forward(*args, **options)
+
+    pools, slots, query = make_call(torch.float16, group=3)
+    lse = torch.empty(query.shape[:2])
+    backends.flash_attention(query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, 0.3, 90,
+                             torch.empty_like(query), lse, None, forward=forward)  # fmt: skip
+    assert seen == [(12, 3, 64), (3, 12)]  # 6 rows of 2 KV heads, groups of 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("overload", ["default", "flash"])
 @pytest.mark.parametrize("group", [1, 3, 7, 8])

@@ -165,5 +165,6 @@ def test_entries_that_must_stay_get_their_place_or_an_error() -> None:
     with pytest.raises(ValueError, match=message):
         Given(scores).plan_eviction(layer)
     assert Given(scores, budget_rule=Adaptive(0)).plan_eviction(layer)[1][0].tolist() == [7, 13]
+    assert Given(scores, budget_rule=Adaptive(10)).plan_eviction(layer)[1][0].tolist() == [7, 13]  # before any floor
     scores[0, 1, 7:10] = 0.0
     assert Given(scores).select(layer)[0, 1, 2:7].all()

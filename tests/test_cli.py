@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # ---------------------------------------------------------------- a user's own classes
 
-KNORM = """
+OWN_CLASS = """
     from sparse_rl_lightning.compressors import Compressor
 
-    class KNorm(Compressor):
+    class KeyLength(Compressor):
         def score(self, layer):
             return -layer.keys.norm(dim=-1)
 """
@@ -40,8 +40,8 @@ KNORM = """
 @pytest.fixture
 def own_class(folder: Path) -> str:
     """A configuration that names a class of mine.py in the working directory."""
-    (folder / "mine.py").write_text(textwrap.dedent(KNORM))
-    return write(config(max_steps=1), {"model.init_args.compressor.class_path": "mine.KNorm"})
+    (folder / "mine.py").write_text(textwrap.dedent(OWN_CLASS))
+    return write(config(max_steps=1), {"model.init_args.compressor.class_path": "mine.KeyLength"})
 
 
 def test_the_console_script_finds_a_class_in_the_working_directory(
@@ -57,7 +57,7 @@ def test_the_console_script_finds_a_class_in_the_working_directory(
     assert done.returncode == 0, done.stderr
     assert (folder / "runs/own/checkpoints/last.ckpt").is_file()
     saved = yaml.safe_load((folder / "runs/own/version_0/run_config.yaml").read_text())
-    assert saved["model"]["init_args"]["compressor"]["class_path"] == "mine.KNorm"
+    assert saved["model"]["init_args"]["compressor"]["class_path"] == "mine.KeyLength"
     assert "Warning" not in done.stderr
     assert "litlogger" not in done.stderr
 

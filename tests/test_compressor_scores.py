@@ -132,8 +132,8 @@ def test_cur(leverage: Any, width: int) -> None:
 
 def difference(entry: Tensor, following: Tensor) -> float:
     low, high = following.min(dim=0).values, following.max(dim=0).values
-    scaled = (entry - low) / (high - low)
-    return float(scaled.std())
+    scaled = [float((x - a) / (b - a)) if b > a else 0.0 for x, a, b in zip(entry, low, high, strict=True)]
+    return float(torch.tensor(scaled, dtype=torch.float64).std())
 
 
 @pytest.mark.parametrize(("lag", "lengths"), [(3, None), (2, [[14, 5], [13, 7], [6, 14]]), (6, None)])
@@ -159,11 +159,17 @@ def test_lagkv(lag: int, lengths: list[list[int]] | None) -> None:
     assert num_ranked > 0
 
 
-def test_lagkv_stands_constant_channels() -> None:
+def test_lagkv_takes_no_notice_of_channels_that_are_constant_afterwards() -> None:
     keys, values, queries, _ = prompt()
-    keys[..., 3] = values[..., :5] = 1.0
+    keys[:, :, 6:10, :12], values[:, :, 6:10, 3] = 1.0, -2.0
+    keys[:, :, 2, :12] = 50.0  # would stand out
     scores = LagKV(12, buffer=4, num_sinks=2, lag_size=4).score(whole_prompt(keys, values, queries, 0))
-    assert sorted(scores[0, 0, 2:6].tolist()) == [0, 0.25, 0.5, 0.75]
+    for head in range(2):
+        totals = [0.0] * 4
+        for tensor in (keys[0, head], values[0, head]):
+            shares = softmax([difference(tensor[2 + i], tensor[6:10]) for i in range(4)])
+            totals = [a + b for a, b in zip(totals, shares, strict=True)]
+        assert scores[0, head, 2:6].tolist() == [sum(other < own for other in totals) / 4 for own in totals]
 
 
 def test_lagkv_keeps_the_most_recent_where_it_cannot_score() -> None:
@@ -223,7 +229,7 @@ def rotation(position: float, inv_freq: Tensor) -> Tensor:
 @pytest.mark.parametrize("covariance", ["full", "diagonal", "none"])
 @pytest.mark.parametrize(("value_norm", "epsilon", "num_sinks"), [(True, 0.02, 2), (False, 0.0, 0)])
 def test_expected_attention(covariance: Any, value_norm: bool, epsilon: float, num_sinks: int) -> None:
-    layer = layer_of(num_queries=7, num_sinks=num_sinks)
+    layer = layer_of(num_queries=7, num_sinks=num_sinks, lengths=[[8, 6], [14, 9], [12, 14]])
     sizes = {**SIZES, "num_sinks": num_sinks}
     compressor = ExpectedAttention(
         **sizes, query_window=7, num_future=5, covariance=covariance, value_norm=value_norm, epsilon=epsilon

@@ -27,8 +27,9 @@ PAPER_MODELS = {
     "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "llama-3.2-1b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
 }
-ARMS = ("dense", "naive", "sparse_rl_official", "sparse_rl_paper")
+ARMS = ("dense", "naive", "replay", "sparse_rl_official", "sparse_rl_paper")
 CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
+MODULES = {"replay": "ReplayGRPO"}  # of the other arms: SparseGRPO
 MAX_SETTINGS = 45  # class names not counted
 MAX_RECIPE_SETTINGS = 40
 RECIPES: dict[str, dict[str, Any]] = {  # and nothing else apart from sparse_rl_paper.yaml
@@ -282,18 +283,22 @@ def test_the_arms_of_an_experiment_differ_in_a_few_lines() -> None:
         config = yaml.safe_load(text.replace(f"runs/{arm}", "runs/ARM").replace(f"name: {arm}}}", "name: ARM}"))
         model = config["model"]["init_args"]
         compressors[arm] = model.pop("compressor")
-        options[arm] = {key: model.pop(key) for key in ("denominator", "kl_on") if key in model}
+        options[arm] = {key: model.pop(key) for key in ("denominator", "kl_on", "replay_objective") if key in model}
         corrections[arm] = {name: a for name, a in callbacks(config).items() if name in CORRECTIONS}
         config["trainer"]["callbacks"] = [
-            item for item in config["trainer"]["callbacks"] if item["class_path"] not in CORRECTIONS
+            item for item in config["trainer"]["callbacks"] if item["class_path"] not in (*CORRECTIONS, "MismatchSplit")
         ]
+        assert config["model"].pop("class_path") == MODULES.get(arm, "SparseGRPO")
         rests.append(config)
     assert rests[1:] == rests[:-1]
     assert compressors.pop("dense") == {"class_path": "FullKV"}
     assert all(compressor == compressors["naive"] for compressor in compressors.values())
     official = {"denominator": "kept_tokens", "kl_on": "kept"}
-    assert options == {"dense": {}, "naive": {}, "sparse_rl_official": official, "sparse_rl_paper": {}}
-    assert corrections["dense"] == corrections["naive"] == {}
+    replay = {"replay_objective": "sparse"}
+    assert options == {
+        "dense": {}, "naive": {}, "replay": replay, "sparse_rl_official": official, "sparse_rl_paper": {},
+    }  # fmt: skip
+    assert corrections["dense"] == corrections["naive"] == corrections["replay"] == {}
     assert corrections["sparse_rl_paper"] == {
         "SparsityAwareRejection": {"threshold": 1e-4},
         "ImportanceReweighting": {},

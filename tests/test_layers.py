@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("budgets", "compressors"),
     ("ops",),
-    ("types",),
+    ("evictions", "types"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "data", "strategies"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

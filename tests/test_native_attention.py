@@ -10,6 +10,7 @@ from native_cases import (
     copy,
     cpu_complaints,
     dtypes_for,
+    exclude_keys,
     head_rows,
     make_pools,
     on_each_device,
@@ -95,14 +96,22 @@ def turned(x: Tensor, angle: Tensor, turn: bool) -> Tensor:
 
 @on_each_device
 @settings(max_examples=100)
-@given(seed=st.integers(0, 10**6), shape=shapes, group=groups, spare=st.integers(0, 5), full=st.booleans())
-def test_decode_attention(device: str, seed: int, shape: dict, group: int, spare: int, full: bool) -> None:
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, group=groups, spare=st.integers(0, 5), full=st.booleans(),
+    infinite=st.booleans(),
+)  # fmt: skip
+def test_decode_attention(
+    device: str, seed: int, shape: dict, group: int, spare: int, full: bool, infinite: bool
+) -> None:
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape, full=full).layer(-1)
     (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
     chosen = pick_slots(g, slots)
     query = (2 * torch.randn(slots, heads * group, dim, generator=g)).to(dtype)
+    if infinite:
+        query[..., 0] = query[..., 0].abs() + 0.1
+        exclude_keys(g, pools)
     longest = int(pools.lengths.max())
     out, lse = torch.full_like(query, 7), torch.full((slots, heads * group), 7.0)
     probs = torch.full((slots, heads * group, longest + spare), 7.0)
@@ -112,7 +121,7 @@ def test_decode_attention(device: str, seed: int, shape: dict, group: int, spare
         for q in range(heads * group):
             rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
             logits = 0.3 * pools.keys[rows].double() @ query[b, q].double()
-            share = logits.softmax(0)
+            share = logits.softmax(0).masked_fill(logits == -torch.inf, 0.0)
             exact = [share @ pools.values[rows].double(), logits.logsumexp(0), share]
             for result in (native, reference):
                 o, total, p = result[8][b, q], result[9][b, q], result[10][b, q]
@@ -128,6 +137,8 @@ def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
     pools = make_pools(g, layers=1, slots=2, heads=2, dim=128, capacity=700, dtype=torch.float32, kind="random",
                        full=True).layer(0)  # fmt: skip
     query = 30 * torch.randn(2, 14, 128, generator=g)
+    query[..., 0] = query[..., 0].abs() + 0.1
+    pools.keys[pools.offsets[0, 0] :][:140, 0] = -torch.inf
     out = ops.attend(pools, torch.arange(2), query, 1.0, 700)
     for b in range(2):
         for q in range(14):
@@ -153,6 +164,35 @@ def test_decode_attention_of_all_head_sizes(device: str, dim: int, group: int) -
             torch.testing.assert_close(native[index], reference[index], atol=close, rtol=close)
 
 
+@on_each_device
+def test_the_exponential_is_exact_to_a_few_units_in_the_last_place(device: str) -> None:
+    gaps = -torch.linspace(0, 80, 4001)  # logits of two entries with values 0 and 1: the result is a logistic function
+    pools = KVPools.uniform((len(gaps), 1), 2, 8, torch.float32, "cpu")
+    pools.lengths.fill_(2)
+    pools.keys[1::2, 0], pools.values[1::2] = gaps, 1.0
+    query = torch.zeros(len(gaps), 1, 8)
+    query[..., 0] = 1.0
+    args = [query, pools.keys, pools.values, torch.arange(len(gaps)), pools.offsets, pools.lengths, 1.0, 2,
+            torch.empty_like(query), None, None]  # fmt: skip
+    native, _ = both_overloads("decode_attention", args, device)
+    close = 3e-7 if device == "cpu" else 1e-6
+    torch.testing.assert_close(native[8][:, 0, 0].double(), gaps.double().sigmoid(), atol=0, rtol=close)
+
+
+@on_each_device
+def test_results_round_to_the_nearest_even(device: str) -> None:
+    unit = 2.0**-7  # of bfloat16 at 1
+    pairs = 1 + unit * torch.tensor([[0, 1], [1, 2], [0, 3], [1, 4], [0, 2]])  # the means of all but the last are ties
+    pools = KVPools.uniform((5, 1), 2, 8, torch.bfloat16, "cpu")
+    pools.lengths.fill_(2)
+    pools.values.copy_(pairs.view(-1, 1))
+    query = torch.ones(5, 2, 8, dtype=torch.bfloat16)
+    args = [query, pools.keys, pools.values, torch.arange(5), pools.offsets, pools.lengths, 1.0, 2,
+            torch.empty_like(query), None, None]  # fmt: skip
+    native, _ = both_overloads("decode_attention", args, device)
+    assert native[8][:, 1, 7].tolist() == [1, 1 + 2 * unit, 1 + 2 * unit, 1 + 2 * unit, 1 + unit]
+
+
 @without_kernels
 def test_a_row_does_not_depend_on_the_batch() -> None:
     g = torch.Generator().manual_seed(2)
@@ -168,8 +208,10 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
 
 @on_each_device
 @settings(max_examples=40)
-@given(seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 3, 8]), cuts=st.integers(1, 3))
-def test_prefill_mass(device: str, seed: int, shape: dict, group: int, cuts: int) -> None:
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, group=st.integers(1, 8), cuts=st.integers(1, 3), infinite=st.booleans()
+)
+def test_prefill_mass(device: str, seed: int, shape: dict, group: int, cuts: int, infinite: bool) -> None:
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
@@ -180,6 +222,9 @@ def test_prefill_mass(device: str, seed: int, shape: dict, group: int, cuts: int
                     pools.lengths.contiguous())  # fmt: skip
     chosen, width = pick_slots(g, slots), int(pools.lengths.max())
     queries = torch.randn(slots, heads * group, width, dim, generator=g).to(dtype)
+    if infinite:
+        queries[..., 0] = queries[..., 0].abs() + 0.1
+        exclude_keys(g, pools)
     mass = torch.zeros(slots, heads, width)
     reference = mass.clone()
     step = max(1, -(-width // cuts))
@@ -197,7 +242,8 @@ def test_prefill_mass(device: str, seed: int, shape: dict, group: int, cuts: int
             keys = pools.keys[head_rows(pools, slot, q // group)].double()
             logits = 0.3 * queries[b, q, : len(keys)].double() @ keys.T
             causal = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf)
-            expected[b, q // group, : len(keys)] += causal.softmax(-1).sum(0)
+            shares = causal.softmax(-1).masked_fill(causal == -torch.inf, 0.0)
+            expected[b, q // group, : len(keys)] += shares.sum(0)
     torch.testing.assert_close(mass.double(), expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(reference.double(), expected, atol=2e-5, rtol=2e-5)
 
@@ -210,6 +256,8 @@ def test_prefill_mass_of_long_prompts(device: str) -> None:
                            full=True).layer(0)  # fmt: skip
         mass, start = torch.rand(2, 1, 400, generator=g), pools.lengths[:, 0].long().flip(0) // 3
         queries = torch.randn(2, 3, 150, 24, generator=g).to(dtype)  # the last ones are padding
+        queries[..., 0] = queries[..., 0].abs() + 0.1
+        pools.keys[pools.offsets[1, 0] :][:140, 0] = -torch.inf  # more than a tile without anything to see
         args = [queries, start, pools.keys, torch.tensor([1, 0]), pools.offsets, pools.lengths, 0.3, mass,
                 torch.empty(2, 3, 150)]  # fmt: skip
         native, reference = both_overloads("prefill_mass", args, device)

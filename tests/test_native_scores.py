@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import dtypes_for, head_rows, make_pools, on_each_device, pick_slots, shape_for, shapes
+from native_cases import (
+    dtypes_for,
+    exclude_keys,
+    head_rows,
+    make_pools,
+    on_each_device,
+    pick_slots,
+    shape_for,
+    shapes,
+)
 from test_native_attention import both_overloads
 from torch import Tensor
 
@@ -40,10 +49,8 @@ def test_window_importance(
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
-    if infinite:  # logits of -inf, as every query has a positive first element; a softmax over nothing else is NaN
-        unlikely = torch.rand(len(pools.keys), generator=g) < 0.3
-        unlikely[pools.offsets.flatten()] = False
-        pools.keys[unlikely, 0] = -torch.inf
+    if infinite:
+        exclude_keys(g, pools)
     slots, heads = pools.lengths.shape
     chosen = pick_slots(g, slots)
     queries = torch.randn(slots, heads * group, num_queries, shape["dim"], generator=g).to(shape["dtype"])
@@ -156,3 +163,14 @@ def check_redundancy(device: str, pools: KVPools, chosen: Tensor, threshold: flo
                 torch.testing.assert_close(reference[5][b, h, :length].double(), exact, atol=1e-6, rtol=0)
             assert (native[5][b, h, length:] == 0).all()
             assert (reference[5][b, h, length:] == 0).all()
+
+
+@on_each_device
+def test_a_cosine_at_the_threshold_is_not_similar(device: str) -> None:
+    keys = torch.zeros(5, 8)
+    keys[0, :4], keys[1:, :4] = 1.0, torch.eye(4)  # the first with each of the others: exactly one half
+    pools = KVPools.from_dense(keys[None, None], keys[None, None], torch.tensor([[5]]))
+    args = [pools.keys, torch.tensor([0]), pools.offsets, pools.lengths, 0.5, torch.zeros(1, 1, 5),
+            torch.zeros(1, 1, 2, 5)]  # fmt: skip
+    for result in both_overloads("key_redundancy", args, device):
+        torch.testing.assert_close(result[5][0, 0].double(), published_redundancy(keys.double(), 0.5))

@@ -14,6 +14,7 @@ from native_cases import (
     on_each_device,
     pick_slots,
     same_bits,
+    same_pools,
     shape_for,
     shapes,
 )
@@ -204,10 +205,11 @@ def test_fork(device: str, seed: int, shape: dict, num_queries: int, state: bool
 
 
 @cpu_complaints
-def test_a_death_beyond_the_record_is_an_error() -> None:
+@pytest.mark.parametrize("positions", [[0, 1, 9, 10], [-3, -2, 0, 1]])
+def test_a_death_beyond_the_record_is_an_error(positions: list[int]) -> None:
     pools = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
     pools.lengths.fill_(4)
-    pools.positions.copy_(torch.tensor([0, 1, 9, 10]))
+    pools.positions.copy_(torch.tensor(positions))
     with pytest.raises(RuntimeError, match="outside the death record of 5 tokens"):
         ops.select_and_compact(
             pools, torch.tensor([0]), torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), 1, dtype=torch.int32), 0, 0,
@@ -216,7 +218,36 @@ def test_a_death_beyond_the_record_is_an_error() -> None:
 
 
 @cpu_complaints
+def test_storing_more_than_a_slot_holds_is_an_error() -> None:
+    source = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
+    pools = KVPools.uniform((1, 2, 1), 2, 8, torch.float32, "cpu")
+    source.lengths.fill_(4)
+    before, budgets = copy(pools), torch.full((1, 1, 1), 3, dtype=torch.int32)
+    seen = torch.tensor([4, 4])
+    with pytest.raises(RuntimeError, match="a head holds 3 entries, allowed are 0 to its capacity = 2"):
+        ops.select_and_store(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 4), budgets, 0, 0, seen, source)
+    assert same_pools(pools, before)
+
+
+def test_nothing_to_store_leaves_an_empty_slot() -> None:
+    pools = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
+    pools.lengths.fill_(3)
+    source = KVPools.uniform((1, 1, 1), 0, 8, torch.float32, "cpu")
+    budgets = torch.full((1, 1, 1), 3, dtype=torch.int32)
+    ops.select_and_store(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 2), budgets, 0, 0, torch.tensor([0]), source)
+    assert pools.lengths.item() == 0
+
+
+@cpu_complaints
 def test_forking_onto_a_source_is_an_error() -> None:
     pools = KVPools.uniform((1, 3, 1), 4, 8, torch.float32, "cpu")
     with pytest.raises(RuntimeError, match="slot 1 is both"):
         ops.fork(pools, torch.tensor([0, 1]), torch.tensor([1, 2]))
+
+
+@cpu_complaints
+def test_forking_into_a_smaller_slot_is_an_error() -> None:
+    pools = KVPools.uniform((1, 2, 1), 4, 8, torch.float32, "cpu")
+    pools.lengths[0, 0], pools.capacities[0, 1] = 3, 2
+    with pytest.raises(RuntimeError, match="a head holds 3 entries, allowed are 0 to the destination's capacity = 2"):
+        ops.fork(pools, torch.tensor([0]), torch.tensor([1]))

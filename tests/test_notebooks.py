@@ -16,7 +16,7 @@ import sparse_rl_lightning
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-FAST = {"quickstart"}  # the rest is left to `make test-slow`
+FAST = {"new_compressor", "quickstart"}  # the rest is left to `make test-slow`
 
 NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)"
 
@@ -65,7 +65,20 @@ def check_quickstart(notebook: nbformat.NotebookNode, printed: str) -> None:
     assert len(pictures) == 1
 
 
-CHECKS = {"quickstart": check_quickstart}
+def check_new_compressor(notebook: nbformat.NotebookNode, printed: str) -> None:
+    assert printed.count("keeps the contract") == 2
+    assert "all keep the contract" in printed
+    assert "Unusual breaks the rule 'free memory'.\n  Found: with nan in free memory" in printed
+    off, replayed = numbers_after("dense policy off by", printed), numbers_after("replay off by at most", printed)
+    assert len(off) == len(replayed) == 8, "one for each compressor"
+    assert max(replayed) < 1e-4
+    assert off[0] < 1e-5, "the full cache"
+    assert min(off[1:]) > 1e-3
+    assert off[3] < off[1], "attention to large values beats lots"
+    assert len(numbers_after("reward", printed)) == 4
+
+
+CHECKS = {"new_compressor": check_new_compressor, "quickstart": check_quickstart}
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.evictions import NEVER, EvictionRecord
 from sparse_rl_lightning.losses import Denominator, LossType
 from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
 from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.modules.learner import Learner
-from sparse_rl_lightning.modules.objective import Objective
+from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.packing import in_parts, pack, split, token_counts, trimmed
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from sparse_rl_lightning.types import EvictionRecord, Rollout
+from sparse_rl_lightning.types import Rollout
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=24)
 
@@ -66,6 +67,8 @@ def rollout(lengths: list[int], prompt: int = 2, seed: int = 0) -> Rollout:
     def numbers() -> Tensor:
         return torch.randn(count, width, generator=generator, dtype=torch.float64).where(mask, 0.0)
 
+    dead = (index < (prompt + torch.tensor(lengths))[:, None] - 1) & (torch.rand(2, 3, count, width) < 0.5)
+    death = torch.where(dead, prompt + torch.tensor(lengths)[:, None], NEVER).transpose(1, 2).to(torch.int32)
     old = -numbers().abs()
     return Rollout(
         sequences=torch.randint(1, 20, (count, width), generator=generator),
@@ -73,7 +76,7 @@ def rollout(lengths: list[int], prompt: int = 2, seed: int = 0) -> Rollout:
         finished=torch.ones(count, dtype=torch.bool), sampler_logprobs=old, old_logprobs=old, ref_logprobs=old - 0.1,
         advantages=torch.randn(count, generator=generator, dtype=torch.float64),
         keep=mask & (torch.rand(count, width, generator=generator) < 0.8), weights=numbers().exp(),
-        evictions=EvictionRecord(torch.zeros(2, count, 3, width, dtype=torch.int32)),
+        evictions=EvictionRecord.from_dense(death),
     )  # fmt: skip
 
 
@@ -89,7 +92,9 @@ def test_trimming_takes_away_common_padding_only() -> None:
         ),
     }  # fmt: skip
     assert part.evictions is not None
-    assert part.evictions.death.shape == (2, 2, 3, 5)
+    assert whole.evictions is not None
+    assert torch.equal(part.evictions.death, whole.evictions.death[:, [0, 2], :, :5])
+    assert (part.evictions.death < NEVER).any()
     assert torch.equal(part.sequences, whole.sequences[[0, 2], :5])
 
 
@@ -108,13 +113,14 @@ def test_loss_and_gradient_are_those_of_any_packing_split_and_order(
     objective = Objective(
         loss_type, "token", 0.2, 5.0, None, denominator, 0.1, "k3", "completion", 9, False
     )  # fmt: skip
+    items = objective.items(whole)
 
     def total(parts: list[list[int]]) -> tuple[Tensor, Tensor]:
         logprobs = (whole.old_logprobs + 0.3 * whole.weights.log().sin()).requires_grad_()  # type: ignore[union-attr,operator]
         loss = torch.zeros((), dtype=torch.float64)
         for rows in parts:
             part = trimmed(whole[torch.tensor(rows)])
-            loss = loss + objective(part, whole, logprobs[torch.tensor(rows), : part.sequences.shape[1]]).loss
+            loss = loss + objective(part, items, logprobs[torch.tensor(rows), : part.sequences.shape[1]]).loss
         loss.backward()
         assert logprobs.grad is not None
         return loss.detach(), logprobs.grad
@@ -130,16 +136,25 @@ def test_loss_and_gradient_are_those_of_any_packing_split_and_order(
 def test_a_packed_block_serves_the_same_sequences_per_optimiser_step(accumulate: int) -> None:
     whole = rollout([1 + i * 7 % 11 for i in range(16)])
     whole.rewards = torch.arange(16.0)  # names the sequences
-    blocks = [RolloutBlock(BlockPlan(4, 4, 4, 2, accumulate, packs), whole, index=0, seed=1) for packs in (False, True)]
+    windows: tuple[list[Rollout], list[Rollout]] = ([], [])
+
+    def block(packs: bool) -> RolloutBlock:
+        def count(window: Rollout) -> Items:
+            windows[packs].append(window)
+            return Items(None, None)
+
+        return RolloutBlock(BlockPlan(4, 4, 4, 2, accumulate, packs), whole, index=0, seed=1, count=count)
+
+    blocks = [block(packs) for packs in (False, True)]
     spread = []
     for _ in range(8 // accumulate):
         steps = [[block.next() for _ in range(accumulate)] for block in blocks]
         plain, packed = ([part.rewards.tolist() for part, _ in step] for step in steps)
         assert sorted(chain(*plain)) == sorted(chain(*packed))
         assert min(len(part) for part in packed) >= 1
-        for step in steps:
-            assert all(window.rewards.tolist() == step[0][1].rewards.tolist() for _, window in step)
         spread.append([max(sum(token_counts(part)) for part, _ in step) for step in steps])
+    assert len(windows[0]) == len(windows[1]) == 8 // accumulate
+    assert all(torch.equal(one.rewards, other.rewards) for one, other in zip(*windows, strict=True))  # type: ignore[arg-type]
     assert all(packed <= plain for plain, packed in spread)
     assert accumulate == 1 or any(packed < plain for plain, packed in spread)
 
@@ -195,6 +210,7 @@ def trained(learner: Learner | None, steps_per_generation: int, accumulate: int,
         accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, accumulate_grad_batches=accumulate,
     )  # fmt: skip
+    assert grpo.plan(4).packs == (learner is not None)
     trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=4))
     return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
 

@@ -126,7 +126,7 @@ def loss_and_gradient(own: Objective, **fields: Tensor) -> tuple[Tensor, Tensor]
         **{"sampler_logprobs": OLD, "old_logprobs": OLD, "advantages": ADVANTAGES, **fields},
     )  # fmt: skip
     logprobs = NOW.clone().requires_grad_()
-    loss = own(part, part, logprobs).loss
+    loss = own(part, own.items(part), logprobs).loss
     loss.backward()
     assert logprobs.grad is not None
     return loss.detach(), logprobs.grad

@@ -18,7 +18,10 @@ from sparse_rl_lightning.cli import main
 STEPS = 10
 
 
-def config(folder: Path, **trainer: object) -> Path:
+PARTIAL = {"num_slots": 3, "partial_rollout_steps": 2, "end_tokens": ["5", "="]}
+
+
+def config(folder: Path, model: dict[str, object] | None = None, **trainer: object) -> Path:
     """A tiny run: 6 micro-batches and 3 optimiser steps per rollout, dropout drawn from torch's generator."""
     values = {
         "seed_everything": 7,
@@ -34,6 +37,7 @@ def config(folder: Path, **trainer: object) -> Path:
                 "steps_per_generation": 2,
                 "num_iterations": 3,
                 "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
+                **(model or {}),
             },
         },
         "data": {
@@ -66,6 +70,7 @@ def config(folder: Path, **trainer: object) -> Path:
             **trainer,
         },
     }
+    folder.mkdir(exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
@@ -101,6 +106,43 @@ def test_resume_is_bitwise(stop: int, tmp_path: Path, uninterrupted: dict[str, t
     main(["fit", "--config", str(path), "--trainer.max_steps", str(stop)])
     main(["fit", "--config", str(path), "--ckpt_path", "last"])
     assert_equal(final_weights(tmp_path), uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_partial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("partial")
+    main(["fit", "--config", str(config(folder, PARTIAL))])
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["sparse_rl"]["partial"]["session"]["slots"], "nothing was unfinished"
+    return final_weights(folder)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 8])
+def test_resume_of_partial_rollouts_is_bitwise(
+    stop: int, tmp_path: Path, uninterrupted_partial: dict[str, torch.Tensor]
+) -> None:
+    path = config(tmp_path, PARTIAL)
+    main(["fit", "--config", str(path), "--trainer.max_steps", str(stop)])
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["sparse_rl"]["partial"]
+    assert saved["rows"]
+    main(["fit", "--config", str(path), "--ckpt_path", "last"])
+    assert_equal(final_weights(tmp_path), uninterrupted_partial)
+
+
+def test_resume_is_bitwise_with_replay(tmp_path: Path) -> None:
+    """The checkpoint holds the record of evictions that the second half of the block is replayed under."""
+    results = []
+    for name, stops in (("whole", [STEPS]), ("resumed", [1, STEPS])):
+        path = config(tmp_path / name)
+        values = yaml.safe_load(path.read_text())
+        values["model"]["class_path"] = "ReplayGRPO"
+        values["model"]["init_args"] |= {"replay_objective": "mixed", "alpha": 0.25}
+        path.write_text(yaml.safe_dump(values))
+        for index, stop in enumerate(stops):
+            resume = ["--ckpt_path", "last"] if index else []
+            main(["fit", "--config", str(path), "--trainer.max_steps", str(stop), *resume])
+        results.append(final_weights(tmp_path / name))
+    assert_equal(*results)
 
 
 def test_resume_from_a_named_checkpoint(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from sparse_rl_lightning.compressors import H2O, RKV, TOVA, Compressor, SnapKV
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
-from sparse_rl_lightning.types import NEVER, Rollout
+from sparse_rl_lightning.types import NEVER, EvictionRecord, Rollout
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SIZES = {"budget": 12, "buffer": 5, "num_sinks": 1, "window": 3}
@@ -48,7 +48,7 @@ def test_replay_is_exact(compressor: Compressor) -> None:
     replayed = replay_logprobs(policy, rollout, temperature=0.9)
     torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
     dense = rollout
-    dense.evictions.death = torch.full_like(rollout.evictions.death, NEVER)
+    dense.evictions = EvictionRecord.from_dense(torch.full_like(rollout.evictions.death, NEVER))
     assert (replay_logprobs(policy, dense, temperature=0.9) - replayed).abs().max() > 1e-2, "nothing that matters died"
 
 

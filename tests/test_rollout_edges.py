@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV, StreamingLLM
-from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 from sparse_rl_lightning.types import NEVER
 
@@ -59,17 +59,6 @@ def test_families_that_scale_logits_are_refused() -> None:
     model = GraniteForCausalLM(GraniteConfig(**small, num_key_value_heads=2, intermediate_size=32, logits_scaling=8.0))
     with pytest.raises(ValueError, match=r"model_type 'granite'.*Supported: llama, mistral, qwen2, qwen3"):
         RolloutSampler(model, FullKV())
-
-
-def test_replay_refuses_gradient_checkpointing() -> None:
-    model = tiny_model()
-    rollout = RolloutSampler(model, RKV(**SMALL)).generate([[3] * 20], PARAMS)
-    model.gradient_checkpointing_enable()
-    model.train()
-    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
-        replay_logprobs(model, rollout)
-    model.eval()
-    torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("token", [128, -1, 1.5, "a"])

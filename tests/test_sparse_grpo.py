@@ -8,69 +8,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
+from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
-from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from sparse_rl_lightning.types import ScoredRollout
-
-ALPHABET = "0123456789abcdef"
-
-
-class Rows(PromptDataModule):
-    """Sixteen short prompts of different lengths."""
-
-    def train_rows(self) -> list[dict[str, Any]]:
-        return [{"prompt": ALPHABET[i:] + "a", "answer": ALPHABET[i]} for i in range(16)]
-
-    def val_rows(self) -> list[dict[str, Any]]:
-        return self.train_rows()[:4]
-
-
-def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
-    return [text.count("a") / 10 for text in completions]
-
-
-def module(reward: Any = likes_a, compressor: Compressor | None = None, lr: float = 0.5, **kwargs: Any) -> SparseGRPO:
-    tokenizer = character_tokenizer(ALPHABET)
-    policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)
-    options: dict[str, Any] = {"num_generations": 4, "max_completion_length": 12, "seed": 3, **kwargs}
-    return SparseGRPO(
-        LoadedPolicy(policy, tokenizer),
-        compressor or RKV(budget=8, buffer=3, num_sinks=1, window=2),
-        reward,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
-        **options,
-    )
-
-
-def fit(grpo: SparseGRPO, steps: int = 4, callbacks: list[Any] | None = None, **trainer_args: Any) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=callbacks, num_sanity_val_steps=0,
-        **{"limit_val_batches": 0, **trainer_args},
-    )  # fmt: skip
-    trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=4))
-    return trainer
-
-
-def weights(grpo: SparseGRPO) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in grpo.policy.parameters()])
-
-
-class Recorder(RolloutCallback):
-    """Keeps what it sees."""
-
-    def __init__(self) -> None:
-        self.scored: list[ScoredRollout] = []
-
-    def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
-        self.scored.append(scored)
 
 
 @pytest.mark.parametrize("compressor", [FullKV(), RKV(budget=8, buffer=3, num_sinks=1, window=2)], ids=["full", "rkv"])

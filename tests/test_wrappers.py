@@ -196,6 +196,15 @@ def test_protected_tokens_stay_first_of_all() -> None:
     assert (kept.sum(dim=-1) == 12).all()
 
 
+def test_tokens_are_protected_by_their_ids() -> None:
+    layer = random_layer(lengths=[[14, 14]] * 3)  # ids are positions modulo 11
+    scores = torch.arange(14, 0, -1).expand(3, 2, 14).float()
+    kept = Protect(Given(scores), prompt=False, token_ids=[3, 8]).select(layer)
+    chosen = (layer.token_ids == 3) | (layer.token_ids == 8)
+    assert kept[chosen].all()
+    assert (chosen & (layer.positions > 20) & ~Given(scores).select(layer)).any()
+
+
 def test_more_protected_tokens_than_places_are_an_error() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)
     layer = replace(layer, positions=torch.arange(14).expand(3, 2, 14), prompt_lengths=torch.tensor([3, 9, 3]))

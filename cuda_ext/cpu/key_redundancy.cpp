@@ -4,8 +4,9 @@
 // search for each row's last similar column is pairwise. It walks over blocks of columns from the last one on; a row
 // leaves the list of pending rows at its first hit, and the walk ends with the list.
 
+#include "backend.h"
 #include "dots.h"
-#include "heads.h"
+#include "op_redundancy.h"
 
 #include <algorithm>
 #include <cmath>
@@ -98,23 +99,20 @@ SPARSE_RL_CLONES void cosines_of(
 }
 
 template <class T>
-struct Redundancy {
-  const T* key_pool;
-  float *out, *scratch;
-  int64_t num_entries, dim;
-  float threshold;
-  Heads heads;
+struct Unit {
+  const Redundancy<T>& op;
 
-  void unit(int64_t b, int64_t h) const {
-    float* row = out + (b * heads.num_heads + h) * num_entries;
-    std::fill(row, row + num_entries, 0.0f);
-    if (heads.slots[b] < 0) return;
-    const int64_t i = heads.index(b, h), length = heads.lengths[i];
-    const T* keys = key_pool + heads.offsets[i] * dim;
-    float* norm = scratch + (b * heads.num_heads + h) * 2 * num_entries;
-    auto* pending = reinterpret_cast<int32_t*>(norm + num_entries);
-    inverse_norms(keys, length, dim, norm);
-    linear_part(keys, length, dim, norm, row);
+  void run(int64_t b, int64_t h) const {
+    const int64_t head = b * op.heads.num_heads + h;
+    float* row = op.out + head * op.num_entries;
+    std::fill(row, row + op.num_entries, 0.0f);
+    if (op.heads.slots[b] < 0) return;
+    const int64_t i = op.heads.index(b, h), length = op.heads.lengths[i];
+    const T* keys = op.key_pool + op.heads.offsets[i] * op.dim;
+    float* norm = op.scratch + head * 2 * op.num_entries;
+    auto* pending = reinterpret_cast<int32_t*>(norm + op.num_entries);
+    inverse_norms(keys, length, op.dim, norm);
+    linear_part(keys, length, op.dim, norm, row);
     spare_last(keys, length, norm, pending, row);
     for (int64_t j = 0; j < length; ++j) row[j] /= static_cast<float>(length);
   }
@@ -127,15 +125,15 @@ struct Redundancy {
     const int64_t last_block = (length - 1) / kColumns * kColumns;
     for (int64_t start = last_block; left > 0 && start >= 0; start -= kColumns) {
       const int64_t count = std::min<int64_t>(kColumns, length - start);
-      pack_columns(keys + start * dim, count, dim, norm + start, columns);
+      pack_columns(keys + start * op.dim, count, op.dim, norm + start, columns);
       int64_t kept = 0;
       for (int64_t r = 0; r < left; r += kRows) {
         const int64_t some = std::min<int64_t>(kRows, left - r);
         if (some == kRows) {
-          cosines_of<T, kRows>(keys, pending + r, dim, norm, columns, cosines);
+          cosines_of<T, kRows>(keys, pending + r, op.dim, norm, columns, cosines);
         } else {
           for (int64_t k = 0; k < some; ++k) {
-            cosines_of<T, 1>(keys, pending + r + k, dim, norm, columns, cosines + k * kColumns);
+            cosines_of<T, 1>(keys, pending + r + k, op.dim, norm, columns, cosines + k * kColumns);
           }
         }
         for (int64_t k = 0; k < some; ++k) {
@@ -143,7 +141,7 @@ struct Redundancy {
           float* mine = cosines + k * kColumns;
           if (own >= start && own < start + count) mine[own - start] = 0;  // the diagonal counts as 0
           int64_t c = count - 1;
-          while (c >= 0 && !(mine[c] > threshold)) --c;
+          while (c >= 0 && !(mine[c] > op.threshold)) --c;
           if (c >= 0) {
             row[start + c] -= mine[c];
           } else if (start == 0) {
@@ -158,30 +156,16 @@ struct Redundancy {
   }
 };
 
-void key_redundancy(
-    const Tensor& key_pool, const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double threshold,
-    const Tensor& redundancy, const Tensor& scratch) {
-  const PoolShape pool = check_key_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
-  const int64_t B = heads.num_rows, H = heads.num_heads, N = redundancy.dim() == 3 ? redundancy.size(2) : 0;
-  check_tensor("redundancy", redundancy, key_pool, ScalarType::Float, {B, H, N});
-  check_tensor("scratch", scratch, key_pool, ScalarType::Float, {B, H, 2, N});
-  check_runs(heads, N, "the entries of redundancy", pool.rows);
-
-  auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const Redundancy<T> op{
-        data<T>(key_pool), data<float>(redundancy), data<float>(scratch), N, pool.dim, static_cast<float>(threshold),
-        heads};
-    torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) op.unit(i / H, i % H);
-    });
-  };
-  SPARSE_RL_DISPATCH(pool.dtype, run);
-}
+struct Kernel : Cpu {
+  template <class T>
+  static void run(const Redundancy<T>& op, const Tensor&) {
+    check_runs(op.heads, op.num_entries, "the entries of redundancy", op.pool_rows);
+    for_heads(op.heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); });
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("key_redundancy", TORCH_BOX(&key_redundancy)); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("key_redundancy", TORCH_BOX(&key_redundancy<Kernel>)); }
 
 }  // namespace sparse_rl

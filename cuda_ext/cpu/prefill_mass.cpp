@@ -2,8 +2,9 @@
 //
 // Two passes over the keys, the first for the softmax denominators, so that no row of probabilities is ever stored.
 
+#include "backend.h"
 #include "dots.h"
-#include "heads.h"
+#include "op_mass.h"
 
 #include <algorithm>
 #include <cmath>
@@ -36,13 +37,8 @@ SPARSE_RL_CLONES float row_exp(const float* row, int64_t count, float base, floa
 }
 
 template <class T>
-struct Mass {
-  const T *queries, *key_pool;
-  const int64_t* query_start;
-  float *mass, *lse;
-  int64_t group, chunk, num_entries, dim;
-  float scale;
-  Heads heads;
+struct Unit {
+  const Mass<T>& op;
 
   // Up to eight rows (query, head), in the order of their positions.
   struct Rows {
@@ -59,7 +55,7 @@ struct Mass {
     for (int pass = 0; pass < 2; ++pass) {
       for (int64_t start = 0; start < end; start += kTile) {
         const int64_t some = std::min<int64_t>(kTile, end - start);
-        dots(keys + start * dim, some, dim, rows.packed, rows.count, scale, tile);
+        dots(keys + start * op.dim, some, op.dim, rows.packed, rows.count, op.scale, tile);
         for (int r = 0; r < rows.count; ++r) {
           const int64_t count = std::min(some, rows.visible[r] - start);
           if (count <= 0) continue;
@@ -80,59 +76,41 @@ struct Mass {
     rows.count = 0;
   }
 
-  void unit(int64_t b, int64_t h) const {
-    const int64_t slot = heads.slots[b], first = (b * heads.num_heads + h) * group;
-    std::fill(lse + first * chunk, lse + (first + group) * chunk, kNothing);
-    if (slot < 0) return;
-    const int64_t i = heads.index(b, h), length = heads.lengths[i];
-    const T* keys = key_pool + heads.offsets[i] * dim;
+  void run(int64_t b, int64_t h) const {
+    const int64_t head = b * op.heads.num_heads + h, first = head * op.group;
+    std::fill(op.lse + first * op.chunk, op.lse + (first + op.group) * op.chunk, kNothing);
+    if (op.heads.slots[b] < 0) return;
+    const int64_t i = op.heads.index(b, h), start = op.query_start[b], length = op.heads.lengths[i];
+    const T* keys = op.key_pool + op.heads.offsets[i] * op.dim;
+    float* out = op.mass + head * op.num_entries;
     Rows rows;
-    for (int64_t c = 0; c < chunk && query_start[b] + c < length; ++c) {
-      for (int64_t g = 0; g < group; ++g) {
-        const int64_t row = (first + g) * chunk + c;
-        pack_query(queries + row * dim, rows.count, dim, rows.packed);
-        rows.visible[rows.count] = query_start[b] + c + 1;
-        rows.lse[rows.count++] = lse + row;
-        if (rows.count == kRows) add(keys, rows, mass + (b * heads.num_heads + h) * num_entries);
+    for (int64_t c = 0; c < op.chunk && start + c < length; ++c) {
+      for (int64_t g = 0; g < op.group; ++g) {
+        const int64_t row = (first + g) * op.chunk + c;
+        pack_query(op.queries + row * op.dim, rows.count, op.dim, rows.packed);
+        rows.visible[rows.count] = start + c + 1;
+        rows.lse[rows.count++] = op.lse + row;
+        if (rows.count == kRows) add(keys, rows, out);
       }
     }
-    add(keys, rows, mass + (b * heads.num_heads + h) * num_entries);
+    add(keys, rows, out);
   }
 };
 
-void prefill_mass(
-    const Tensor& queries, const Tensor& query_start, const Tensor& key_pool, const Tensor& slots,
-    const Tensor& offsets, const Tensor& lengths, double scale, const Tensor& mass, const Tensor& lse) {
-  const PoolShape pool = check_key_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
-  const int64_t B = heads.num_rows, H = heads.num_heads;
-  const int64_t Hq = queries.dim() == 4 ? queries.size(1) : 0, C = queries.dim() == 4 ? queries.size(2) : 0;
-  const int64_t N = mass.dim() == 3 ? mass.size(2) : 0;
-  STD_TORCH_CHECK(H > 0 && Hq % H == 0, "queries have ", Hq, " heads, expected a multiple of the ", H, " KV heads");
-  check_tensor("queries", queries, key_pool, pool.dtype, {B, Hq, C, pool.dim});
-  check_tensor("query_start", query_start, key_pool, ScalarType::Long, {B});
-  check_tensor("mass", mass, key_pool, ScalarType::Float, {B, H, N});
-  check_tensor("lse", lse, key_pool, ScalarType::Float, {B, Hq, C});
-  check_runs(heads, N, "the entries of mass", pool.rows);
-  for (int64_t b = 0; b < B; ++b) {
-    const int64_t start = query_start.const_data_ptr<int64_t>()[b];
-    STD_TORCH_CHECK(start >= 0, "query_start[", b, "] is ", start, ", a position cannot be negative");
+struct Kernel : Cpu {
+  template <class T>
+  static void run(const Mass<T>& op, const Tensor&) {
+    check_runs(op.heads, op.num_entries, "the entries of mass", op.pool_rows);
+    for (int64_t b = 0; b < op.heads.num_rows; ++b) {
+      const int64_t start = op.query_start[b];
+      STD_TORCH_CHECK(start >= 0, "query_start[", b, "] is ", start, ", a position cannot be negative");
+    }
+    for_heads(op.heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); });
   }
-
-  auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const Mass<T> op{
-        data<T>(queries), data<T>(key_pool), data<int64_t>(query_start), data<float>(mass), data<float>(lse), Hq / H,
-        C, N, pool.dim, static_cast<float>(scale), heads};
-    torch::stable::parallel_for(0, B * H, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) op.unit(i / H, i % H);
-    });
-  };
-  SPARSE_RL_DISPATCH(pool.dtype, run);
-}
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("prefill_mass", TORCH_BOX(&prefill_mass)); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("prefill_mass", TORCH_BOX(&prefill_mass<Kernel>)); }
 
 }  // namespace sparse_rl

@@ -92,7 +92,8 @@ struct Choice {
     if (lane == 0) shared.sums[warp] = from_here;
     __syncthreads();
     for (int w = warp + 1; w < kWarps; ++w) from_here += shared.sums[w];
-    if (from_here >= places && from_here - own < places) shared.bin = threadIdx.x, shared.places = places - (from_here - own);
+    const int above = from_here - own;
+    if (from_here >= places && above < places) shared.bin = threadIdx.x, shared.places = places - above;
     __syncthreads();
   }
 

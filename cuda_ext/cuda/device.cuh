@@ -22,8 +22,6 @@
 #define SPARSE_RL_KEY CUDA
 #endif
 
-#define SPARSE_RL_DEVICE __device__ __forceinline__
-
 namespace sparse_rl {
 
 using torch::headeronly::BFloat16;
@@ -117,36 +115,39 @@ SPARSE_RL_DEVICE Run find_run(const Heads& heads, int64_t b, int64_t h, int64_t 
   return run;
 }
 
-template <class T>
-T* data(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
-
-inline void check_aligned(const char* name, const Tensor& t) {
+inline void check_aligned(const char* name, const void* p) {
   STD_TORCH_CHECK(
-      reinterpret_cast<uintptr_t>(t.mutable_data_ptr()) % 16 == 0, name,
-      " does not start at a multiple of 16 bytes: pass ", name, ".clone()");
+      reinterpret_cast<uintptr_t>(p) % 16 == 0, name, " does not start at a multiple of 16 bytes: pass ", name,
+      ".clone()");
 }
 
-// Rows of whole 16-byte words, which all kernels read and write.
-inline PoolShape check_device_pool(const Tensor& key_pool) {
-  const PoolShape pool = check_key_pool(key_pool);
-  STD_TORCH_CHECK(
-      pool.dim % 8 == 0, "head_dim is ", pool.dim, ", the CUDA kernels take multiples of 8: call the .reference overload");
-  check_aligned("key_pool", key_pool);
-  return pool;
-}
-
-// Call `run` with a zero of the C++ type behind `dtype`.
-#define SPARSE_RL_DISPATCH_DEVICE(dtype, run)                                                            \
-  switch (dtype) {                                                                                       \
-    case ScalarType::Float: run(float{}); break;                                                         \
-    case ScalarType::BFloat16: run(BFloat16{}); break;                                                   \
-    case ScalarType::Half: run(Half{}); break;                                                           \
-    default:                                                                                             \
-      STD_TORCH_CHECK(false, "the pools are ", dtype_text(dtype), ", the CUDA kernels take float32, bfloat16 and " \
-          "float16: call the .reference overload");                                                      \
+// What the op headers ask of the CUDA kernels, whose structs derive from it: which pools they take, and the C++ type.
+struct Device {
+  // Call `run` with a zero of the C++ type behind `dtype`.
+  template <class Run>
+  static void dispatch(ScalarType dtype, Run run) {
+    switch (dtype) {
+      case ScalarType::Float: run(float{}); break;
+      case ScalarType::BFloat16: run(BFloat16{}); break;
+      case ScalarType::Half: run(Half{}); break;
+      default:
+        STD_TORCH_CHECK(
+            false, "the pools are ", dtype_text(dtype),
+            ", the CUDA kernels take float32, bfloat16 and float16: call the .reference overload");
+    }
   }
+
+  // Rows of whole 16-byte words, which all kernels read and write.
+  static PoolShape check_pool(const Tensor& key_pool) {
+    const PoolShape pool = check_key_pool(key_pool);
+    dispatch(pool.dtype, [](auto) {});
+    STD_TORCH_CHECK(
+        pool.dim % 8 == 0, "head_dim is ", pool.dim,
+        ", the CUDA kernels take multiples of 8: call the .reference overload");
+    check_aligned("key_pool", pointer<char>(key_pool));
+    return pool;
+  }
+};
 
 // Enqueue on torch's current stream of the device of `on`. An empty grid is no launch.
 template <class Args>

@@ -5,6 +5,7 @@
 // tiles of 64 columns from the last one on; a row leaves the list of pending rows at its first hit, and the walk ends
 // with the list. The cosines taken from a column are summed in the order of the rows.
 
+#include "op_redundancy.h"
 #include "tile.cuh"
 
 namespace sparse_rl {
@@ -12,16 +13,6 @@ namespace {
 
 constexpr int kTile = 64;
 using Square = Product<kTile, kTile>;
-
-template <class T>
-struct Redundancy {
-  const T* key_pool;
-  float *out, *scratch;
-  int num_entries, dim;
-  int64_t pool_rows;
-  float threshold;
-  Heads heads;
-};
 
 // The last similar column of a row so far, and its cosine.
 struct Hit {
@@ -208,27 +199,15 @@ __global__ void __launch_bounds__(kThreads) redundancy_kernel(Redundancy<T> op) 
   for (int j = threadIdx.x; j < run.length; j += kThreads) out[j] /= static_cast<float>(run.length);
 }
 
-void key_redundancy(
-    const Tensor& key_pool, const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double threshold,
-    const Tensor& redundancy, const Tensor& scratch) {
-  const PoolShape pool = check_device_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
-  const int64_t B = heads.num_rows, H = heads.num_heads, N = redundancy.dim() == 3 ? redundancy.size(2) : 0;
-  check_tensor("redundancy", redundancy, key_pool, ScalarType::Float, {B, H, N});
-  check_tensor("scratch", scratch, key_pool, ScalarType::Float, {B, H, 2, N});
-
-  auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const Redundancy<T> op{
-        data<T>(key_pool), data<float>(redundancy), data<float>(scratch), static_cast<int>(N),
-        static_cast<int>(pool.dim), pool.rows, static_cast<float>(threshold), heads};
-    launch(redundancy_kernel<T>, B * H, 1, kThreads, key_pool, op);
-  };
-  SPARSE_RL_DISPATCH_DEVICE(pool.dtype, run);
-}
+struct Kernel : Device {
+  template <class T>
+  static void run(const Redundancy<T>& op, const Tensor& on) {
+    launch(redundancy_kernel<T>, op.heads.num_rows * op.heads.num_heads, 1, kThreads, on, op);
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("key_redundancy", TORCH_BOX(&key_redundancy)); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("key_redundancy", TORCH_BOX(&key_redundancy<Kernel>)); }
 
 }  // namespace sparse_rl

@@ -3,23 +3,13 @@
 // Two kernels, so that no matrix of probabilities is stored: blocks of 64 queries find the log-sum-exp of each of their
 // rows, then blocks of 64 keys add up what they get from all rows, in the order of the rows.
 
+#include "op_mass.h"
 #include "tile.cuh"
 
 namespace sparse_rl {
 namespace {
 
 using Square = Product<64, 64>;
-
-template <class T>
-struct Mass {
-  const T *queries, *key_pool;  // queries (B, Hq, C, D)
-  const int64_t* query_start;
-  float *mass, *lse;
-  int group, chunk, num_entries, dim;
-  int64_t pool_rows;
-  float scale;
-  Heads heads;
-};
 
 // A block's (row b, KV head); its rows r are (query c, head of the group g) = (r / group, r % group).
 template <class T>
@@ -47,7 +37,7 @@ struct Unit {
   }
   SPARSE_RL_DEVICE int64_t index(int r) const { return (first + r % op.group) * op.chunk + r / op.group; }
   SPARSE_RL_DEVICE const T* query(int r) const { return visible(r) ? op.queries + index(r) * op.dim : nullptr; }
-  SPARSE_RL_DEVICE const T* key(int j) const { return j < run.length ? keys + static_cast<int64_t>(j) * op.dim : nullptr; }
+  SPARSE_RL_DEVICE const T* key(int64_t j) const { return j < run.length ? keys + j * op.dim : nullptr; }
 };
 
 template <class T>
@@ -82,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) lse_kernel(Mass<T> op) {
   for (int i = 0; i < 4; ++i) {  // a row is spread over 16 lanes
     const float top = warp_max<16>(largest[i]), all = warp_sum<16>(sum[i] * rescale(largest[i], top));
     const int r = base + Square::row() + i;
-    if (Square::column() == 0 && r < unit.num_rows()) op.lse[unit.index(r)] = top == kNothing ? kNothing : top + logf(all);
+    if (Square::column() != 0 || r >= unit.num_rows()) continue;
+    op.lse[unit.index(r)] = top == kNothing ? kNothing : top + logf(all);
   }
 }
 
@@ -121,35 +112,18 @@ __global__ void __launch_bounds__(kThreads) mass_kernel(Mass<T> op) {
   op.mass[static_cast<int64_t>(blockIdx.x) * op.num_entries + j] += sum;
 }
 
-void prefill_mass(
-    const Tensor& queries, const Tensor& query_start, const Tensor& key_pool, const Tensor& slots,
-    const Tensor& offsets, const Tensor& lengths, double scale, const Tensor& mass, const Tensor& lse) {
-  const PoolShape pool = check_device_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
-  const int64_t B = heads.num_rows, H = heads.num_heads;
-  const int64_t Hq = queries.dim() == 4 ? queries.size(1) : 0, C = queries.dim() == 4 ? queries.size(2) : 0;
-  const int64_t N = mass.dim() == 3 ? mass.size(2) : 0;
-  STD_TORCH_CHECK(H > 0 && Hq % H == 0, "queries have ", Hq, " heads, expected a multiple of the ", H, " KV heads");
-  check_tensor("queries", queries, key_pool, pool.dtype, {B, Hq, C, pool.dim});
-  check_tensor("query_start", query_start, key_pool, ScalarType::Long, {B});
-  check_tensor("mass", mass, key_pool, ScalarType::Float, {B, H, N});
-  check_tensor("lse", lse, key_pool, ScalarType::Float, {B, Hq, C});
-  check_aligned("queries", queries);
-
-  auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const Mass<T> op{
-        data<T>(queries), data<T>(key_pool), data<int64_t>(query_start), data<float>(mass), data<float>(lse),
-        static_cast<int>(Hq / H), static_cast<int>(C), static_cast<int>(N), static_cast<int>(pool.dim), pool.rows,
-        static_cast<float>(scale), heads};
-    launch(lse_kernel<T>, B * H, (C * (Hq / H) + 63) / 64, kThreads, key_pool, op);
-    launch(mass_kernel<T>, B * H, (N + 63) / 64, kThreads, key_pool, op);
-  };
-  SPARSE_RL_DISPATCH_DEVICE(pool.dtype, run);
-}
+struct Kernel : Device {
+  template <class T>
+  static void run(const Mass<T>& op, const Tensor& on) {
+    check_aligned("queries", op.queries);
+    const int64_t heads = op.heads.num_rows * op.heads.num_heads, rows = static_cast<int64_t>(op.chunk) * op.group;
+    launch(lse_kernel<T>, heads, (rows + 63) / 64, kThreads, on, op);
+    launch(mass_kernel<T>, heads, (op.num_entries + 63) / 64, kThreads, on, op);
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("prefill_mass", TORCH_BOX(&prefill_mass)); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("prefill_mass", TORCH_BOX(&prefill_mass<Kernel>)); }
 
 }  // namespace sparse_rl

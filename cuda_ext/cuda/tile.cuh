@@ -1,4 +1,4 @@
-// Dot products of many rows with many columns, tile by tile through shared memory: the inner loop of the scoring kernels.
+// Dot products of many rows with many columns, through tiles in shared memory: the inner loop of the scoring kernels.
 //
 // float32 FMAs for all types, so that scores do not depend on the type of the tensor cores.
 #pragma once

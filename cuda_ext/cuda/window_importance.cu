@@ -3,42 +3,14 @@
 // One block per (row, KV head). Order of the operations: logits; maximum over the query heads of a group ("max");
 // softmax over the keys; mean or sum over the queries; pooling; mean over the heads of the group ("mean").
 
+#include "op_importance.h"
 #include "tile.cuh"
-
-#include <string>
 
 namespace sparse_rl {
 namespace {
 
 constexpr int kRows = 16, kColumns = kThreads;
 using Flat = Product<kRows, kColumns>;
-
-struct Pooling {
-  enum Kind { kNone, kMax, kAverage } kind;
-  int half;
-
-  SPARSE_RL_DEVICE float at(const float* values, int count, int j) const {
-    if (kind == kNone) return values[j];
-    const int first = j > half ? j - half : 0, last = j + half < count ? j + half : count - 1;
-    float top = values[first], sum = 0;
-    for (int i = first; i <= last; ++i) top = fmaxf(top, values[i]), sum += values[i];
-    return kind == kMax ? top : sum / static_cast<float>(2 * half + 1);
-  }
-};
-
-template <class T>
-struct Importance {
-  const T *queries, *key_pool;  // queries (S, Hq, A, D)
-  const int64_t* query_positions;
-  const int32_t* positions;
-  float *scores, *scratch;
-  int group, num_queries, num_entries, dim, window;
-  int64_t pool_rows;
-  float scale;
-  bool exclude_window, group_max, query_mean;
-  Pooling pooling;
-  Heads heads;
-};
 
 // What one block works on.
 template <class T>
@@ -52,7 +24,8 @@ struct Unit {
   int before, count;    // entries outside the window, entries in the softmax
 
   // rows[a][j] of the queries present: the largest logit of `heads_per_row` query heads from first_head on.
-  SPARSE_RL_DEVICE void fill_logits(Flat& flat, float (&logits)[kRows][kColumns], int first_head, int heads_per_row) const {
+  SPARSE_RL_DEVICE void fill_logits(
+      Flat& flat, float (&logits)[kRows][kColumns], int first_head, int heads_per_row) const {
     const int num_rows = op.num_queries * heads_per_row;
     const int64_t head = run.head * op.group + first_head;
     for (int start = 0; start < count; start += kColumns) {
@@ -119,10 +92,10 @@ __global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T> o
   if (run.length == 0) return;
   const int before = run.length > op.window ? run.length - op.window : 0;
   float* rows = op.scratch + static_cast<int64_t>(blockIdx.x) * (op.num_queries + 1) * op.num_entries;
+  float* total = rows + static_cast<int64_t>(op.num_queries) * op.num_entries;
   const Unit<T> unit{
       op, run, op.key_pool + run.start * op.dim, op.positions + run.start,
-      op.query_positions + run.slot * op.num_queries, rows, rows + static_cast<int64_t>(op.num_queries) * op.num_entries,
-      before, op.exclude_window ? before : run.length};
+      op.query_positions + run.slot * op.num_queries, rows, total, before, op.exclude_window ? before : run.length};
   int present = 0;
   for (int a = 0; a < op.num_queries; ++a) present += unit.at[a] >= 0;
   const float mean = op.query_mean && present > 0 ? 1 / static_cast<float>(present) : 1.0f;
@@ -139,54 +112,18 @@ __global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T> o
   }
 }
 
-bool is_first(const char* name, const std::string& value, const char* first, const char* second) {
-  STD_TORCH_CHECK(value == first || value == second, name, " is '", value, "', expected '", first, "' or '", second, "'");
-  return value == first;
-}
-
-Pooling pooling_of(const std::string& name, int64_t kernel_size) {
-  STD_TORCH_CHECK(name == "none" || name == "max" || name == "avg", "pooling is '", name, "', expected none, max or avg");
-  STD_TORCH_CHECK(kernel_size >= 1 && kernel_size % 2 == 1, "kernel_size is ", kernel_size, ", expected an odd number");
-  const auto kind = name == "none" ? Pooling::kNone : name == "max" ? Pooling::kMax : Pooling::kAverage;
-  return {kind, static_cast<int>(kernel_size / 2)};
-}
-
-void window_importance(
-    const Tensor& queries, const Tensor& query_positions, const Tensor& key_pool, const Tensor& position_pool,
-    const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double scale, int64_t window,
-    bool exclude_window, std::string group_reduction, std::string query_reduction, std::string pooling,
-    int64_t kernel_size, const Tensor& scores, const Tensor& scratch) {
-  const PoolShape pool = check_device_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
-  const int64_t B = heads.num_rows, H = heads.num_heads, S = heads.num_slots;
-  const int64_t Hq = queries.dim() == 4 ? queries.size(1) : 0, A = queries.dim() == 4 ? queries.size(2) : 0;
-  const int64_t N = scores.dim() == 3 ? scores.size(2) : 0;
-  STD_TORCH_CHECK(H > 0 && Hq % H == 0, "queries have ", Hq, " heads, expected a multiple of the ", H, " KV heads");
-  STD_TORCH_CHECK(window >= 0, "window is ", window, ", expected 0 or more entries");
-  check_tensor("queries", queries, key_pool, pool.dtype, {S, Hq, A, pool.dim});
-  check_tensor("query_positions", query_positions, key_pool, ScalarType::Long, {S, A});
-  check_tensor("position_pool", position_pool, key_pool, ScalarType::Int, {pool.rows});
-  check_tensor("scores", scores, key_pool, ScalarType::Float, {B, H, N});
-  check_tensor("scratch", scratch, key_pool, ScalarType::Float, {B, H, A + 1, N});
-  check_aligned("queries", queries);
-  const bool group_max = is_first("group_reduction", group_reduction, "max", "mean");
-  const bool query_mean = is_first("query_reduction", query_reduction, "mean", "sum");
-  const Pooling pool_over = pooling_of(pooling, kernel_size);
-
-  auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const Importance<T> op{
-        data<T>(queries), data<T>(key_pool), data<int64_t>(query_positions), data<int32_t>(position_pool),
-        data<float>(scores), data<float>(scratch), static_cast<int>(Hq / H), static_cast<int>(A), static_cast<int>(N),
-        static_cast<int>(pool.dim), static_cast<int>(window < N ? window : N), pool.rows, static_cast<float>(scale),
-        exclude_window, group_max, query_mean, pool_over, heads};
-    launch(importance_kernel<T>, B * H, 1, kThreads, key_pool, op);
-  };
-  SPARSE_RL_DISPATCH_DEVICE(pool.dtype, run);
-}
+struct Kernel : Device {
+  template <class T>
+  static void run(const Importance<T>& op, const Tensor& on) {
+    check_aligned("queries", op.queries);
+    launch(importance_kernel<T>, op.heads.num_rows * op.heads.num_heads, 1, kThreads, on, op);
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("window_importance", TORCH_BOX(&window_importance)); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) {
+  m.impl("window_importance", TORCH_BOX(&window_importance<Kernel>));
+}
 
 }  // namespace sparse_rl

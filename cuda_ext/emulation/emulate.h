@@ -1,12 +1,15 @@
 // Enough of CUDA's language to run the kernels on a CPU, one block after another, every thread a coroutine.
 //
 // For tests only: it finds wrong arithmetic, wrong indices and, by running the threads of a block in another order at
-// every launch, results that hang on a missing barrier. It says nothing about speed.
+// every launch, sometimes warp by warp as far as each gets alone, results that hang on a missing barrier. It says
+// nothing about speed.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <vector>
@@ -45,6 +48,10 @@ struct Fiber {
   void* stack_pointer = nullptr;
   std::vector<char> stack;
   bool done = false;
+  const Barrier* barrier = nullptr;  // what it waits at, since which round
+  unsigned round = 0;
+
+  bool can_run() const { return !done && (!barrier || barrier->rounds != round); }
 };
 
 struct State {
@@ -89,10 +96,13 @@ inline void release(Barrier& barrier) {
 }
 
 inline void wait(Barrier& barrier) {
-  const unsigned round = barrier.rounds;
+  Fiber& fiber = state.fibers[state.current];
+  fiber.barrier = &barrier;
+  fiber.round = barrier.rounds;
   ++barrier.arrived;
   release(barrier);
-  while (barrier.rounds == round) yield();
+  if (!fiber.can_run()) yield();
+  fiber.barrier = nullptr;
 }
 
 inline Barrier& warp() { return state.warps[state.current / kWarp]; }
@@ -110,11 +120,21 @@ inline void enter() {
 inline void start(Fiber& fiber) {
   fiber.stack.resize(kStack);
   fiber.done = false;
+  fiber.barrier = nullptr;
   auto top = reinterpret_cast<uintptr_t>(fiber.stack.data() + kStack) & ~uintptr_t{15};
   auto** words = reinterpret_cast<void**>(top) - 8;  // six registers, the return address, padding of the alignment
   std::memset(words, 0, 8 * sizeof(void*));
   words[6] = reinterpret_cast<void*>(&enter);
   fiber.stack_pointer = words;
+}
+
+// Until it waits; whether it could run at all.
+inline bool run_thread(unsigned t) {
+  if (!state.fibers[t].can_run()) return false;
+  state.current = t;
+  thread_index = dim3(t);
+  sparse_rl_switch(&state.scheduler, state.fibers[t].stack_pointer);
+  return true;
 }
 
 inline void run_block(unsigned threads) {
@@ -123,16 +143,23 @@ inline void run_block(unsigned threads) {
   state.mail.assign(state.warps.size() * kWarp * 16, 0);
   state.block = Barrier{0, static_cast<int>(threads), 0};
   for (unsigned t = 0; t < threads; ++t) start(state.fibers[t]), ++state.warps[t / kWarp].members;
+  const bool backwards = state.launches % 2, warp_by_warp = state.launches / 2 % 2;
+  const unsigned together = warp_by_warp ? kWarp : threads;  // threads that take turns until all of them wait
   for (bool busy = true; busy;) {
     busy = false;
-    for (unsigned i = 0; i < threads; ++i) {
-      const unsigned t = state.launches % 2 ? threads - 1 - i : i;
-      if (state.fibers[t].done) continue;
-      busy = true;
-      state.current = t;
-      thread_index = dim3(t);
-      sparse_rl_switch(&state.scheduler, state.fibers[t].stack_pointer);
+    for (unsigned first = 0; first < threads; first += together) {
+      for (bool moved = true; moved; moved = moved && warp_by_warp) {
+        moved = false;
+        for (unsigned i = first; i < std::min(first + together, threads); ++i) {
+          moved = run_thread(backwards ? threads - 1 - i : i) || moved;
+        }
+        busy = busy || moved;
+      }
     }
+  }
+  if (std::any_of(state.fibers.begin(), state.fibers.begin() + threads, [](const Fiber& f) { return !f.done; })) {
+    std::fputs("emulation: some threads of a block wait at a barrier that the others never reach\n", stderr);
+    std::abort();
   }
 }
 

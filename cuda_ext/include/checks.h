@@ -1,4 +1,4 @@
-// Refusing bad arguments with a sentence instead of a crash. Shared by the CPU and the CUDA kernels.
+// Refusing bad arguments with a sentence instead of a crash. Used by every op_<op>.h.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -63,6 +63,16 @@ inline void check_tensor(
     const char* name, const std::optional<Tensor>& t, const Tensor& device_of, ScalarType dtype,
     std::initializer_list<int64_t> shape) {
   if (t.has_value()) check_tensor(name, *t, device_of, dtype, shape);
+}
+
+template <class T>
+T* pointer(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+template <class T>
+T* pointer(const std::optional<Tensor>& t) {
+  return t.has_value() ? pointer<T>(*t) : nullptr;
 }
 
 // The pools (rows, D) all ops share: dtype of the key pool, head size, number of rows.

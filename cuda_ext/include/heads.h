@@ -6,6 +6,13 @@
 
 #include "checks.h"
 
+// Functions that kernels call, on whichever side they run.
+#ifdef __CUDACC__
+#define SPARSE_RL_DEVICE __device__ __forceinline__
+#else
+#define SPARSE_RL_DEVICE inline
+#endif
+
 namespace sparse_rl {
 
 struct Heads {
@@ -27,6 +34,19 @@ inline Heads check_heads(const Tensor& slots, const Tensor& offsets, const Tenso
   heads.offsets = offsets.const_data_ptr<int64_t>();
   heads.lengths = lengths.const_data_ptr<int32_t>();
   return heads;
+}
+
+struct Layers {
+  int64_t num_layers, num_slots, num_heads;
+};
+
+// Of an op on all layers.
+inline Layers check_layers(const Tensor& offsets, const Tensor& key_pool) {
+  STD_TORCH_CHECK(
+      offsets.dim() == 3, "offsets must be (layers, slots, KV heads), got ", offsets.dim(), " dimensions");
+  const Layers all{offsets.size(0), offsets.size(1), offsets.size(2)};
+  check_tensor("offsets", offsets, key_pool, ScalarType::Long, {all.num_layers, all.num_slots, all.num_heads});
+  return all;
 }
 
 inline void check_slot(int64_t slot, int64_t num_slots) {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
+from sparse_rl_lightning.callbacks.dry_run import DryRun
 from sparse_rl_lightning.callbacks.export import ExportPolicy
+from sparse_rl_lightning.callbacks.mismatch_split import MismatchSplit
 from sparse_rl_lightning.callbacks.opsm import OPSM
 from sparse_rl_lightning.callbacks.presets import (
     MIS,
@@ -25,10 +27,12 @@ __all__ = [
     "OPSM",
     "TIS",
     "CompletionsTable",
+    "DryRun",
     "ExportPolicy",
     "GeometricTIS",
     "IcePop",
     "ImportanceReweighting",
+    "MismatchSplit",
     "RolloutCallback",
     "RolloutProgress",
     "RunSummary",

@@ -41,4 +41,4 @@ class CorrectionCallback(RolloutCallback):
                 "min_completion_length), but the ratio xi compares whole distributions and ignores the truncation. "
                 "Sample with top_k=0, top_p=1, min_p=null, min_completion_length=0 for an exact correction."
             )
-        return consistency_log_ratio(rollout.old_logprobs, rollout.sampler_logprobs, rollout.completion_mask)
+        return consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, rollout.completion_mask)

@@ -121,12 +121,14 @@ class Compressor(ABC):
             ValueError: As :meth:`checked_score`, or if more entries must stay than a head keeps.
         """
         limit = self.budget if layer_budget is None else layer_budget
-        scores = self.checked_score(layer).to(torch.float32)
+        scores = self._shaped_score(layer).to(torch.float32)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
         minimum = self.num_sinks + self.window
         budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
         must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
-        if bool((must_stay > budgets).any()):
+        unranked, too_many = (scores.isnan() & layer.valid).any(), (must_stay > budgets).any()
+        if bool(unranked | too_many):  # the device is waited for once
+            self._refuse_nan(scores, layer)
             worst = int((must_stay - budgets).argmax())
             raise ValueError(
                 f"{type(self).__name__}: {int(must_stay.flatten()[worst])} entries of a head in layer "
@@ -154,16 +156,22 @@ class Compressor(ABC):
         Raises:
             ValueError: If :meth:`score` returned another shape than (S, H, N), or NaN for a live entry.
         """
+        scores = self._shaped_score(layer)
+        self._refuse_nan(scores, layer)
+        return scores
+
+    def _shaped_score(self, layer: LayerState) -> Tensor:
         scores = self.score(layer)
-        name = type(self).__name__
         if scores.shape != layer.valid.shape:
             raise ValueError(
-                f"{name}.score returned shape {tuple(scores.shape)}, expected (slots, KV heads, entries) = "
-                f"{tuple(layer.valid.shape)}."
+                f"{type(self).__name__}.score returned shape {tuple(scores.shape)}, expected (slots, KV heads, "
+                f"entries) = {tuple(layer.valid.shape)}."
             )
-        if bool((scores.isnan() & layer.valid).any()):
-            raise ValueError(f"{name}.score returned NaN for live entries of layer {layer.layer_index}.")
         return scores
+
+    def _refuse_nan(self, scores: Tensor, layer: LayerState) -> None:
+        if bool((scores.isnan() & layer.valid).any()):
+            raise ValueError(f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.")
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))

@@ -36,7 +36,7 @@ def across_heads(scores: Tensor, positions: Tensor, valid: Tensor, reduction: He
     for head in range(scores.shape[1]):
         there = ordered[:, head].contiguous()  # (S, N)
         index = torch.searchsorted(there, wanted).clamp(max=there.shape[1] - 1)
-        found = ((there.gather(1, index) == wanted) & (wanted != _NOWHERE)).view_as(scores)
+        found = (there.gather(1, index) == wanted).view_as(scores)  # free memory is cut at the end
         score = scores[:, head].gather(1, index).view_as(scores)
         if reduction == "max":
             total = torch.where(found, torch.maximum(total, score), total)

@@ -13,7 +13,8 @@ from sparse_rl_lightning.types import LayerState
 class KNorm(Compressor):
     """Evict the keys with the largest L2 norm (arXiv 2406.11430).
 
-    Models that normalise their keys (Qwen3) leave little to rank: there the norms differ by the learned scale only.
+    Models that normalise their keys (Qwen3) leave little to rank: there norms differ by the learned scale only, and
+    before training by rounding.
     """
 
     num_queries = 0

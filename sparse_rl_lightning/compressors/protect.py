@@ -35,7 +35,8 @@ class Protect(Wrapper):
     def score(self, layer: LayerState) -> Tensor:
         """The compressor's scores, +inf for what must stay: (S, H, N)."""
         (scores,) = self.part_scores(layer)
-        protected = torch.isin(layer.token_ids, torch.tensor(self.token_ids, device=layer.token_ids.device))
+        wanted = torch.tensor(self.token_ids, dtype=layer.token_ids.dtype, device=layer.token_ids.device)
+        protected = torch.isin(layer.token_ids, wanted)
         if self.prompt:
             protected = protected | (layer.positions < layer.prompt_lengths[:, None, None])
         return scores.masked_fill(protected & layer.valid, torch.inf)

@@ -13,7 +13,8 @@ from sparse_rl_lightning.types import LayerState
 class RandomEviction(Compressor):
     """Keep a uniform random sample of the past beside sinks and window.
 
-    A token draws its lot once, from (sequence key, layer, head, position), and keeps it for all compressions. So the
+    A token draws its lot once, from (key, layer, head, position) with the key of its sequence or, in the prompt, of the
+    prompt, and keeps it for all compressions. So the
     survivors are always an even sample of everything so far, where fresh lots would thin out the past again and again;
     and they are the same in any batch and slot.
     """
@@ -23,4 +24,8 @@ class RandomEviction(Compressor):
     def score(self, layer: LayerState) -> Tensor:
         """The lot of each token: (S, H, N) in (0, 1)."""
         heads = torch.arange(layer.positions.shape[1], device=layer.positions.device)
-        return hash_uniform(layer.sequence_keys[:, None, None], layer.layer_index, heads[:, None], layer.positions)
+        keys = layer.sequence_keys[:, None, None].expand_as(layer.positions)
+        if layer.prompt_keys is not None:  # a prompt may be compressed before its samples begin
+            in_prompt = layer.positions < layer.prompt_lengths[:, None, None]
+            keys = torch.where(in_prompt, layer.prompt_keys[:, None, None], keys)
+        return hash_uniform(keys, layer.layer_index, heads[:, None], layer.positions)

@@ -31,7 +31,6 @@ class TOVA(Compressor):
             layer.scale,
             layer.keys.shape[2],
             window=0,
-            exclude_window=False,
             group_reduction="mean",
             pooling="none",
         )

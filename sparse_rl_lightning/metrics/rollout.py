@@ -37,6 +37,8 @@ kv/saving_integral                          share        KV tokens not stored, o
 kv/peak_bytes                               bytes        key and value pools that were allocated
 kv/full_peak_bytes                          bytes        the same slots with a full cache
 kv/prefill_peak_bytes                       bytes        staging beside the pools while prompts were read
+kv/record_bytes                             bytes        the record of evictions
+kv/record_dense_bytes                       bytes        the same with a number for every token
 time/rollout                                seconds      sampling under the compressed cache
 time/rescoring                              seconds      dense log-probs (and the reference policy's)
 time/rewards                                seconds      reward functions and advantages
@@ -72,7 +74,7 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
     metrics: dict[str, Tensor | float] = {**_completions(rollout), **_rewards(scored), **_rejection(rollout)}
     if rollout.old_logprobs is not None:
         mask = rollout.completion_mask
-        log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sampler_logprobs, mask)
+        log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)
         metrics.update(mismatch_statistics(log_ratio, mask))
     if rollout.kv is not None:
         metrics.update(
@@ -84,6 +86,9 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
                 "kv/prefill_peak_bytes": float(rollout.kv.prefill_peak_bytes),
             }
         )
+    if rollout.evictions is not None:
+        metrics["kv/record_bytes"] = float(rollout.evictions.nbytes)
+        metrics["kv/record_dense_bytes"] = float(rollout.evictions.dense_nbytes)
     metrics.update({f"time/{stage}": seconds for stage, seconds in scored.seconds.items()})
     if scored.seconds.get("rollout"):
         metrics["time/tokens_per_second"] = rollout.completion_mask.sum() / scored.seconds["rollout"]

@@ -3,6 +3,7 @@
 from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.lora import LoraPolicy
 from sparse_rl_lightning.modules.policy import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
+from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
 
@@ -12,6 +13,7 @@ __all__ = [
     "LoraPolicy",
     "PolicySource",
     "PretrainedPolicy",
+    "ReplayGRPO",
     "SparseGRPO",
     "SupervisedWarmup",
     "TinyPolicy",

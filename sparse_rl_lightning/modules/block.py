@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.modules.objective import Items
 from sparse_rl_lightning.modules.packing import pack, token_counts, trimmed
 from sparse_rl_lightning.ops.random import hash_bits
 from sparse_rl_lightning.types import Rollout
@@ -89,39 +91,56 @@ class RolloutBlock:
         rollout: All its sequences.
         index: Number of the rollout.
         seed: Of the shuffling.
+        count: Counts the items of an optimiser step, given all its sequences.
         cursor: Micro-batches already served.
     """
 
-    def __init__(self, plan: BlockPlan, rollout: Rollout, index: int, seed: int, cursor: int = 0) -> None:
+    def __init__(
+        self,
+        plan: BlockPlan,
+        rollout: Rollout,
+        index: int,
+        seed: int,
+        count: Callable[[Rollout], Items],
+        cursor: int = 0,
+    ) -> None:
         self.plan, self.rollout, self.index, self.seed, self.cursor = plan, rollout, index, seed, cursor
+        self._count = count
+        self._step: tuple[list[Tensor], Items] | None = None  # the optimiser step in progress
 
     @property
     def is_spent(self) -> bool:
         """Whether every micro-batch has been served."""
         return self.cursor >= self.plan.micro_batches
 
-    def next(self) -> tuple[Rollout, Rollout]:
-        """The next micro-batch, and all sequences of the optimiser step it belongs to."""
-        start = self.cursor - self.cursor % self.plan.accumulate
-        rows = self._order()
-        size = self.plan.micro_batch
-        own = rows[self.cursor * size : (self.cursor + 1) * size]
-        window = self.rollout[rows[start * size : (start + self.plan.accumulate) * size]]
-        turn = self.cursor - start
+    def next(self) -> tuple[Rollout, Items]:
+        """The next micro-batch, and the items of the optimiser step it belongs to, counted once per step."""
+        turn = self.cursor % self.plan.accumulate
+        if self._step is None or turn == 0:
+            self._step = self._begin(self.cursor - turn)
+        shares, items = self._step
         self.cursor += 1
-        if not self.plan.packs:
-            return self.rollout[own], window
-        bins = pack(token_counts(window), self.plan.accumulate)
-        return trimmed(window[torch.tensor(bins[turn], device=rows.device)]), window
+        part = self.rollout[shares[turn]]
+        return (trimmed(part) if self.plan.packs else part), items
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
         return {"rollout": self.rollout.state(), "index": self.index, "cursor": self.cursor}
 
     @classmethod
-    def from_state(cls, plan: BlockPlan, state: dict[str, Any], seed: int) -> Self:
+    def from_state(cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Items]) -> Self:
         """The block whose :meth:`state` this is."""
-        return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, state["cursor"])
+        return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
+
+    def _begin(self, start: int) -> tuple[list[Tensor], Items]:
+        """The sequences of every micro-batch of the optimiser step that begins at ``start``, and the step's items."""
+        size, accumulate = self.plan.micro_batch, self.plan.accumulate
+        rows = self._order()[start * size : (start + accumulate) * size]
+        window = self.rollout[rows]
+        if not self.plan.packs:
+            return list(torch.split(rows, size)), self._count(window)
+        bins = pack(token_counts(window), accumulate)
+        return [rows[torch.tensor(members, device=rows.device)] for members in bins], self._count(window)
 
     def _order(self) -> Tensor:
         """Sequence numbers of all passes, one after the other, each pass shuffled anew."""

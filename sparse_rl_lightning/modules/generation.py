@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,8 +15,10 @@ from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.modules.samplers import SamplerOptions
 from sparse_rl_lightning.rewards import compute_rewards, reward_name
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
@@ -24,7 +27,20 @@ RewardFunctions = Callable[..., list[float | None]] | list[Callable[..., list[fl
 
 
 class GenerationModule(PolicyModule):
-    """A policy with a sparse and a dense sampler, and reward functions; arguments as in SparseGRPO."""
+    """A policy with a sparse and a dense sampler, and reward functions.
+
+    Args:
+        policy: As in SparseGRPO.
+        compressor: As in SparseGRPO.
+        reward_funcs: As in SparseGRPO.
+        reward_weights: As in SparseGRPO.
+        sampling: How training rollouts are drawn; validation is greedy, with the same stop strings.
+        sampler_options: How both samplers are built.
+        val_max_completion_length: As in SparseGRPO.
+        optimizer: As in SparseGRPO.
+        lr_scheduler: As in SparseGRPO.
+        disable_dropout: As in SparseGRPO.
+    """
 
     def __init__(
         self,
@@ -32,18 +48,10 @@ class GenerationModule(PolicyModule):
         compressor: Compressor,
         reward_funcs: RewardFunctions,
         reward_weights: list[float] | None,
+        sampling: SamplingParams,
+        sampler_options: SamplerOptions,
         *,
-        num_generations: int,
-        max_completion_length: int,
-        min_completion_length: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float | None,
-        num_slots: int | None,
-        end_tokens: list[str] | None,
         val_max_completion_length: int | None,
-        seed: int,
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
         disable_dropout: bool,
@@ -57,20 +65,18 @@ class GenerationModule(PolicyModule):
                 f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs: "
                 "give one number per function."
             )
-        self.sampling = SamplingParams(
-            num_generations=num_generations, max_completion_length=max_completion_length,
-            min_completion_length=min_completion_length, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, seed=seed,
-        )  # fmt: skip
+        self.sampling = sampling
         self.val_sampling = SamplingParams(
-            max_completion_length=val_max_completion_length or max_completion_length, temperature=0.0
+            max_completion_length=val_max_completion_length or sampling.max_completion_length,
+            temperature=0.0,
+            stop_strings=sampling.stop_strings,
         )
-        self.num_slots = num_slots
-        self.end_tokens = end_tokens or []
-        self.num_generations = num_generations
-        self.temperature = temperature
-        self.seed = seed
+        self.sampler_options = sampler_options
+        self.num_generations = sampling.num_generations
+        self.temperature = sampling.temperature
+        self.seed = sampling.seed
         self._samplers: dict[bool, RolloutSampler] = {}
+        self._plans_told: set[bool] = set()
 
     @property
     def dense_policy(self) -> PreTrainedModel:
@@ -82,10 +88,9 @@ class GenerationModule(PolicyModule):
     def sampler(self, dense: bool = False) -> RolloutSampler:
         """The sampler with the module's compressor, or with the full cache."""
         if dense not in self._samplers:
-            compressor = FullKV() if dense else self.compressor
-            sampler = RolloutSampler(self.dense_policy, compressor, self.num_slots)
-            sampler.end_token_ids = sorted({*sampler.end_token_ids, *self._end_token_ids()})
-            self._samplers[dense] = sampler
+            policy, compressor = self.dense_policy, FullKV() if dense else self.compressor
+            assert self.tokenizer is not None
+            self._samplers[dense] = self.sampler_options.sampler(policy, self.tokenizer, compressor)
         return self._samplers[dense]
 
     def generate(
@@ -107,15 +112,41 @@ class GenerationModule(PolicyModule):
             progress: Called after every decode step.
         """
         start, params = time.perf_counter(), params or self.sampling
-        sampler, tokenizer = self.sampler(dense), self.tokenizer
-        assert tokenizer is not None
-        prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows])
-        count = len(prompts) * params.num_generations
+        prompts = self.encode(rows)
+
+        def report(now: Progress) -> None:
+            self._tell_memory_plan(self.sampler(dense).memory_plan, dense)
+            if progress is not None:
+                progress(now)
+
+        rollout = self.sampler(dense).generate(
+            prompts, params, sequence_ids=self.sequence_ids(index, len(prompts) * params.num_generations),
+            progress=report,
+        )  # fmt: skip
+        return self._decoded(rollout, rows, index, start)
+
+    def encode(self, rows: Rows) -> list[list[int]]:
+        """The token ids of the rows' prompts."""
+        self.configure_model()
+        assert self.tokenizer is not None
+        return encode_prompts(self.tokenizer, [row["prompt"] for row in rows])
+
+    def sequence_ids(self, index: int, count: int) -> range:
+        """The numbers of this rank's ``count`` sequences of rollout ``index``, different in every rollout and rank."""
         first = (index * self._world_size + self.global_rank) * count
-        rollout = sampler.generate(prompts, params, sequence_ids=range(first, first + count), progress=progress)
-        completions = tokenizer.batch_decode(completion_ids(rollout), skip_special_tokens=True)
-        seconds = {"rollout": time.perf_counter() - start}
-        return ScoredRollout(rollout, rows, completions, {}, index, seconds)
+        return range(first, first + count)
+
+    def _decoded(self, rollout: Rollout, rows: Rows, index: int, start: float) -> ScoredRollout:
+        """The rollout with its text and the time since ``start``."""
+        assert self.tokenizer is not None
+        completions = self.tokenizer.batch_decode(completion_ids(rollout), skip_special_tokens=True)
+        return ScoredRollout(rollout, rows, completions, {}, index, {"rollout": time.perf_counter() - start})
+
+    def _tell_memory_plan(self, plan: MemoryPlan | None, dense: bool) -> None:
+        """Say once per cache how many slots the memory limit allows, while the first rollout is going on."""
+        if plan is not None and dense not in self._plans_told:
+            self._plans_told.add(dense)
+            rank_zero_info(f"Memory plan of the {'full' if dense else 'compressed'} cache: {plan.why}")
 
     def reward(self, scored: ScoredRollout) -> Tensor:
         """(B,) weighted sums of the reward functions; each function's own values go into the reward table."""
@@ -166,13 +197,10 @@ class GenerationModule(PolicyModule):
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
-    def _end_token_ids(self) -> list[int]:
-        assert self.tokenizer is not None
-        vocabulary = self.tokenizer.get_vocab()
-        unknown = [token for token in self.end_tokens if token not in vocabulary]
-        if unknown:
-            raise ValueError(f"end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them.")
-        return [vocabulary[token] for token in self.end_tokens]
+    def on_fit_start(self) -> None:
+        """Build the sampler, so that what it refuses is refused before the first rollout."""
+        super().on_fit_start()
+        self.sampler()
 
     def _dispatch(self, hook: str, *args: Any) -> None:
         for callback in self._rollout_callbacks():

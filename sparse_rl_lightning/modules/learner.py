@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules.packing import in_parts
+from sparse_rl_lightning.rollout.replay import replay_statistics
 from sparse_rl_lightning.types import Rollout
 
 
@@ -43,10 +44,18 @@ class Learner:
         """Whether micro-batches are packed by tokens."""
         return self.micro_batch_tokens is not None
 
-    def logprobs(self, policy: PreTrainedModel, part: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (B, T) of the completion tokens."""
+    def logprobs(
+        self, policy: PreTrainedModel, part: Rollout, temperature: float, replay: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (B, T) of the completion tokens, with ``replay`` under the sampler's evictions.
+
+        Raises:
+            ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.rollout.replay.replay_logprobs`.
+        """
 
         def compute(rollout: Rollout) -> tuple[Tensor, Tensor]:
+            if replay:
+                return replay_statistics(policy, rollout, temperature, self.head_chunk_size, self.head_in_float32)
             return sequence_logprobs(
                 policy, rollout.sequences, rollout.completion_mask, temperature, self.head_chunk_size,
                 self.head_in_float32,

@@ -22,6 +22,15 @@ from sparse_rl_lightning.types import LossOutput, Rollout
 
 
 @dataclass(frozen=True)
+class Items:
+    """What the sums over all micro-batches of one optimiser step are divided by, None where each divides by its own."""
+
+    policy: Tensor | None  # ()
+    penalty: Tensor | None  # (), of the KL term
+    everything: Tensor | None = None  # (), of a policy term from which nothing is rejected
+
+
+@dataclass(frozen=True)
 class Objective:
     """Policy term plus ``beta`` times KL term, both aggregated alike; arguments as in SparseGRPO.
 
@@ -49,12 +58,24 @@ class Objective:
         if self.kl_on not in ("completion", "kept"):
             raise ValueError(f"kl_on must be 'completion' or 'kept', got kl_on={self.kl_on!r}.")
 
-    def __call__(self, part: Rollout, window: Rollout, logprobs: Tensor) -> LossOutput:
-        """The part's contribution: contributions of all parts of the window add up to the window's loss.
+    def items(self, window: Rollout) -> Items:
+        """The counts of one optimiser step; ``window`` holds all its sequences."""
+        if self.loss_type == "bnpo":  # normalises every micro-batch by itself
+            return Items(None, None)
+        mask = self.mask(window)
+        kept = window.keep if self.kl_on == "kept" else None
+        return Items(
+            policy=count_items(mask, window.keep, self.loss_type, self.denominator),
+            penalty=count_items(mask, kept, self.loss_type, self.denominator) if self.beta > 0 else None,
+            everything=count_items(mask, None, self.loss_type, self.denominator),
+        )
+
+    def __call__(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
+        """The part's contribution: contributions of all parts of an optimiser step add up to the step's loss.
 
         Args:
             part: The micro-batch.
-            window: All sequences of the optimiser step, the micro-batch included.
+            items: Of the optimiser step it belongs to.
             logprobs: (B, T) of the learner, with gradient.
 
         Returns:
@@ -77,10 +98,10 @@ class Objective:
             delta=self.delta,
             denominator=self.denominator,
             max_completion_length=self.max_completion_length,
-            num_items=self._items(window, window.keep),
+            num_items=items.policy,
         )
         if self.beta > 0:
-            output = self._with_penalty(output, part, window, mask, logprobs)
+            output = self._with_penalty(output, part, items, mask, logprobs)
         return output
 
     def mask(self, part: Rollout) -> Tensor:
@@ -90,27 +111,22 @@ class Objective:
         return part.completion_mask & part.finished[:, None]
 
     def _with_penalty(
-        self, output: LossOutput, part: Rollout, window: Rollout, mask: Tensor, logprobs: Tensor
+        self, output: LossOutput, part: Rollout, items: Items, mask: Tensor, logprobs: Tensor
     ) -> LossOutput:
         assert part.ref_logprobs is not None
         penalty = kl_penalty(logprobs, part.ref_logprobs, mask, self.kl_estimator)
-        kept, window_kept = (part.keep, window.keep) if self.kl_on == "kept" else (None, None)
-        items = self._items(window, window_kept)
-        term = aggregate(penalty, mask, kept, self.loss_type, self.denominator, self.max_completion_length, items)
+        kept = part.keep if self.kl_on == "kept" else None
+        term = aggregate(
+            penalty, mask, kept, self.loss_type, self.denominator, self.max_completion_length, items.penalty
+        )
         metrics = {**output.metrics, "kl": penalty.detach().sum() / mask.sum().clamp(min=1)}
         return LossOutput(output.loss + self.beta * term, metrics)
-
-    def _items(self, window: Rollout, keep: Tensor | None) -> Tensor | None:
-        """What the sums of all micro-batches are divided by; bnpo normalises every micro-batch by itself."""
-        if self.loss_type == "bnpo":
-            return None
-        return count_items(self.mask(window), keep, self.loss_type, self.denominator)
 
     def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
         """What rejection left, less the sequences that the learner has moved away from; divisors ignore these."""
         if self.off_policy_delta is None:
             return part.keep
-        reference = part.sampler_logprobs if self.off_policy_reference == "sampler" else part.old_logprobs
+        reference = part.sparse_logprobs if self.off_policy_reference == "sampler" else part.old_logprobs
         assert reference is not None
         assert part.advantages is not None
         near = off_policy_sequences(logprobs, reference, part.advantages, mask, self.off_policy_delta)[:, None]

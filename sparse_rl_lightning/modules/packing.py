@@ -76,7 +76,7 @@ def trimmed(rollout: Rollout) -> Rollout:
     for field in fields(rollout):
         value = getattr(rollout, field.name)
         if isinstance(value, EvictionRecord):
-            changes[field.name] = EvictionRecord(value.death[..., :length])
+            changes[field.name] = replace(value, length=length)  # dead tokens lie within their sequences
         elif isinstance(value, Tensor) and value.ndim > 1:
             changes[field.name] = value[:, :length]
     return replace(rollout, **changes)

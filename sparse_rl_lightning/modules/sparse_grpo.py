@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,19 +17,21 @@ from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
-from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
-from sparse_rl_lightning.modules.generation import GenerationModule
+from sparse_rl_lightning.modules.block import RolloutBlock
+from sparse_rl_lightning.modules.block_module import BlockModule
 from sparse_rl_lightning.modules.learner import Learner
-from sparse_rl_lightning.modules.objective import Objective
+from sparse_rl_lightning.modules.objective import Items, Objective
+from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
 from sparse_rl_lightning.modules.policy import PolicySource
-from sparse_rl_lightning.modules.rng import random_state, restore_random_state
+from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
+from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import eval_mode
-from sparse_rl_lightning.types import Rollout, ScoredRollout
+from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
 Rows = list[dict[str, Any]]
 
 
-class SparseGRPO(GenerationModule):
+class SparseGRPO(BlockModule):
     """GRPO whose rollouts run under a compressed KV cache, corrected by the callbacks it is trained with.
 
     A loader batch is the block of prompts of one rollout, repeated ``steps_per_rollout`` times; every step trains
@@ -51,6 +53,16 @@ class SparseGRPO(GenerationModule):
         num_slots: Sequences decoded at the same time, null for all.
         end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
             is prompted in a chat format.
+        stop_strings: Texts that end a completion, in validation too; it is cut after the token that completes one.
+        memory_limit: Memory that slots may take, bytes or (a float up to 1.0) a share of what is free: as many of
+            ``num_slots`` are used as fit.
+        kv_dtype: What cached keys and values are kept in, such as ``bfloat16``; null for what the policy computes in.
+        keep_pool: Keep the cache's memory while the learner works; false frees it after every rollout.
+        cuda_graphs: Decode from CUDA graphs on a GPU.
+        top_logprobs: Log-probs of this many most likely tokens of the sparse policy, for callbacks that read them.
+        partial_rollout_steps: Partial rollouts: decode steps after which the learner goes on with the groups that are
+            complete, while unfinished sequences wait in their slots for the next rollout. Null is off.
+        partial_checkpoint: Checkpoints ``store`` unfinished sequences, or ``restart`` them after a resume.
         steps_per_generation: Micro-batches a rollout is cut into.
         num_iterations: Passes over a rollout.
         loss_type: ``grpo``, ``dapo``, ``bnpo``, ``dr_grpo`` or ``cispo``.
@@ -79,6 +91,8 @@ class SparseGRPO(GenerationModule):
         ValueError: If an argument is out of range, or the numbers of prompts, generations and steps do not fit.
     """
 
+    keeps_evictions = False  # after scoring, for a loss that looks at their record
+
     def __init__(
         self,
         policy: str | PolicySource,
@@ -95,6 +109,14 @@ class SparseGRPO(GenerationModule):
         min_p: float | None = None,
         num_slots: int | None = None,
         end_tokens: list[str] | None = None,
+        stop_strings: list[str] | None = None,
+        memory_limit: int | float | None = None,
+        kv_dtype: str | None = None,
+        keep_pool: bool = True,
+        cuda_graphs: bool = True,
+        top_logprobs: int = 0,
+        partial_rollout_steps: int | None = None,
+        partial_checkpoint: PartialCheckpoint = "store",
         steps_per_generation: int = 1,
         num_iterations: int = 1,
         loss_type: LossType = "grpo",
@@ -118,11 +140,31 @@ class SparseGRPO(GenerationModule):
         disable_dropout: bool = True,
     ) -> None:
         super().__init__(
-            policy, compressor, reward_funcs, reward_weights, num_generations=num_generations,
-            max_completion_length=max_completion_length, min_completion_length=min_completion_length,
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, num_slots=num_slots, end_tokens=end_tokens,
-            val_max_completion_length=val_max_completion_length, seed=seed,
-            optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
+            policy,
+            compressor,
+            reward_funcs,
+            reward_weights,
+            SamplingParams(
+                num_generations=num_generations, max_completion_length=max_completion_length,
+                min_completion_length=min_completion_length, temperature=temperature, top_k=top_k, top_p=top_p,
+                min_p=min_p, top_logprobs=top_logprobs, stop_strings=as_texts(stop_strings), seed=seed,
+            ),
+            SamplerOptions(
+                num_slots=num_slots, end_tokens=as_texts(end_tokens), memory_limit=memory_limit, kv_dtype=kv_dtype,
+                keep_pool=keep_pool, cuda_graphs=cuda_graphs,
+            ),
+            objective=Objective(
+                loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=epsilon,
+                epsilon_high=epsilon_high, delta=delta, denominator=denominator, beta=beta, kl_estimator=kl_estimator,
+                kl_on=kl_on, max_completion_length=max_completion_length,
+                mask_truncated_completions=mask_truncated_completions,
+            ),
+            steps_per_generation=steps_per_generation, num_iterations=num_iterations, oversampling=oversampling,
+            learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
+                partial_rollout_steps, partial_checkpoint
+            ),
+            val_max_completion_length=val_max_completion_length, optimizer=optimizer, lr_scheduler=lr_scheduler,
+            disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
             raise ValueError(
@@ -131,33 +173,9 @@ class SparseGRPO(GenerationModule):
             )
         if temperature == 0:
             raise ValueError("temperature must be above 0 in training: greedy samples of a prompt are all the same.")
-        if steps_per_generation < 1 or num_iterations < 1 or oversampling < 1:
-            raise ValueError(
-                "steps_per_generation, num_iterations and oversampling must be at least 1, got "
-                f"{steps_per_generation}, {num_iterations} and {oversampling}."
-            )
-        self.steps_per_generation = steps_per_generation
-        self.num_iterations = num_iterations
-        self.objective = Objective(
-            loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=epsilon,
-            epsilon_high=epsilon_high, delta=delta, denominator=denominator, beta=beta, kl_estimator=kl_estimator,
-            kl_on=kl_on, max_completion_length=max_completion_length,
-            mask_truncated_completions=mask_truncated_completions,
-        )  # fmt: skip
         self.scale_rewards = scale_rewards
-        self.oversampling = oversampling
         self.rescore = rescore
-        self.learner = learner or Learner()
-        self.block: RolloutBlock | None = None
-        self.num_rollouts = 0
         self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so in no checkpoint and no optimiser
-        self._random_state: dict[str, Any] | None = None
-        self._block_state: dict[str, Any] | None = None
-
-    @property
-    def steps_per_rollout(self) -> int:
-        """How many batches the loader must yield per block of prompts."""
-        return self.steps_per_generation * self.num_iterations
 
     # ---------------------------------------------------------------- the algorithm
 
@@ -165,33 +183,40 @@ class SparseGRPO(GenerationModule):
         """Roll out at the start of a block, then train on its next micro-batch."""
         if self.block is None or self.block.is_spent:
             self.block = self._new_block(batch)
-        micro_batch, window = self.block.next()
-        return self._loss(micro_batch, window)
+        return self._loss(*self.block.next())
 
     def roll_out(self, rows: Rows) -> ScoredRollout:
         """Everything that happens to a block of prompts before the first loss, in this order."""
         self._dispatch("on_rollout_start", rows)
-        scored = self.generate(rows, index=self.num_rollouts, progress=self._report_progress)  # sparse policy
+        scored = self.draw(rows)  # sparse policy
         self._rescore(scored)  # dense policy
         self._score(scored)  # rewards and advantages
         self._dispatch("on_rollout_scored", scored)  # rejection, reweighting, tables
         self._log_rollout(scored)
         return scored
 
-    def _loss(self, part: Rollout, window: Rollout) -> Tensor:
+    def _loss(self, part: Rollout, items: Items) -> Tensor:
         """The micro-batch's share of its optimiser step's loss, and the metrics of the policy update."""
-        logprobs, entropy = self._logprobs(self.dense_policy, part)
-        part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
-        output = self.objective(part, window, logprobs)
+        output, logprobs = self.micro_batch_loss(part, items)
         if not bool(output.loss.isfinite()):
             worst = (~logprobs.isfinite()).any(dim=1).nonzero().flatten().tolist()
             raise ValueError(
                 f"The loss of rollout {self.num_rollouts - 1} is {output.loss.item()}; sequences of the micro-batch "
                 f"with log-probs that are not finite: {worst or 'none'}. Lower the learning rate or check the weights."
             )
-        output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         self.log_dict(output.metrics, batch_size=len(part))
         return output.loss * self._accumulate  # Lightning divides by it
+
+    def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
+        """The learner's forward pass: the loss with its metrics, and the log-probs (B, T) it comes from."""
+        logprobs, entropy = self._logprobs(self.dense_policy, part)
+        part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
+        output = self._policy_loss(part, items, logprobs)
+        output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
+        return output, logprobs
+
+    def _policy_loss(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
+        return self.objective(part, items, logprobs)
 
     # ---------------------------------------------------------------- stages of a rollout
 
@@ -199,13 +224,21 @@ class SparseGRPO(GenerationModule):
     def _rescore(self, scored: ScoredRollout) -> None:
         """Log-probs of the dense policy, by the forward code and in the micro-batches of the learner."""
         start, rollout = time.perf_counter(), scored.rollout
+        parts = rollout.parts(self.steps_per_generation)
         if self.rescore:
             with eval_mode(self.dense_policy):  # as the sampler: no dropout
-                rollout.old_logprobs = self._in_micro_batches(self.dense_policy, rollout)
+                rollout.old_logprobs = torch.cat([self._logprobs(self.dense_policy, part)[0] for part in parts])
         if self._reference:
-            self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers wraps the signature away
-            rollout.ref_logprobs = self._in_micro_batches(self._reference[0], rollout)
+            rollout.ref_logprobs = torch.cat([self.reference_logprobs(part) for part in parts])
         scored.seconds["rescoring"] = time.perf_counter() - start
+
+    @torch.no_grad()
+    def reference_logprobs(self, part: Rollout) -> Tensor:
+        """(B, T) log-probs of the reference policy, zeros without one; its weights come to the device when needed."""
+        if not self._reference:
+            return torch.zeros_like(part.sampler_logprobs)
+        self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers wraps the signature away
+        return self._logprobs(self._reference[0], part)[0]
 
     def _score(self, scored: ScoredRollout) -> None:
         start, rollout = time.perf_counter(), scored.rollout
@@ -216,9 +249,12 @@ class SparseGRPO(GenerationModule):
 
     def _new_block(self, rows: Rows) -> RolloutBlock:
         scored = self.roll_out(rows)
-        scored.rollout.evictions = None  # large, and the loss does not read it
-        rollout = self._most_informative(scored.rollout, len(rows)) if self.oversampling > 1 else scored.rollout
-        block = RolloutBlock(self._plan(len(rollout)), rollout, self.num_rollouts, self.seed)
+        rollout = scored.rollout
+        rollout.topk_ids = rollout.topk_logprobs = None  # large, and the loss does not read them
+        rollout.evictions = rollout.evictions if self.keeps_evictions else None
+        rollout = self._most_informative(rollout, len(rows)) if self.oversampling > 1 else rollout
+        plan = self.plan(len(rollout) // self.num_generations)
+        block = RolloutBlock(plan, rollout, self.num_rollouts, self.seed, self.objective.items)
         self.num_rollouts += 1
         return block
 
@@ -231,18 +267,20 @@ class SparseGRPO(GenerationModule):
         members = torch.arange(self.num_generations, device=groups.device)
         return rollout[(groups[:, None] * self.num_generations + members).flatten()]
 
-    def _in_micro_batches(self, policy: PreTrainedModel, rollout: Rollout) -> Tensor:
-        size = max(1, len(rollout) // self.steps_per_generation)
-        parts = [rollout[start : start + size] for start in range(0, len(rollout), size)]
-        return torch.cat([self._logprobs(policy, part)[0] for part in parts])
-
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         return self.learner.logprobs(policy, part, self.temperature or 1.0)
 
     def _log_rollout(self, scored: ScoredRollout) -> None:
-        self.log_dict(rollout_metrics(scored), batch_size=len(scored.completions), sync_dist=True)
+        own = {} if self.partial is None else self.partial.metrics(scored.rollout)
+        self.log_dict(rollout_metrics(scored) | own, batch_size=len(scored.completions), sync_dist=True)
 
     # ---------------------------------------------------------------- Lightning
+
+    def configure_callbacks(self) -> list[Callback]:
+        """A dry run of the worst case before training, unless the trainer has one."""
+        from sparse_rl_lightning.callbacks.dry_run import DryRun  # it needs this package
+
+        return [] if any(isinstance(c, DryRun) for c in self.trainer.callbacks) else [DryRun()]  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         """Load the policy, and the reference policy where the objective needs one."""
@@ -252,61 +290,9 @@ class SparseGRPO(GenerationModule):
             self._reference = [self.policy_source.load_reference()]
 
     def on_fit_start(self) -> None:
-        """Check that prompts, generations and steps fit together, and say how."""
+        """Check that the numbers fit together, and that nothing needs log-probs that are not computed."""
         super().on_fit_start()
-        self.block = None  # of an earlier, interrupted fit
-        if self.trainer.world_size > 1:
-            raise ValueError(
-                f"SparseGRPO trains in one process so far, got {self.trainer.world_size}: set trainer.devices and "
-                "trainer.num_nodes to 1."
-            )
-        data = getattr(self.trainer, "datamodule", None)
-        if data is not None and hasattr(data, "prompts_per_rollout"):
-            sequences = max(1, round(data.prompts_per_rollout / self.oversampling)) * self.num_generations
-            rank_zero_info(f"Each rollout: {self._plan(sequences)}.")
         self._check_rescore()
-
-    def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:
-        """After a resume, take up block and random state only now: loading the data consumed random numbers."""
-        if self._block_state is not None:
-            state, self._block_state = self._block_state, None
-            self.block = RolloutBlock.from_state(self._plan(len(state["rollout"]["sequences"])), state, self.seed)
-            self.block.rollout = self.block.rollout.to(self.device)
-        if self._random_state is not None:
-            restore_random_state(self._random_state)
-            self._random_state = None
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the block in use, the number of rollouts and the random state, as tensors and numbers."""
-        if self.block is not None and self.block.cursor % self._accumulate:
-            rank_zero_warn(
-                "This checkpoint falls between two optimiser steps: the gradient accumulated so far is not in it. For "
-                "an exact resume, save with ModelCheckpoint.every_n_train_steps."
-            )
-        unspent = self.block is not None and not self.block.is_spent
-        checkpoint["sparse_rl"] = {
-            "num_rollouts": self.num_rollouts,
-            "block": self.block.state() if unspent and self.block is not None else None,
-            "random_state": random_state(),
-        }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the weights' checks from the base, and keep the rest for the first batch."""
-        super().on_load_checkpoint(checkpoint)
-        state = checkpoint.get("sparse_rl")
-        if state is not None:
-            self.num_rollouts = state["num_rollouts"]
-            self._block_state, self._random_state = state["block"], state["random_state"]
-
-    def _plan(self, sequences: int) -> BlockPlan:
-        return BlockPlan(
-            sequences // self.num_generations, self.num_generations, self.steps_per_generation, self.num_iterations,
-            self._accumulate, self.learner.packs,
-        )  # fmt: skip
-
-    @property
-    def _accumulate(self) -> int:
-        return self.trainer.accumulate_grad_batches if self._trainer is not None else 1
 
     def _check_rescore(self) -> None:
         if self.rescore:

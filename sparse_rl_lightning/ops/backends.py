@@ -67,6 +67,9 @@ def flash_attention(
     Every (row, KV head) is a sequence of its own, with one query token of G heads and one KV head. Its keys begin
     ``cum_seq_k[i]`` rows into the pool and there are ``seqused_k[i]`` of them, so the starts need not be cumulative.
 
+    torch may split a sequence over several blocks, and how often depends on the number of sequences: here, unlike in
+    the own kernel, a row's last bits hang on the batch.
+
     The arguments are those of the schema, and in ``forward`` a function like ``aten::_flash_attention_forward``.
     """
     assert probs is None, "flash attention gives no probabilities"
@@ -85,5 +88,8 @@ def flash_attention(
     )  # fmt: skip
     empty = held == 0
     out.copy_(result.masked_fill(empty[:, None, None], 0.0).view_as(out))
-    if lse is not None:  # (G, B * H), of an empty sequence +inf
+    # (G, B * H), as ATen's flash_api.cpp (mha_varlen_fwd) returns it on either of its ways: with one query token and
+    # G > 1 it takes the heads of a group for G tokens of one head, and its kernel (get_lse_tile) writes (head, token,
+    # sequence); with G = 1 it writes (head, all tokens). An empty sequence gets +inf.
+    if lse is not None:
         lse.copy_(total.masked_fill(empty, -torch.inf).T.reshape(lse.shape))

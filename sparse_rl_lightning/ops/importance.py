@@ -61,7 +61,7 @@ def window_importance(
     logits = group_logits(queries, keys, scale)  # (S, H, G, A, N)
     if group_reduction == "max":
         logits = logits.amax(dim=2, keepdim=True)
-    hidden = ~visible.unsqueeze(2)  # absent queries, at position -1, see nothing
+    hidden = ~visible.unsqueeze(2) | (logits == -torch.inf)  # absent queries, at position -1, see nothing
     # a query that sees nothing has a softmax of NaN, free memory may hold NaN: both are cut here
     paid = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).masked_fill(hidden, 0.0).sum(dim=3)  # (S, H, G, N)
     if query_reduction == "mean":

@@ -134,4 +134,7 @@ def _quiet(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """The fake of an op without results."""
+    """The fake of an op without results: torch also comes here when only some of the tensors are without data."""
+    devices = {str(arg.device) for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)}
+    if len(devices) > 1:
+        raise RuntimeError(f"the tensors are on different devices: {', '.join(sorted(devices))}.")

@@ -1,19 +1,19 @@
 """The attention functions registered with transformers; the only file that knows its attention hooks.
 
-Model keyword arguments reach the attention function, so the cache travels as one. A name that transformers'
+Model keyword arguments reach the attention function, so the deaths travel as one. A name that transformers'
 mask interface does not know gets no mask at all: each function here brings its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+
+from sparse_rl_lightning.rollout.death_attention import death_attention
 
 REPLAY = "sparse_rl_replay"
 
@@ -30,19 +30,42 @@ def replay_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the learner under the sampler's evictions: the query at q sees the key at k iff k <= q < death."""
-    num_groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    layer: int = module.layer_idx  # type: ignore[assignment]  # as above
-    step = torch.arange(length, device=query.device)
-    alive = step[:, None] < death[layer].unsqueeze(2)  # (B, H, query, key)
-    mask = alive & (step[None, :] <= step[:, None])
-    key, value, mask = (t.repeat_interleave(num_groups, dim=1) for t in (key, value, mask))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    return out.transpose(1, 2), None
+    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+    return death_attention(query, key, value, death[layer], scaling).transpose(1, 2), None
 
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run the model with another attention function, and give it its own back whatever happens."""
+    """Run the model with another attention function, and give it its own back whatever happens.
+
+    Gradient checkpointing computes layers again in the backward pass, after this context has ended. What it computes
+    again it computes with the attention of this context, and whatever runs beside it is not disturbed.
+    """
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    own: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
+
+    def again(function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any) -> Any:
+            with _config(model, name):
+                return function(*args)
+
+        return forward
+
+    def wrapped(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda function, *args: run(again(function), *args)
+
+    for layer, run in zip(layers, own, strict=True):
+        layer._gradient_checkpointing_func = wrapped(run)
+    try:
+        with _config(model, name):
+            yield
+    finally:
+        for layer, run in zip(layers, own, strict=True):
+            layer._gradient_checkpointing_func = run
+
+
+@contextmanager
+def _config(model: PreTrainedModel, name: str) -> Iterator[None]:
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = name

@@ -6,7 +6,7 @@ Letters as in types.py. Per-slot state has one row more than there are slots: th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from sparse_rl_lightning.rollout.arenas import Arenas
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.types import NEVER
 
-_PER_SLOT = ("tokens", "seen", "prompt_lengths", "sequence_keys")
+_PER_SLOT = ("tokens", "seen", "prompt_lengths", "prompt_keys", "sequence_keys")
 _PER_LAYER = ("lengths", "queries", "death")
 
 
@@ -43,6 +43,13 @@ class CacheSize:
             self.num_queries, self.state_fields, self.per_head
         )  # fmt: skip
         return slots and entries and same
+
+    def together(self, other: CacheSize) -> CacheSize:
+        """What covers both where slots are alike, else this."""
+        if replace(other, num_slots=self.num_slots, max_length=self.max_length) != self:
+            return self
+        slots, length = max(self.num_slots, other.num_slots), max(self.max_length, other.max_length)
+        return replace(self, num_slots=slots, max_length=length)
 
 
 @dataclass
@@ -83,15 +90,16 @@ class SlotCache:
         self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
         self.prompt_lengths = torch.zeros_like(self.seen)
+        self.prompt_keys = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
 
     def serves(self, geometry: CacheGeometry, size: CacheSize) -> bool:
         """Whether a rollout of this size can use this memory."""
-        own = self.geometry
-        same = (geometry.kv_dtype, geometry.device) == (own.kv_dtype, own.device)
+        sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_dtype", "device")
+        same = all(getattr(geometry, name) == getattr(self.geometry, name) for name in sizes)
         # memory made under inference_mode cannot be written outside of it
         writable = torch.is_inference_mode_enabled() or not self.key_pool.is_inference()
-        return same and writable and self.size.covers(size)
+        return same and writable and self.size.covers(size)  # sizes only compare where there are as many layers
 
     @property
     def pool_bytes(self) -> int:
@@ -163,14 +171,14 @@ class SlotCache:
 
     # ---------------------------------------------------------------- whole slots
 
-    def begin(self, slot: int, prompt: Sequence[int], sequence_key: int) -> None:
+    def begin(self, slot: int, prompt: Sequence[int], prompt_key: int) -> None:
         """Empty a slot and give it to a new prompt, whose keys and values follow layer by layer."""
         if self.arenas is not None:
             self.arenas.reset(slot)
         self.lengths[:, slot] = 0
         self.death[:, slot] = NEVER
         self.seen[slot] = self.prompt_lengths[slot] = len(prompt)
-        self.sequence_keys[slot] = sequence_key
+        self.sequence_keys[slot] = self.prompt_keys[slot] = prompt_key
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
 
     def compact(self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor) -> None:

@@ -164,6 +164,7 @@ def _state(
         token_ids=tokens.gather(2, positions.clamp(0, tokens.shape[2] - 1)),
         prompt_lengths=cache.prompt_lengths[own], queries=cache.queries[layer, own],
         query_positions=_ring_positions(cache, own), sequence_keys=cache.sequence_keys[own],
+        prompt_keys=cache.prompt_keys[own],
         layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling, state=state,
     )  # fmt: skip
 

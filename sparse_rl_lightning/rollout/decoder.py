@@ -7,6 +7,8 @@ layers are walked by hand: every norm, embedding, rotary embedding and activatio
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,7 +69,10 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
         decoder: Any = model.get_decoder()
         self.model, self.geometry = model, geometry
+        self._signature = _signature(model)
+        self._made_in_inference_mode = torch.is_inference_mode_enabled()
         self._projections: list[Projection] = []
+        _warn_of_hooks(decoder.layers)
         self.embedding: nn.Module = decoder.embed_tokens
         self.final_norm: nn.Module = decoder.norm
         self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
@@ -130,9 +135,13 @@ class Decoder:
         for projection in self._projections:
             projection.refresh()
 
-    def addresses(self) -> tuple[int, ...]:
-        """Where the model's weights are: another answer means that they have moved."""
-        return tuple(parameter.data_ptr() for parameter in self.model.parameters())
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
+        """Whether this still is the model: the same modules, weights where they were, no new hooks."""
+        own = self.geometry
+        same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
+        # copies made under inference_mode cannot be written outside of it
+        writable = torch.is_inference_mode_enabled() or not self._made_in_inference_mode
+        return same and writable and self._signature == _signature(model)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines (R, D), rounded as transformers rounds them to the type of the hidden states."""
@@ -140,3 +149,22 @@ class Decoder:
         angles = torch.cat([angles, angles], dim=-1)
         scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.kv_dtype)
         return (angles.cos() * scaling).to(dtype).to(wide), (angles.sin() * scaling).to(dtype).to(wide)
+
+
+def _signature(model: PreTrainedModel) -> tuple[object, ...]:
+    """Changes where modules are replaced or wrapped, hooks come or go, or weights move."""
+    modules = ((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
+    return (*modules, *(parameter.data_ptr() for parameter in model.parameters()))
+
+
+def _warn_of_hooks(layers: Iterable[Any]) -> None:
+    """The layers are walked by hand: hooks of what holds the projections are not called."""
+    for layer in layers:
+        for module in (layer, layer.self_attn, layer.mlp):
+            if module._forward_hooks or module._forward_pre_hooks:
+                warnings.warn(
+                    f"Forward hooks of {type(module).__name__} are not called in rollouts, which walk the layers "
+                    "themselves. Hooks of linear layers, norms and embeddings are.",
+                    stacklevel=2,
+                )
+                return

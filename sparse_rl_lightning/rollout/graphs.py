@@ -39,7 +39,6 @@ class GraphedStep:
         self.enabled = enabled and on_gpu and not has_state
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
         self._pool: Any = None  # memory that all graphs share
-        self._addresses = step.decoder.addresses()
 
     def __call__(self, rows: Rows) -> None:
         """One decode step for these rows."""
@@ -54,14 +53,13 @@ class GraphedStep:
         own.places.copy_(rows.places)
         graph.replay()
 
-    def is_current(self) -> bool:
-        """Whether the model's weights still are where the step and its graphs look for them."""
-        return self.step.decoder.addresses() == self._addresses
-
     def _capture(self, count: int) -> None:
         """Capture a step of ``count`` rows on rows that only pad a batch, so that no slot changes."""
         cache, device = self.step.cache, self.step.cache.geometry.device
         rows = Rows.of([], count, cache.size.num_slots, device)
+        caching = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)  # casts of weights must be in the graph
         try:
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
@@ -69,11 +67,13 @@ class GraphedStep:
                 self.step(rows)  # libraries allocate and choose kernels now
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self.step(rows)
         except RuntimeError as error:
             self.enabled = False
             warnings.warn(f"Decoding without CUDA graphs, because a step cannot be captured: {error}", stacklevel=2)
             return
+        finally:
+            torch.set_autocast_cache_enabled(caching)
         self._pool = self._pool or graph.pool()
         self._graphs[count] = graph, rows

@@ -79,7 +79,7 @@ def slot_bytes(
         )
     entries, heads = sum(capacities), g.num_layers * g.num_kv_heads
     log, log_fixed = (0, 0) if params is None else _log_bytes(params, max_length, versioned)
-    tokens, recent = INT64 * (max_length + 3), size.num_queries
+    tokens, recent = INT64 * (max_length + 4), size.num_queries
     arenas = (INT64 + INT32) * heads + 2 * INT64 * g.num_layers if size.per_head else 0
     sizes = {
         "keys_values": g.bytes_per_entry * g.num_kv_heads * entries,
@@ -96,7 +96,7 @@ def slot_bytes(
         "running": f"running numbers ({rows} x {len(size.state_fields)} x {FLOAT32} bytes)",
         "queries": f"queries ({recent} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x {kind})",
         "deaths": f"the eviction record ({max_length:,} tokens x {heads} heads of all layers x {INT32})",
-        "rows": f"tokens ({max_length:,} + 3 numbers x {INT64}) and logs ({log:,})",
+        "rows": f"tokens ({max_length:,} + 4 numbers x {INT64}) and logs ({log:,})",
     }
     arithmetic = " + ".join(f"{sizes[name]:,} for {how[name]}" for name in sizes)
     return SlotBytes(**sizes, fixed=tokens + log_fixed, arithmetic=arithmetic)

@@ -108,7 +108,7 @@ def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

@@ -27,34 +27,54 @@ def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float
         (B, T), 0 outside the completions.
 
     Raises:
-        ValueError: If the rollout carries no record of its evictions, a sequence was drawn by several versions of the
-            policy (partial rollouts), or gradient checkpointing is on.
+        ValueError: If the rollout carries no record of its evictions, or a sequence was drawn by several versions of
+            the policy (partial rollouts).
+    """
+    return replay_statistics(model, rollout, temperature)[0]
+
+
+def replay_statistics(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    temperature: float = 1.0,
+    chunk_size: int = 512,
+    head_in_float32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies under the sampler's own evictions, as ``sequence_logprobs`` without them.
+
+    Args:
+        model: The policy.
+        rollout: Sequences with their evictions.
+        temperature: The sampler's temperature, 1 for greedy rollouts.
+        chunk_size: As in ``sequence_logprobs``.
+        head_in_float32: As in ``sequence_logprobs``.
+
+    Returns:
+        Two (B, T) tensors with gradient, 0 outside the completions.
+
+    Raises:
+        ValueError: As :func:`replay_logprobs`.
     """
     if rollout.evictions is None:
         raise ValueError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
-    _refuse_several_versions(rollout)
-    if model.is_gradient_checkpointing and model.training and torch.is_grad_enabled():
-        raise ValueError(
-            "replay_logprobs does not work with gradient checkpointing yet: the backward pass would recompute the "
-            "layers with another attention. Call model.gradient_checkpointing_disable() first."
-        )
-    with attention_implementation(model, REPLAY):
-        logprobs, _ = sequence_logprobs(
-            model, rollout.sequences, rollout.completion_mask, temperature, death=rollout.evictions.death
-        )
-    return logprobs
-
-
-def _refuse_several_versions(rollout: Rollout) -> None:
-    """No one policy can reproduce a sequence that several have drawn."""
-    versions, mask = rollout.policy_versions, rollout.completion_mask
-    if versions is None:
-        return
-    first = versions.masked_fill(~mask, torch.iinfo(torch.int32).max).amin(dim=1)
-    last = versions.masked_fill(~mask, -1).amax(dim=1)
-    rows = (first < last).nonzero().flatten().tolist()
+    rows = drawn_by_several(rollout).nonzero().flatten().tolist()
     if rows:
         raise ValueError(
             f"Sequences {rows} were drawn by several versions of the policy (partial rollouts): no replay reproduces "
             "them. Replay the others, rollout[indices], or switch partial rollouts off."
         )
+    with attention_implementation(model, REPLAY):
+        return sequence_logprobs(
+            model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
+            death=rollout.evictions.death,
+        )  # fmt: skip
+
+
+def drawn_by_several(rollout: Rollout) -> Tensor:
+    """(B,) bool: sequences that several versions of the policy have drawn, which no one policy can reproduce."""
+    versions, mask = rollout.policy_versions, rollout.completion_mask
+    if versions is None:
+        return torch.zeros(len(rollout), dtype=torch.bool, device=mask.device)
+    first = versions.masked_fill(~mask, torch.iinfo(torch.int32).max).amin(dim=1)
+    last = versions.masked_fill(~mask, -1).amax(dim=1)
+    return first < last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Ended:
     topk_ids: Tensor  # (T, K)
     topk_logprobs: Tensor  # (T, K)
     versions: Tensor | None  # (T,) int32
-    death: Tensor  # (T, L, H) int32
+    evictions: dict[str, Any]  # state of the EvictionRecord of this one sequence
     stored: Tensor  # ()
     stored_integral: Tensor  # ()
 
@@ -36,7 +37,7 @@ class Ended:
 
         What the slot went through after its end (the host looks only now and then) is left behind.
         """
-        death = cache.death[:, slot, :, : end + 1].permute(2, 0, 1)
+        death = cache.death[:, slot : slot + 1, :, : end + 1]
         return cls(
             prompt_length,
             finished,
@@ -46,7 +47,7 @@ class Ended:
             topk_ids=_completion(tracks.topk_ids[slot, : end + 1], prompt_length),
             topk_logprobs=_completion(tracks.topk_logprobs[slot, : end + 1], prompt_length),
             versions=None if tracks.versions is None else _completion(tracks.versions[slot, : end + 1], prompt_length),
-            death=torch.where(death <= end, death, NEVER),
+            evictions=EvictionRecord.from_dense(torch.where(death <= end, death, NEVER)).state(),
             stored=tracks.held[slot, end - 1].clone(),  # the last token drawn was never fed
             # the step that feeds token t reads what was held before, and t itself
             stored_integral=(tracks.held[slot, prompt_length - 1 : end - 1] + 1).sum(),
@@ -79,7 +80,7 @@ def assemble(ended: Sequence[Ended], peak_bytes: int, full_peak_bytes: int, pref
         topk_ids=_pad([e.topk_ids for e in ended]) if ended[0].topk_ids.numel() else None,
         topk_logprobs=_pad([e.topk_logprobs for e in ended]) if ended[0].topk_ids.numel() else None,
         policy_versions=_pad_optional([e.versions for e in ended]),
-        evictions=EvictionRecord(_pad([e.death for e in ended], NEVER).permute(2, 0, 3, 1).contiguous()),
+        evictions=EvictionRecord.cat([EvictionRecord(**e.evictions) for e in ended]),
         kv=usage,
     )
 
@@ -91,8 +92,8 @@ def _completion(row: Tensor, prompt_length: int) -> Tensor:
     return row
 
 
-def _pad(rows: list[Tensor], filler: float = 0.0) -> Tensor:
-    return pad_sequence(rows, batch_first=True, padding_value=filler)
+def _pad(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True)
 
 
 def _pad_optional(rows: Sequence[Tensor | None]) -> Tensor | None:

@@ -61,7 +61,7 @@ class Held:
 class _Prompt:
     """A prompt that was read: what its slot held, and the logits of its last token."""
 
-    content: dict[str, Tensor]
+    content: dict[str, Tensor]  # empty where all samples have found a slot
     logits: Tensor  # (V,)
     room: int
 
@@ -124,7 +124,19 @@ class Run:
         return ended
 
     def take(self, prompts: Sequence[int]) -> Rollout:
-        """The rollout of these prompts, all of whose sequences have ended; the run forgets them."""
+        """The rollout of these prompts, all of whose sequences have ended; the run forgets them.
+
+        Raises:
+            ValueError: If there is no prompt, or one has not ended.
+        """
+        unfinished = sorted(set(prompts) - set(self.complete))
+        if not prompts or unfinished:
+            raise ValueError(
+                f"Only prompts all of whose sequences have ended can be taken, these have not: {unfinished}. Take "
+                "what `complete` names."
+                if unfinished
+                else "There is no prompt to take: `complete` is empty until all sequences of a prompt have ended."
+            )
         generations, cache, g = self.plan.params.num_generations, self.cache, self.cache.geometry
         sequences = [p * generations + sample for p in prompts for sample in range(generations)]
         ended = [self.ended.pop(sequence) for sequence in sequences]
@@ -164,9 +176,12 @@ class Run:
         if not admitted:
             return
         self._rows = None
-        self._read({p: slots[0] for p, slots in admitted.items() if p not in self.read})
+        fresh = {prompt: slots[0] for prompt, slots in admitted.items() if prompt not in self.read}
         for prompt, slots in admitted.items():
-            self.cache.write(slots[0], self.read[prompt].content)
+            if prompt not in fresh:
+                self.cache.write(slots[0], self.read[prompt].content)
+        self._read(fresh)
+        for prompt, slots in admitted.items():
             self.cache.fork(slots[0], slots[1:])
             for slot in slots:
                 self.slots[slot].room = self.read[prompt].room
@@ -176,11 +191,12 @@ class Run:
         self.cache.sequence_keys[places] = self._tensor([self.keys[self.slots[slot].sequence] for slot in order])
         self.tracks.held[places, self.cache.seen[places] - 1] = self.cache.held(places)
         self.step.draw(torch.stack([self.read[p].logits for p, slots in admitted.items() for _ in slots]), places)
-        unfinished = {sequence // self.plan.params.num_generations for sequence in self.waiting}
+        unfinished = self._waiting_prompts()
         self.read = {prompt: read for prompt, read in self.read.items() if prompt in unfinished}
 
     def _read(self, slots: dict[int, int]) -> None:
-        """Read prompts, each into the slot of its first sample, and keep a copy for the others."""
+        """Read prompts, each into the slot of its first sample, and keep a copy for samples that have no slot yet."""
+        unfinished = self._waiting_prompts()
         compression, most, readings = self.plan.compression, self.plan.max_prefill_tokens, []
         for prompt, slot in slots.items():
             tokens = self.prompts[prompt]
@@ -189,10 +205,15 @@ class Run:
         prompt_of = {slot: prompt for prompt, slot in slots.items()}
         read = read_prompts(self.cache, self.step.decoder, compression, readings, most)
         for reading, logits, staged in read:
-            content, room = self.cache.read(reading.slot), compression.room(len(reading.tokens))
-            self.read[prompt_of[reading.slot]] = _Prompt(content, logits, room)
-            parked = sum(p.content[name].nbytes for p in self.read.values() for name in ("keys", "values"))
+            prompt = prompt_of[reading.slot]
+            content = self.cache.read(reading.slot) if prompt in unfinished else {}
+            self.read[prompt] = _Prompt(content, logits, compression.room(len(reading.tokens)))
+            copies = [p.content[name] for p in self.read.values() for name in ("keys", "values") if p.content]
+            parked = sum(tensor.nbytes for tensor in copies)
             self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked)
+
+    def _waiting_prompts(self) -> set[int]:
+        return {sequence // self.plan.params.num_generations for sequence in self.waiting}
 
     # ---------------------------------------------------------------- decoding
 

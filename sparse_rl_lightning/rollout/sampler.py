@@ -118,15 +118,12 @@ class RolloutSampler:
         Raises:
             ValueError: If there is no prompt, a prompt is empty, or prompt and completion exceed the model's context.
         """
-        with self.sampling():
+        with self._pool(), self.sampling():
             run = self._start(prompts, params, sequence_ids)
             for _ in run:
                 if progress is not None:
                     progress(run.progress)
-            rollout = run.take(run.complete)
-        if not self.keep_pool:
-            self.release()
-        return rollout
+            return run.take(run.complete)
 
     def release(self) -> None:
         """Free the cache's memory and the copies of weights; the next call allocates them again."""
@@ -157,21 +154,34 @@ class RolloutSampler:
 
         Raises:
             ValueError: As :meth:`generate`, when the first completion is asked for.
+            RuntimeError: If the sampler is used for something else in between.
         """
-        with self.sampling():
-            run = self._start(prompts, params, sequence_ids)
-        steps = iter(run)
-        while True:
+        with self._pool():
             with self.sampling():
-                found = next(steps, None)
-            if found is None:
-                return
-            for sequence in found:
-                ended = run.ended.pop(sequence)
-                own = slice(ended.prompt_length, None)
-                yield Completion(sequence, ended.tokens[own].tolist(), ended.logprobs[own].tolist(), ended.finished)
+                run = self._start(prompts, params, sequence_ids)
+            steps = iter(run)
+            while True:
+                if self._workspace.run is not run:
+                    raise RuntimeError("The sampler was used for something else before its stream had ended.")
+                with self.sampling():
+                    found = next(steps, None)
+                if found is None:
+                    return
+                for sequence in found:
+                    ended = run.ended.pop(sequence)
+                    own = slice(ended.prompt_length, None)
+                    yield Completion(sequence, ended.tokens[own].tolist(), ended.logprobs[own].tolist(), ended.finished)
 
     # ---------------------------------------------------------------- inside
+
+    @contextmanager
+    def _pool(self) -> Iterator[None]:
+        """Give the memory back afterwards, whatever happens, unless it is to be kept."""
+        try:
+            yield
+        finally:
+            if not self.keep_pool:
+                self.release()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -190,19 +200,21 @@ class RolloutSampler:
             )
         longest = max(len(p) for p in prompts)
         run = self._workspace.start(self, params, total, longest)
-        self._warn_if_nothing_is_evicted(longest + params.max_completion_length)
+        self._warn_if_nothing_is_evicted(run, [len(p) for p in prompts], params.max_completion_length)
         run.add(prompts, sequence_keys(params.seed, numbers).tolist())
         return run
 
-    def _warn_if_nothing_is_evicted(self, longest: int) -> None:
+    def _warn_if_nothing_is_evicted(self, run: Run, lengths: list[int], completion: int) -> None:
         """A slot that holds any sequence whole costs as much as a full cache."""
-        assert self.cache is not None
-        capacity = min(self.cache.size.capacities)
-        if self.compressor.evicts and capacity >= longest and not self._warned:
+        if not self.compressor.evicts or self._warned:
+            return
+        room = [min(run.plan.compression.limits(length)) - length for length in set(lengths)]
+        if min(room) >= completion:
             self._warned = True
+            capacity = min(run.plan.compression.limits(max(lengths)))
             warnings.warn(
-                f"A slot of {capacity} tokens holds the longest prompt and completion ({longest} tokens) whole: "
-                "nothing will be evicted. Lower the compressor's budget or buffer to save memory.",
+                f"A slot of {capacity} tokens holds the longest prompt and completion ({max(lengths) + completion} "
+                "tokens) whole: nothing will be evicted. Lower the compressor's budget or buffer to save memory.",
                 stacklevel=4,
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import torch
@@ -65,6 +65,11 @@ class SamplingParams:
         for name, (fine, meaning) in allowed.items():
             if not fine:
                 raise ValueError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
+
+    def for_drawing(self) -> SamplingParams:
+        """What :func:`draw` reads of this, and nothing else."""
+        length = max(1, self.min_completion_length)
+        return replace(self, num_generations=1, max_completion_length=length, stop_strings=(), seed=0)
 
     @property
     def truncates(self) -> bool:

@@ -6,15 +6,17 @@ on with the new weights afterwards; every token remembers which version of the p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.preparation import check_prompts
 from sparse_rl_lightning.rollout.results import Ended
-from sparse_rl_lightning.rollout.run import Held
+from sparse_rl_lightning.rollout.run import Held, Progress
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.workspace import Workspace
@@ -49,6 +51,7 @@ class RolloutSession:
             raise ValueError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
         self.sampler, self.params, self.max_prompt_length = sampler, params, max_prompt_length
         self._workspace = Workspace()
+        self._broken = False
         with sampler.sampling():
             self.run = self._workspace.start(sampler, params, sampler.num_slots, max_prompt_length, versioned=True)
 
@@ -77,17 +80,47 @@ class RolloutSession:
             raise ValueError(f"sequence_ids must name {total} sequences, got {len(sequence_ids)}.")
         return self.run.add(prompts, sequence_keys(self.params.seed, sequence_ids).tolist())
 
-    def advance(self, max_steps: int | None = None) -> None:
+    def advance(
+        self,
+        max_steps: int | None = None,
+        *,
+        until: Callable[[], bool] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
         """Decode with the model's weights as they are now.
 
         Args:
             max_steps: Decode steps after which to stop; None goes on until every sequence has ended.
+            until: Asked after ``max_steps``: decoding goes on while it is False and a sequence has not ended.
+            progress: As for :meth:`RolloutSampler.generate`; it counts from the beginning of the session.
         """
-        stop = None if max_steps is None else self.run.num_steps + max_steps
+        run = self.run
+        stop = None if max_steps is None else run.num_steps + max_steps
+        if self._broken:
+            raise ValueError(
+                "An earlier advance() of this RolloutSession was interrupted in the middle of a step: load_state() "
+                "what was saved before, or make a new session."
+            )
+        self._broken = True
         with self.sampler.sampling():
-            self._workspace.take_new_weights(self.sampler, self.run)
-            while self.run.is_busy and (stop is None or self.run.num_steps < stop):
-                self.run.advance()
+            self._workspace.take_new_weights(self.sampler, run)
+            while run.is_busy and (stop is None or run.num_steps < stop or not (until is None or until())):
+                run.advance()
+                self._broken = False  # between two steps everything is consistent
+                if progress is not None:
+                    progress(run.progress)
+                self._broken = True
+        self._broken = False
+
+    @property
+    def version(self) -> int:
+        """Number of the policy that draws: calls of :meth:`advance` so far."""
+        return int(self.run.tracks.version)
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """How many slots the memory limit allowed, and why."""
+        return self._workspace.memory_plan
 
     @property
     def complete(self) -> list[int]:
@@ -106,7 +139,7 @@ class RolloutSession:
     # ---------------------------------------------------------------- checkpoints
 
     def state(self, restart: bool = False) -> dict[str, Any]:
-        """Everything needed to go on, as tensors, numbers and texts, fit for ``torch.load(weights_only=True)``.
+        """Everything needed to go on, as CPU tensors, numbers and texts, fit for ``torch.load(weights_only=True)``.
 
         Args:
             restart: Leave out what is in the slots: those sequences will be drawn again from their prompts.
@@ -140,28 +173,36 @@ class RolloutSession:
                 "set num_slots as it was, or save unfinished sequences for a restart."
             )
         run.prompts, run.keys = dict(state["prompts"]), dict(state["keys"])
-        run.ended = {number: Ended(**ended) for number, ended in state["ended"].items()}
+        device = run.plan.end_ids.device
+        run.ended = {number: Ended(**_moved(ended, device)) for number, ended in state["ended"].items()}
         run.waiting, run.slots, run.read = list(state["waiting"]), {}, {}
         for name, value in state["counters"].items():
             setattr(run, name, value)
         run.tracks.version.fill_(state["version"])
         for slot, content in state["slots"].items():
             run.slots[slot] = Held(**content["held"])
-            run.cache.write(slot, content["cache"])
+            run.cache.write(slot, _moved(content["cache"], device))
             for name, row in content["tracks"].items():
                 getattr(run.tracks, name)[slot] = row
         run.free = sorted(set(range(run.plan.num_slots)) - set(run.slots), reverse=True)
         run.forget_rows()
+        self._broken = False
 
     def _slot_state(self, slot: int) -> dict[str, Any]:
         run = self.run
         tracks = {name: getattr(run.tracks, name) for name in _TRACKS}
-        rows = {name: tensor[slot].clone() for name, tensor in tracks.items() if isinstance(tensor, Tensor)}
-        return {"held": vars(run.slots[slot]).copy(), "cache": run.cache.read(slot), "tracks": rows}
+        # slot by slot to the CPU: a second pool would not fit beside the first
+        rows = {name: tensor[slot].to("cpu", copy=True) for name, tensor in tracks.items() if tensor is not None}
+        cache = _moved(run.cache.read(slot), torch.device("cpu"))
+        return {"held": vars(run.slots[slot]).copy(), "cache": cache, "tracks": rows}
 
 
 _COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")
 
 
 def _plain(ended: Ended) -> dict[str, Any]:
-    return {f.name: getattr(ended, f.name) for f in fields(ended)}
+    return _moved({f.name: getattr(ended, f.name) for f in fields(ended)}, torch.device("cpu"))
+
+
+def _moved(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.rollout.cache import CacheSize, SlotCache
 from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.decoder import Decoder
@@ -36,11 +35,14 @@ class Workspace:
     def __init__(self) -> None:
         self.cache: SlotCache | None = None
         self.memory_plan: MemoryPlan | None = None
+        self.run: Run | None = None  # the last one: memory is its own until the next begins
+        self._decoder: Decoder | None = None
         self._step: GraphedStep | None = None
+        self._limit: int | float | None = None  # that the memory plan was made for
 
     def release(self) -> None:
         """Free everything."""
-        self.cache = self._step = None
+        self.cache = self.run = self._decoder = self._step = None
 
     def start(
         self, sampler: RolloutSampler, params: SamplingParams, total: int, longest_prompt: int, versioned: bool = False
@@ -66,22 +68,26 @@ class Workspace:
         capacities, splits = compression.capacities(longest_prompt, length), c.evicts and c.budget_rule.splits_heads
         size = CacheSize(slots, capacities, c.num_queries, length, c.state_fields, splits)
         if sampler.memory_limit is not None:
-            size = self._fit(size, geometry, params, sampler.memory_limit)
-        cache = self._cache_for(geometry, size, c)
+            size = self._fit(size, geometry, params, sampler.memory_limit, versioned)
+        self.run = None
+        cache = self._cache_for(geometry, size, compression)
         step = self._step_for(sampler, compression, geometry, cache, params, versioned)
-        return Run(
+        self.run = Run(
             Plan(
                 params, compression, step.step.end_ids, stop, size.num_slots, sampler.max_prefill_tokens,
                 check_every,
             ),
             step,
         )  # fmt: skip
+        return self.run
 
     def take_new_weights(self, sampler: RolloutSampler, run: Run) -> None:
         """Let a run in progress go on with the model's weights as they are now."""
         geometry = CacheGeometry.of(sampler.model, sampler.kv_dtype)
-        versioned = run.tracks.versions is not None
-        run.go_on_with(self._step_for(sampler, run.plan.compression, geometry, run.cache, run.plan.params, versioned))
+        plan, tracks = run.plan, run.tracks
+        versioned = tracks.versions is not None
+        step = self._step_for(sampler, plan.compression, geometry, run.cache, plan.params, versioned, tracks)
+        run.go_on_with(step)
 
     def _step_for(
         self,
@@ -91,44 +97,53 @@ class Workspace:
         cache: SlotCache,
         params: SamplingParams,
         versioned: bool,
+        tracks: Tracks | None = None,
     ) -> GraphedStep:
         """The step of the last call, with its graphs, where it does the same; the weights are taken over anew."""
-        params = replace(params, seed=0)  # it is in the sequences' keys
-        old = self._step
-        tracks = None
-        if old is not None and old.step.cache is cache and old.step.params == params:
-            tracks = old.step.tracks
-            same = (old.step.decoder.model, old.step.decoder.geometry.dtype) == (sampler.model, geometry.dtype)
-            same = same and old.step.compression.compressor is compression.compressor
-            if same and old.step.end_ids.tolist() == sampler.end_token_ids and old.is_current():
-                old.step.decoder.refresh()
-                return old
-        if tracks is None or (tracks.versions is not None) != versioned:
+        if self._decoder is not None and self._decoder.serves(sampler.model, geometry):
+            self._decoder.refresh()
+        else:
+            self._step = self._decoder = None  # free copies of weights before new ones are made
+            self._decoder = Decoder(sampler.model, geometry)
+        params = params.for_drawing()
+        last = None if self._step is None else self._step.step
+        if last is not None and last.cache is cache and last.params == params:
+            if tracks is None and (last.tracks.versions is not None) == versioned:
+                tracks = last.tracks
+            same = last.decoder is self._decoder and last.compression.compressor is compression.compressor
+            if self._step is not None and last.tracks is tracks and same:
+                if last.end_ids.tolist() == sampler.end_token_ids:
+                    return self._step
+        if tracks is None:
             tracks = Tracks(cache.size.num_slots, cache.size.max_length, params, geometry.device, versioned)
-        self._step = None
         end_ids = torch.tensor(sampler.end_token_ids, dtype=torch.int64, device=geometry.device)
-        step = Step(Decoder(sampler.model, geometry), cache, tracks, params, end_ids, compression)
+        step = Step(self._decoder, cache, tracks, params, end_ids, compression)
         self._step = GraphedStep(step, sampler.cuda_graphs)
         return self._step
 
-    def _fit(self, size: CacheSize, geometry: CacheGeometry, params: SamplingParams, limit: int | float) -> CacheSize:
+    def _fit(
+        self, size: CacheSize, geometry: CacheGeometry, params: SamplingParams, limit: int | float, versioned: bool
+    ) -> CacheSize:
         """As many of these slots as the memory limit allows."""
-        slot = slot_bytes(geometry, size, params)
-        before = self.memory_plan
+        slot = slot_bytes(geometry, size, params, versioned)
+        before = self.memory_plan if limit == self._limit else None
         # the share of free memory is taken once: later it would count the pool that is in use as taken
         plan = plan_slots(slot, limit if before is None else before.limit, size.num_slots, geometry.device)
         if before is None or plan.why != before.why:
             logger.info("RolloutSampler: %s", plan.why)
-        self.memory_plan = plan
+        self.memory_plan, self._limit = plan, limit
         return replace(size, num_slots=plan.num_slots)
 
-    def _cache_for(self, geometry: CacheGeometry, size: CacheSize, compressor: Compressor) -> SlotCache:
+    def _cache_for(self, geometry: CacheGeometry, size: CacheSize, compression: Compression) -> SlotCache:
         """The cache of the last call where it is large enough, else a new one."""
-        old = self.cache
-        if old is not None and old.serves(geometry, size):
+        c = compression.compressor
+        if self.cache is not None and self.cache.serves(geometry, size):
             # a slot may be larger than needed where its size depends on the prompts
-            if size.capacities == old.size.capacities or not (compressor.evicts and compressor.compress_prompt):
-                return old
-        self.release()  # free the old pool before the new one is allocated
+            if size.capacities == self.cache.size.capacities or not (c.evicts and c.compress_prompt):
+                self.cache.geometry = geometry
+                return self.cache
+        if self.cache is not None and self.memory_plan is None and size.capacities == self.cache.size.capacities:
+            size = size.together(self.cache.size)  # calls of two sizes in turn do not allocate anew each time
+        self._step = self.cache = None  # free the old pool before the new one is allocated
         self.cache = SlotCache(geometry, size)
         return self.cache

@@ -99,8 +99,7 @@ RULES = (
     ),
     Rule(
         "copies",
-        "Define the class at the top level of a module or notebook cell, and keep numbers, texts and tensors as "
-        "attributes, no lambdas or open files: workers and checkpoints copy it.",
+        "Keep numbers, texts and tensors as attributes, no lambdas or open files: workers copy the compressor.",
         rules.copies,
     ),
     Rule(

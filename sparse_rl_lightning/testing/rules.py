@@ -191,10 +191,7 @@ def running_state(compressor: Compressor) -> str | None:
 def copies(compressor: Compressor) -> str | None:
     """Copies score alike."""
     layer = _layer(compressor)
-    ways: dict[str, Callable[[Compressor], Compressor]] = {
-        "copy.deepcopy": copy.deepcopy,
-        "pickle": lambda c: pickle.loads(pickle.dumps(c)),
-    }
+    ways: dict[str, Callable[[Compressor], Compressor]] = {"copy.deepcopy": copy.deepcopy, "pickle": _pickled}
     for name, way in ways.items():
         try:
             duplicate = way(compressor)
@@ -236,6 +233,13 @@ def _layers(compressor: Compressor, dtype: torch.dtype = torch.float32) -> Itera
 
 def _scores(compressor: Compressor, layer: LayerState) -> Tensor:
     return _live(compressor.score(layer), layer)
+
+
+def _pickled(compressor: Compressor) -> Compressor:
+    """A copy with pickled attributes; pickle does not find a class that was typed in, but needs it only elsewhere."""
+    duplicate = copy.copy(compressor)
+    vars(duplicate).update(pickle.loads(pickle.dumps(vars(compressor))))
+    return duplicate
 
 
 def _live(tensor: Tensor, layer: LayerState) -> Tensor:

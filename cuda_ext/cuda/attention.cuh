@@ -1,0 +1,86 @@
+// What both kernels of decode_attention share: their arguments, the online softmax, and the merging of a block's parts.
+#pragma once
+
+#include "device.cuh"
+
+namespace sparse_rl {
+
+constexpr int kHeads = 8;  // query heads per pass over the entries
+
+template <class T>
+struct Attention {
+  const T *query, *key_pool, *value_pool;
+  T* out;
+  float *lse, *probs;  // null where not wanted
+  int64_t group, dim, max_length, num_probs, pool_rows;
+  float scale;
+  Heads heads;
+};
+
+// Running softmax of one query head: the largest logit so far and the sum of exp(logit - largest).
+struct Softmax {
+  float largest, sum;
+
+  // Turn logits into exp(logit - largest so far); returns what earlier sums must be multiplied by.
+  template <int Count, class Spread>
+  SPARSE_RL_DEVICE float add(float (&logits)[Count], Spread spread) {
+    float top = logits[0];
+#pragma unroll
+    for (int i = 1; i < Count; ++i) top = fmaxf(top, logits[i]);
+    top = fmaxf(largest, spread(top));
+    const float base = top == kNothing ? 0.0f : top, factor = rescale(largest, top);
+    sum *= factor;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) sum += logits[i] = expf(logits[i] - base);
+    largest = top;
+    return factor;
+  }
+};
+
+// What the parts of a block (warps, or halves of warps) know about the heads, and the sums they add up in turn.
+template <int Parts, int Width>
+struct Merge {
+  Softmax softmax[Parts][kHeads];
+  float sums[kHeads][Width];
+
+  // The largest logit and the sum of exponentials of a head over all parts.
+  SPARSE_RL_DEVICE Softmax total(int head) const {
+    Softmax all{kNothing, 0};
+    for (int p = 0; p < Parts; ++p) all.largest = fmaxf(all.largest, softmax[p][head].largest);
+    for (int p = 0; p < Parts; ++p) all.sum += softmax[p][head].sum * rescale(softmax[p][head].largest, all.largest);
+    return all;
+  }
+
+  // Results of up to eight heads, once the sums are complete.
+  template <class T>
+  SPARSE_RL_DEVICE void finish(const Attention<T>& op, int64_t first, int count, int length) const {
+    const int dim = static_cast<int>(op.dim);
+    for (int i = threadIdx.x; i < count * dim; i += kThreads) {
+      const int head = i / dim, d = i % dim;
+      const float sum = total(head).sum;
+      op.out[(first + head) * op.dim + d] = narrow<T>(sums[head][d] * (sum > 0 ? 1 / sum : sum));
+    }
+    for (int head = threadIdx.x; op.lse && head < count; head += kThreads) op.lse[first + head] = log_sum(head);
+    if (!op.probs) return;
+    for (int head = 0; head < count; ++head) {
+      float* row = op.probs + (first + head) * op.num_probs;
+      const float log = log_sum(head);
+      for (int64_t j = threadIdx.x; j < op.num_probs; j += kThreads) {
+        row[j] = j < length && log != kNothing ? expf(row[j] - log) : 0.0f;
+      }
+    }
+  }
+
+  SPARSE_RL_DEVICE float log_sum(int head) const {
+    const Softmax all = total(head);
+    return all.largest == kNothing ? kNothing : all.largest + logf(all.sum);
+  }
+};
+
+// A row's 16 bytes at element `at`, zeros where there is nothing.
+template <class T>
+SPARSE_RL_DEVICE uint4 load_if(bool there, const T* row, int at) {
+  return there ? load16(row + at) : make_uint4(0, 0, 0, 0);
+}
+
+}  // namespace sparse_rl

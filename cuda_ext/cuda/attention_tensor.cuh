@@ -1,0 +1,184 @@
+// decode_attention on tensor cores, for the 16-bit types up to head size 256.
+#pragma once
+
+#include "attention.cuh"
+
+#include <type_traits>
+
+namespace sparse_rl {
+
+// c += a b on tensor cores: a (16, 16) rows of T, b (16, 8), c (16, 8) float32. In lane 4r + q the registers hold
+// a: rows r and r + 8 at columns 2q, 2q + 1, then the same rows at 2q + 8, 2q + 9; b: column r at rows 2q, 2q + 1, then
+// 2q + 8, 2q + 9; c: row r at columns 2q, 2q + 1, then row r + 8.
+template <class T>
+SPARSE_RL_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#ifdef SPARSE_RL_EMULATE
+  const uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  emulation::exchange(own, 6, [&](const uint32_t* mail) {
+    auto half = [](uint32_t word, int high) { return element<T>(high ? word >> 16 : word & 0xFFFFu); };
+    for (int i = 0; i < 4; ++i) {
+      const int r = row + i / 2 * 8, n = column + i % 2;
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t* left = mail + (r % 8 * 4 + k % 8 / 2) * 16;
+        const uint32_t* right = mail + (n * 4 + k % 8 / 2) * 16;
+        c[i] += half(left[k / 8 * 2 + r / 8], k % 2) * half(right[4 + k / 8], k % 2);
+      }
+    }
+    return 0;
+  });
+#else
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+#endif
+}
+
+template <class T>
+SPARSE_RL_DEVICE uint32_t pack(float low, float high) {
+  return static_cast<uint32_t>(narrow<T>(low).x) | static_cast<uint32_t>(narrow<T>(high).x) << 16;
+}
+
+// K and V take no way through shared memory. Products may take the elements of a head, and the entries, in any order as
+// long as both factors agree, so every lane simply loads 16 neighbouring bytes and feeds them wherever its registers
+// stand.
+// A warp takes 16 entries at a time:
+// logits (8 heads, 16 entries) = Q (8 heads, D) K^T: lane 4r + q loads elements 32i + 8q.. of query r and of entry r;
+// sums^T (D, 8 heads) += V^T (D, 16 entries) P^T: lane 4r + q loads elements 64i + 8r.. of entries 2q, 2q + 1 (+ 8) and
+// pairs them up; the logits of these entries are just those the first product left in this lane.
+template <class T, int Chunks>
+struct Tile {
+  uint4 query[2 * Chunks];
+  float sums[Chunks][4][4];  // [64 elements][pair of elements][element * 2 + head]
+  Softmax softmax;           // of query head r, the sum still spread over the lanes q
+
+  SPARSE_RL_DEVICE void begin(const T* query_row, bool there, int dim) {
+    const int column = threadIdx.x % 4 * 8;
+    softmax = {kNothing, 0};
+#pragma unroll
+    for (int i = 0; i < 2 * Chunks; ++i) {
+      query[i] = load_if(there && 32 * i + column < dim, query_row, 32 * i + column);
+    }
+#pragma unroll
+    for (int i = 0; i < 16 * Chunks; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0;
+  }
+
+  // logits[n * 2 + k]: query head r with entry 8n + 2q + k of the tile.
+  SPARSE_RL_DEVICE void dots(const T* keys, int count, int dim, float (&logits)[4]) const {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 8;
+    uint4 key[2][2 * Chunks];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int j = 8 * n + row;
+#pragma unroll
+      for (int i = 0; i < 2 * Chunks; ++i) {
+        key[n][i] = load_if(j < count && 32 * i + column < dim, keys + static_cast<int64_t>(j) * dim, 32 * i + column);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float c[4] = {};
+#pragma unroll
+      for (int i = 0; i < 2 * Chunks; ++i) {
+        const uint32_t first[4] = {query[i].x, 0, query[i].y, 0}, second[4] = {query[i].z, 0, query[i].w, 0};
+        multiply<T>(c, first, key[n][i].x, key[n][i].y);
+        multiply<T>(c, second, key[n][i].z, key[n][i].w);
+      }
+      logits[2 * n] = c[0], logits[2 * n + 1] = c[1];
+    }
+  }
+
+  SPARSE_RL_DEVICE void add_values(const T* values, int count, int dim, const float (&shares)[4], float factor) {
+    const int lane = threadIdx.x % 32, row = lane / 4 * 8, entry = lane % 4 * 2;
+    const float factors[2] = {__shfl_sync(kAll, factor, entry * 4), __shfl_sync(kAll, factor, entry * 4 + 4)};
+    const uint32_t b0 = pack<T>(shares[0], shares[1]), b1 = pack<T>(shares[2], shares[3]);
+#pragma unroll
+    for (int i = 0; i < Chunks; ++i) {
+      uint4 value[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int j = entry + k % 2 + k / 2 * 8;
+        value[k] = load_if(j < count && 64 * i + row < dim, values + static_cast<int64_t>(j) * dim, 64 * i + row);
+      }
+      add_pair(sums[i][0], value[0].x, value[1].x, value[2].x, value[3].x, b0, b1, factors);
+      add_pair(sums[i][1], value[0].y, value[1].y, value[2].y, value[3].y, b0, b1, factors);
+      add_pair(sums[i][2], value[0].z, value[1].z, value[2].z, value[3].z, b0, b1, factors);
+      add_pair(sums[i][3], value[0].w, value[1].w, value[2].w, value[3].w, b0, b1, factors);
+    }
+  }
+
+  // Two elements of four entries: the low and the high halves of the words.
+  SPARSE_RL_DEVICE static void add_pair(
+      float (&c)[4], uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3, uint32_t b0, uint32_t b1,
+      const float (&factors)[2]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) c[k] *= factors[k % 2];
+    const uint32_t a[4] = {
+        __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410),
+        __byte_perm(v2, v3, 0x7632)};
+    multiply<T>(c, a, b0, b1);
+  }
+
+  // Add to the block's sums, which are relative to the largest logit of all warps.
+  template <int Width>
+  SPARSE_RL_DEVICE void merge(Merge<kWarps, Width>& all, int warp) const {
+    const int lane = threadIdx.x % 32, head = lane % 4 * 2;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float factor = rescale(all.softmax[warp][head + k].largest, all.total(head + k).largest);
+#pragma unroll
+      for (int i = 0; i < 8 * Chunks; ++i) {
+        const int d = 64 * (i / 8) + lane / 4 * 8 + i % 8;
+        all.sums[head + k][d] += factor * sums[i / 8][i % 8 / 2][i % 2 * 2 + k];
+      }
+    }
+  }
+};
+
+template <class T, int Chunks>
+__global__ void __launch_bounds__(kThreads, 1) attend_tensor(Attention<T> op) {
+  constexpr int Width = 64 * Chunks;
+  __shared__ Merge<kWarps, Width> all;
+  const auto heads = static_cast<unsigned>(op.heads.num_heads);
+  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
+  const T *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
+  const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, entry = threadIdx.x % 4 * 2;
+  const int dim = static_cast<int>(op.dim);
+  for (int64_t g = 0; g < op.group; g += kHeads) {
+    const int64_t first = blockIdx.x * op.group + g;
+    const int count = static_cast<int>(op.group - g < kHeads ? op.group - g : kHeads);
+    for (int i = threadIdx.x; i < kHeads * Width; i += kThreads) all.sums[i / Width][i % Width] = 0;
+    Tile<T, Chunks> tile;
+    tile.begin(op.query + (first + row) * op.dim, row < count, dim);
+    for (int start = 16 * warp; start < run.length; start += 16 * kWarps) {
+      const int left = run.length - start;
+      float logits[4];
+      tile.dots(keys + static_cast<int64_t>(start) * dim, left, dim, logits);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = entry + i % 2 + i / 2 * 8;
+        logits[i] = j < left ? logits[i] * op.scale : kNothing;
+        if (op.probs && j < left && row < count) op.probs[(first + row) * op.num_probs + start + j] = logits[i];
+      }
+      const float factor = tile.softmax.add(logits, [](float x) { return warp_max<4>(x); });
+      tile.add_values(values + static_cast<int64_t>(start) * dim, left, dim, logits, factor);
+    }
+    tile.softmax.sum = warp_sum<4>(tile.softmax.sum);
+    if (threadIdx.x % 4 == 0) all.softmax[warp][row] = tile.softmax;
+    for (int turn = 0; turn < kWarps; ++turn) {
+      __syncthreads();
+      if (turn == warp) tile.merge(all, warp);
+    }
+    __syncthreads();
+    all.finish(op, first, count, run.length);
+    __syncthreads();
+  }
+}
+
+}  // namespace sparse_rl

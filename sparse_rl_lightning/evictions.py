@@ -1,0 +1,143 @@
+"""EvictionRecord: when every token left the cache, stored for the tokens that did.
+
+A sequence is compressed a few times, and each compression removes many tokens at once. So a death step is written
+once per compression and sequence, and a head's dead tokens follow as bare positions, compression by compression:
+about two bytes per dead token, where the dense form takes four per token, dead or alive, and pads every sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+NEVER = torch.iinfo(torch.int32).max
+"""Death step of a token that no eviction removed."""
+
+
+@dataclass(frozen=True)
+class EvictionRecord:
+    """When every token of every sequence left the cache: enough to replay the sampler's attention exactly.
+
+    The query at index q saw the key at index k if and only if ``k <= q < death[..., k]``. Letters: B sequences,
+    L layers, H KV heads, T tokens; E dead tokens and S compressions of all sequences, C = S x L x H.
+    """
+
+    positions: Tensor  # (E,) int16 or int32, by sequence, layer, head, death, position
+    counts: Tensor  # (C,) int16 or int32: dead tokens by sequence, layer, head, compression
+    steps: Tensor  # (S,) int16 or int32: death steps by sequence, ascending
+    num_dead: Tensor  # (B,) int64, dead tokens of each sequence, all layers and heads
+    num_steps: Tensor  # (B,) int64, compressions of each sequence
+    num_layers: int
+    num_heads: int
+    length: int  # T
+
+    @classmethod
+    def from_dense(cls, death: Tensor) -> Self:
+        """The record of ``death`` (L, B, H, T), :data:`NEVER` where a token stayed."""
+        layers, batch, heads, length = death.shape
+        parts = [_sequence(death[:, row].flatten(0, 1)) for row in range(batch)]  # one at a time: bounded memory
+        positions, counts, steps = (_join([part[i] for part in parts], death.device) for i in range(3))
+        sizes = [[len(part[i]) for part in parts] for i in (0, 2)]
+        num_dead, num_steps = (torch.tensor(size, dtype=torch.int64, device=death.device) for size in sizes)
+        return cls(positions, counts, steps, num_dead, num_steps, layers, heads, length)
+
+    @classmethod
+    def cat(cls, records: Sequence[EvictionRecord]) -> Self:
+        """All sequences of the records in the order given; shorter ones are padded with tokens that stayed.
+
+        Raises:
+            ValueError: If there are no records, or they differ in layers or heads.
+        """
+        shapes = {(record.num_layers, record.num_heads) for record in records}
+        if len(shapes) != 1:
+            raise ValueError(f"Records to join must have the same layers and KV heads, got {sorted(shapes) or 'none'}.")
+        names = ("positions", "counts", "steps", "num_dead", "num_steps")
+        joined: dict[str, Any] = {name: torch.cat([getattr(record, name) for record in records]) for name in names}
+        layers, heads = shapes.pop()
+        length = max(record.length for record in records)
+        return cls(**joined, num_layers=layers, num_heads=heads, length=length)
+
+    def __len__(self) -> int:
+        return len(self.num_dead)
+
+    def __getitem__(self, index: Tensor | slice) -> Self:
+        rows = torch.arange(len(self), device=self.num_dead.device)[index]
+        cells = self.num_layers * self.num_heads
+        return replace(
+            self,
+            positions=_take(self.positions, self.num_dead, rows),
+            counts=_take(self.counts, self.num_steps * cells, rows),
+            steps=_take(self.steps, self.num_steps, rows),
+            num_dead=self.num_dead[rows],
+            num_steps=self.num_steps[rows],
+        )
+
+    @property
+    def death(self) -> Tensor:
+        """(L, B, H, T) int32, :data:`NEVER` where the token stayed; a new tensor at every call."""
+        heads = self.num_layers * self.num_heads
+        rows = torch.arange(len(self), device=self.num_dead.device)
+        cell_row = rows.repeat_interleave(self.num_steps * heads)
+        # within a sequence cells are numbered head x num_steps + compression
+        cell = torch.arange(len(self.counts), device=rows.device) - _starts(self.num_steps * heads)[cell_row]
+        head, step = cell // self.num_steps[cell_row], cell % self.num_steps[cell_row]
+        death = self.steps[_starts(self.num_steps)[cell_row] + step].to(torch.int32)
+        counts = self.counts.long()
+        dense = death.new_full((len(self), heads, self.length), NEVER)
+        place = (cell_row * heads + head).repeat_interleave(counts) * self.length + self.positions
+        dense.view(-1)[place] = death.repeat_interleave(counts)
+        return dense.view(len(self), self.num_layers, self.num_heads, self.length).transpose(0, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the record."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes that :attr:`death` takes."""
+        return 4 * self.num_layers * len(self) * self.num_heads * self.length
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy with every tensor on ``device``."""
+        moved = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]  # mypy wants integers, which are not among them
+
+    def state(self) -> dict[str, Any]:
+        """A dictionary of tensors and integers, the arguments of the constructor."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _sequence(death: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, counts and steps of one sequence's deaths (L x H, T)."""
+    head, position = (death != NEVER).nonzero(as_tuple=True)
+    steps, step = torch.unique(death[head, position], sorted=True, return_inverse=True)
+    cell = head * len(steps) + step
+    order = cell.argsort(stable=True)  # positions ascend within a cell
+    counts = torch.bincount(cell, minlength=len(death) * len(steps))
+    return _narrow(position[order]), _narrow(counts), _narrow(steps)
+
+
+def _narrow(numbers: Tensor) -> Tensor:
+    """The same numbers as int16 where they fit, else int32."""
+    fit = not len(numbers) or int(numbers.max()) <= torch.iinfo(torch.int16).max
+    return numbers.to(torch.int16 if fit else torch.int32)
+
+
+def _join(parts: list[Tensor], device: torch.device) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int16, device=device)
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    return sizes.cumsum(0) - sizes
+
+
+def _take(flat: Tensor, sizes: Tensor, rows: Tensor) -> Tensor:
+    """The pieces ``rows`` of ``flat``, which is cut into pieces of these sizes."""
+    taken = sizes[rows]
+    shift = (_starts(sizes)[rows] - _starts(taken)).repeat_interleave(taken)
+    return flat[shift + torch.arange(len(shift), device=flat.device)]

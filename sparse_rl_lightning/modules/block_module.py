@@ -1,0 +1,214 @@
+"""BlockModule: rollouts become blocks of micro-batches, and a run can be killed and resumed at any moment."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
+from sparse_rl_lightning.modules.generation import GenerationModule, Rows
+from sparse_rl_lightning.modules.learner import Learner
+from sparse_rl_lightning.modules.objective import Objective
+from sparse_rl_lightning.modules.partial import PartialRollouts, check_storable
+from sparse_rl_lightning.modules.rng import random_state, restore_random_state
+from sparse_rl_lightning.rollout.preparation import check_prompts
+from sparse_rl_lightning.types import ScoredRollout
+
+
+class BlockModule(GenerationModule):
+    """Draws a rollout per block of prompts and keeps what a resumed run needs; subclasses write ``training_step``.
+
+    Args:
+        *generation: Arguments of GenerationModule.
+        objective: Counts the items of an optimiser step.
+        steps_per_generation: As in SparseGRPO.
+        num_iterations: As in SparseGRPO.
+        oversampling: As in SparseGRPO.
+        learner: As in SparseGRPO.
+        partial: None draws every rollout to its end.
+        **options: Arguments of GenerationModule.
+
+    Raises:
+        ValueError: If a number is out of range, or partial rollouts meet a setting that they cannot work with.
+    """
+
+    def __init__(
+        self,
+        *generation: Any,
+        objective: Objective,
+        steps_per_generation: int,
+        num_iterations: int,
+        oversampling: float,
+        learner: Learner | None,
+        partial: PartialRollouts | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*generation, **options)
+        if steps_per_generation < 1 or num_iterations < 1 or oversampling < 1:
+            raise ValueError(
+                "steps_per_generation, num_iterations and oversampling must be at least 1, got "
+                f"{steps_per_generation}, {num_iterations} and {oversampling}."
+            )
+        self.objective = objective
+        self.steps_per_generation = steps_per_generation
+        self.num_iterations = num_iterations
+        self.oversampling = oversampling
+        self.learner = learner or Learner()
+        self.partial = partial
+        self.block: RolloutBlock | None = None
+        self.num_rollouts = 0
+        self._random_state: dict[str, Any] | None = None
+        self._block_state: dict[str, Any] | None = None
+        self._check_partial()
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """How many batches the loader must yield per block of prompts."""
+        return self.steps_per_generation * self.num_iterations
+
+    def plan(self, num_prompts: int) -> BlockPlan:
+        """How a rollout of so many prompts becomes optimiser steps.
+
+        Raises:
+            ValueError: If a division leaves a rest.
+        """
+        return BlockPlan(
+            num_prompts, self.num_generations, self.steps_per_generation, self.num_iterations, self._accumulate,
+            self.learner.packs,
+        )  # fmt: skip
+
+    def draw(self, rows: Rows) -> ScoredRollout:
+        """The next rollout: of these rows, or in partial rollouts of those whose samples have all ended by now."""
+        if self.partial is None:
+            return self.generate(rows, index=self.num_rollouts, progress=self._report_progress)
+        start, prompts, sampler = time.perf_counter(), self.encode(rows), self.sampler()
+        ids = self.sequence_ids(self.num_rollouts, len(prompts) * self.num_generations)
+        unit = self.steps_per_generation // math.gcd(self.steps_per_generation, self.num_generations)
+        rollout, own = self.partial.draw(
+            sampler, self.sampling, rows, prompts, ids, unit=unit, progress=self._report_progress
+        )
+        assert self.partial.session is not None
+        self._tell_memory_plan(self.partial.session.memory_plan, dense=False)
+        return self._decoded(rollout, own, self.num_rollouts, start)
+
+    def longest_row(self) -> dict[str, Any]:
+        """The row with the longest prompt, in tokens, of the training loader.
+
+        Raises:
+            ValueError: If the loader's data set cannot be looked at as a whole.
+        """
+        rows = self._training_rows()
+        lengths = [len(prompt) for prompt in self.encode(rows)]
+        return rows[lengths.index(max(lengths))]
+
+    # ---------------------------------------------------------------- Lightning
+
+    def on_fit_start(self) -> None:
+        """Check that prompts, generations and steps fit together, and say how."""
+        super().on_fit_start()
+        self.block = None  # of an earlier, interrupted fit
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"{type(self).__name__} trains in one process so far, got {self.trainer.world_size}: set "
+                "trainer.devices and trainer.num_nodes to 1."
+            )
+        data = getattr(self.trainer, "datamodule", None)
+        if data is not None and hasattr(data, "prompts_per_rollout"):
+            rank_zero_info(f"Each rollout: {self.plan(max(1, round(data.prompts_per_rollout / self.oversampling)))}.")
+
+    def on_train_start(self) -> None:
+        """Partial rollouts must know the longest prompt, and that all rows can be stored, before the first one."""
+        if self.partial is None:
+            return
+        check_storable(self._training_rows())
+        (longest,), config = self.encode([self.longest_row()]), self.dense_policy.config
+        check_prompts([longest], self.sampling, getattr(config, "max_position_embeddings", None), config.vocab_size)
+        self.partial.begin(len(longest))
+
+    def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:
+        """After a resume, take up block and random state only now: loading the data consumed random numbers."""
+        if self._block_state is not None:
+            state, self._block_state = self._block_state, None
+            plan = self.plan(len(state["rollout"]["sequences"]) // self.num_generations)
+            self.block = RolloutBlock.from_state(plan, state, self.seed, self.objective.items)
+            self.block.rollout = self.block.rollout.to(self.device)
+        if self._random_state is not None:
+            restore_random_state(self._random_state)
+            self._random_state = None
+
+    def on_train_end(self) -> None:
+        """Say what partial rollouts leave behind."""
+        if self.partial is not None and self.partial.num_unfinished:
+            rank_zero_info(f"{self.partial.num_unfinished} unfinished sequences of partial rollouts were not trained.")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store block, unfinished sequences, number of rollouts and random state, as tensors, numbers and texts."""
+        if self.block is not None and self.block.cursor % self._accumulate:
+            rank_zero_warn(
+                "This checkpoint falls between two optimiser steps: the gradient accumulated so far is not in it. For "
+                "an exact resume, save with ModelCheckpoint.every_n_train_steps."
+            )
+        unspent = self.block is not None and not self.block.is_spent
+        checkpoint["sparse_rl"] = {
+            "num_rollouts": self.num_rollouts,
+            "block": self.block.state() if unspent and self.block is not None else None,
+            "partial": None if self.partial is None else self.partial.state(),
+            "random_state": random_state(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the weights' checks from the base, and keep the rest for the first batch."""
+        super().on_load_checkpoint(checkpoint)
+        state = checkpoint.get("sparse_rl")
+        if state is None:
+            return
+        self.num_rollouts = state["num_rollouts"]
+        self._block_state, self._random_state = state["block"], state["random_state"]
+        if self.partial is not None:
+            self.partial.load_state(state.get("partial"))
+        elif state.get("partial") is not None:
+            rank_zero_warn(
+                "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model."
+                "partial_rollout_steps is null now."
+            )
+
+    @property
+    def _accumulate(self) -> int:
+        return self.trainer.accumulate_grad_batches if self._trainer is not None else 1
+
+    def _training_rows(self) -> Rows:
+        data: Any = getattr(self.trainer.train_dataloader, "dataset", None)
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise ValueError(
+                "The longest training prompt must be known before the first rollout: fit with a data module of "
+                f"prompts (PromptDataModule), or with a loader over a list of rows, not over {type(data).__name__}."
+            )
+        return [data[index] for index in range(len(data))]
+
+    def _check_partial(self) -> None:
+        """Refuse, by name, what partial rollouts cannot work with."""
+        if self.partial is None:
+            return
+        reasons = {
+            "num_slots=null": (
+                self.sampler_options.num_slots is None,
+                "unfinished sequences stay in a fixed number of slots. Set model.num_slots",
+            ),
+            f"oversampling={self.oversampling}": (
+                self.oversampling > 1,
+                "a block may hold fewer groups than prompts, so none can be left out. Set model.oversampling to 1",
+            ),
+            "keep_pool=False": (
+                not self.sampler_options.keep_pool,
+                "unfinished sequences stay in the pool while the learner works. Set model.keep_pool to true",
+            ),
+        }
+        for setting, (given, why) in reasons.items():
+            if given:
+                raise ValueError(
+                    f"partial_rollout_steps={self.partial.max_steps} does not work with {setting}: {why}, or "
+                    "model.partial_rollout_steps to null."
+                )

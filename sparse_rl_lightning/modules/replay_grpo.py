@@ -1,0 +1,114 @@
+"""ReplayGRPO: SparseGRPO with a learner that can see exactly what the sampler saw."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.modules.objective import Items
+from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
+from sparse_rl_lightning.rollout.preparation import eval_mode
+from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
+
+ReplayObjective = Literal["sparse", "dense", "mixed"]
+
+
+class ReplayGRPO(SparseGRPO):
+    """GRPO that replays the sampler's evictions, so that sampling with another policy needs no guess.
+
+    Eviction is permanent, so one forward pass under the record of a rollout's evictions gives the probabilities the
+    sampler drew with, and their gradient. What to do with them is the ``replay_objective``:
+
+    - ``sparse``: the staleness ratio w = pi_theta / pi_old has both policies replayed. It trains the policy with the
+      compressed cache; the ratio xi of SparseGRPO is 1 up to rounding, so the correction callbacks find nothing to do.
+      The KL penalty compares with the replayed reference policy.
+    - ``dense``: SparseGRPO's objective, but xi = pi_old,dense / pi_old,replay: both from the learner's own kernels, so
+      that rounding in the sampler is no mismatch. Without correction callbacks it is the same as SparseGRPO.
+    - ``mixed``: ``alpha`` x sparse + (1 - ``alpha``) x dense, two forward passes per micro-batch. What callbacks reject
+      or reweight concerns the dense term; so does the KL penalty.
+
+    Args:
+        policy: As in :class:`SparseGRPO`, like all other arguments not listed here. Its ``attn_implementation`` must
+            not be flash attention, which takes no mask.
+        replay_objective: ``sparse``, ``dense`` or ``mixed``.
+        alpha: Weight of the sparse term of ``mixed``, between 0 and 1.
+        **kwargs: Arguments of :class:`SparseGRPO`.
+
+    Raises:
+        ValueError: If an argument is out of range, or ``dense`` and ``mixed`` get ``rescore=False``.
+    """
+
+    keeps_evictions = True
+
+    def __init__(
+        self, *args: Any, replay_objective: ReplayObjective = "sparse", alpha: float = 0.5, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if replay_objective not in get_args(ReplayObjective):
+            raise ValueError(
+                f"replay_objective must be one of {get_args(ReplayObjective)}, got "
+                f"replay_objective={replay_objective!r}."
+            )
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
+        if replay_objective != "sparse" and not self.rescore:
+            raise ValueError(
+                f"replay_objective={replay_objective!r} needs the log-probs of the dense policy: set model.rescore to "
+                "true, or choose replay_objective='sparse'."
+            )
+        self.replay_objective = replay_objective
+        self.alpha = alpha
+        self.keeps_evictions = replay_objective != "dense"  # whose loss looks at old log-probs only
+
+    def configure_model(self) -> None:
+        """Load the policy as SparseGRPO does, and refuse attention that takes no mask.
+
+        Raises:
+            ValueError: If the policy runs flash attention.
+        """
+        super().configure_model()
+        assert self.policy is not None
+        name = str(self.policy.config._attn_implementation)
+        if "flash" in name:
+            raise ValueError(
+                f"ReplayGRPO attends under the sampler's evictions, and attn_implementation={name!r} takes no such "
+                "mask (and dense log-probs of other kernels would bring rounding back into xi). Set the policy's "
+                "attn_implementation to 'sdpa', or train with SparseGRPO."
+            )
+
+    @torch.no_grad()
+    def _rescore(self, scored: ScoredRollout) -> None:
+        """Log-probs of the policy before the update: replayed, dense, or both."""
+        super()._rescore(scored)
+        if self.replay_objective == "sparse":
+            return  # what was computed is replayed
+        start, rollout = time.perf_counter(), scored.rollout
+        with eval_mode(self.dense_policy):
+            parts = [self._replayed(self.dense_policy, part)[0] for part in rollout.parts(self.steps_per_generation)]
+        rollout.replay_logprobs = torch.cat(parts)
+        scored.seconds["replay"] = time.perf_counter() - start
+
+    def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+        if self.replay_objective == "sparse":
+            return self._replayed(policy, part)
+        return super()._logprobs(policy, part)
+
+    def _policy_loss(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
+        output = super()._policy_loss(part, items, logprobs)
+        if self.replay_objective != "mixed":
+            return output
+        replayed, _ = self._replayed(self.dense_policy, part)
+        own = replace(part, old_logprobs=part.replay_logprobs, keep=None, weights=None, weight_reference=None)
+        # nothing is rejected in the sparse term, so everything counts
+        term = replace(self.objective, beta=0.0, off_policy_delta=None)(own, Items(items.everything, None), replayed)
+        metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
+        loss = self.alpha * term.loss + (1 - self.alpha) * output.loss
+        return LossOutput(loss, {**output.metrics, **metrics})
+
+    def _replayed(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+        return self.learner.logprobs(policy, part, self.temperature or 1.0, replay=True)

@@ -1,0 +1,115 @@
+"""What only the CUDA kernels do: run in a graph, skip numbers they cannot complain about (that emulated, too)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native_cases import EMULATED, Case, copy, recorded, same_bits, same_pools
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops.schemas import SCHEMAS
+
+OPS = torch.ops.sparse_rl
+on_cuda_kernels = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(not EMULATED, reason="no emulated CUDA kernels")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+
+
+@on_cuda_kernels
+@pytest.mark.parametrize("part", ["offsets", "lengths"])
+@pytest.mark.parametrize("value", [-1, 10**6])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_heads_outside_the_pool_are_skipped(device: str, name: str, value: int, part: str) -> None:
+    case = Case(device=device)
+    for pools in (case.pools, case.source):
+        getattr(pools, part)[...] = value
+    case.sources, case.destinations = (torch.tensor([slot], device=device) for slot in (0, 1))
+    before, mass = copy(case.pools), case.mass.clone()
+    result = case.calls()[name]()
+    if name == "fork" and part == "lengths" and value > 0:
+        assert (case.pools.lengths[:, 1] <= case.pools.capacities[:, 1]).all()  # or what fits is taken
+        return
+    assert same_pools(case.pools, before)
+    assert same_bits(case.mass, mass)
+    if result is not None:
+        assert (result == (-torch.inf if name == "prefill_mass" else 0)).all()
+
+
+@on_cuda_kernels
+def test_a_full_slot_takes_no_token(device: str) -> None:
+    case = Case(device=device)
+    case.pools.lengths.copy_(case.pools.capacities)
+    before = copy(case.pools)
+    case.calls()["append"]()
+    assert same_pools(case.pools, before)
+
+
+@on_cuda_kernels
+def test_a_budget_beyond_the_capacity_is_cut(device: str) -> None:
+    case = Case(device=device)
+    case.pools.capacities.fill_(1)
+    case.budgets.fill_(10**6)
+    before = copy(case.pools)
+    case.calls()["select_and_store"]()
+    used = case.slots[case.slots >= 0]
+    assert same_bits(case.pools.lengths[:, used], case.source.lengths[:, used].clamp(max=1))
+    unused = torch.ones(len(case.pools.keys), dtype=torch.bool, device=device)
+    unused[case.pools.offsets[:, used]] = False
+    assert same_bits(case.pools.keys[unused], before.keys[unused])
+
+
+@on_cuda_kernels
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_slots_that_are_not_there_are_skipped(device: str, name: str) -> None:
+    case = Case(device=device)
+    case.slots = case.sources = torch.tensor([3, -5, 10**9], device=device)
+    before = copy(case.pools)
+    result = case.calls()[name]()
+    assert same_pools(case.pools, before)
+    if result is not None:
+        assert (result == (-torch.inf if name == "prefill_mass" else 0)).all()
+
+
+@pytest.mark.gpu
+def test_the_cuda_library_is_loaded() -> None:
+    assert ops.MISSING["cuda"] == ""
+    assert [name for name in SCHEMAS if not ops.has_kernel(name, "cuda")] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_gpu_says_what_the_cpu_says(name: str, dtype: torch.dtype) -> None:
+    case, other = Case(dtype, "cuda"), Case(dtype)
+    got, want = case.calls()[name](), other.calls()[name]()
+    if want is not None:
+        torch.testing.assert_close(got.cpu(), want, atol=1e-2, rtol=1e-2)
+    for a, b in zip(case.tensors(), other.tensors(), strict=True):
+        torch.testing.assert_close(a.cpu(), b, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_opcheck_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = recorded(name, Case(device="cuda"), monkeypatch)
+    assert set(torch.library.opcheck(getattr(OPS, name).default, args).values()) == {"SUCCESS"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_captured_in_a_cuda_graph(name: str) -> None:
+    Case(device="cuda").calls()[name]()  # loads the kernels: that must not happen while capturing
+    eager, captured = Case(device="cuda"), Case(device="cuda")
+    want = eager.calls()[name]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = captured.calls()[name]()
+    assert all(same_bits(a, b) for a, b in zip(captured.tensors(), Case(device="cuda").tensors(), strict=True))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert got is want is None or same_bits(got, want)
+    assert all(same_bits(a, b) for a, b in zip(captured.tensors(), eager.tensors(), strict=True))

@@ -1,0 +1,212 @@
+"""Wrong arguments of the ops: an error that a reader understands, nothing written, never a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from native_cases import CAPACITY, DIM, HEADS, SLOTS, Case, copy, recorded, same_bits, same_pools
+from torch import Tensor
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.schemas import SCHEMAS
+
+OPS = torch.ops.sparse_rl
+
+
+WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
+    ("append", "query", lambda t: t[:2], "query has shape"),
+    ("append", "key", lambda t: t.double(), "key is torch.float64, expected torch.float32"),
+    ("append", "value", lambda t: t.mT.contiguous().mT, "value is not contiguous"),
+    ("append", "slots", lambda t: t.int(), "slots is torch.int32"),
+    ("append", "slots", lambda t: t + 9, "slots contains 11"),
+    ("append", "seen", lambda t: t[:1], "seen has shape"),
+    ("append", "seen", lambda t: -t, "cannot be negative"),
+    ("append", "cos", lambda t: t[:, :5].contiguous(), "5 columns|sin has shape"),
+    ("append", "ring", lambda t: t[..., :8].contiguous(), "query_ring has shape"),
+    ("decode_attention", "query", lambda t: t[:, :5].contiguous(), "query has 5 heads, expected a multiple of the 2"),
+    ("decode_attention", "query", lambda t: t[0], "query has shape"),
+    ("decode_attention", "slots", lambda t: t - 5, "slots contains -3"),
+    ("window_importance", "ring", lambda t: t.bfloat16(), "queries is torch.bfloat16"),
+    ("window_importance", "ring_positions", lambda t: t[:, :2], "query_positions has shape"),
+    ("prefill_mass", "mass", lambda t: t[:2], "mass has shape"),
+    ("prefill_mass", "start", lambda t: t - 9, "query_start.0. is -9"),
+    ("select_and_compact", "scores", lambda t: t.double(), "scores is torch.float64"),
+    ("select_and_compact", "budgets", lambda t: t - 2, "a budget is -1"),
+    ("select_and_compact", "death", lambda t: t[:1], "death has shape"),
+    ("select_and_compact", "state", lambda t: t[:3], "state_pool has shape"),
+    ("select_and_store", "scores", lambda t: t[..., :2].contiguous(), "entries of scores = 2"),
+    ("fork", "sources", lambda t: t + 3, "slots contains 3"),
+    ("fork", "destinations", lambda t: t[:1], "destinations has shape"),
+]
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="the reference leaves the content of index tensors to PyTorch")
+@pytest.mark.parametrize(
+    ("name", "field", "spoil", "match"), WRONG, ids=[f"{w[0]}-{w[1]}-{i}" for i, w in enumerate(WRONG)]
+)
+def test_wrong_arguments_are_refused(name: str, field: str, spoil: Callable[[Tensor], Tensor], match: str) -> None:
+    case = Case()
+    setattr(case, field, spoil(getattr(case, field)))
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        case.calls()[name]()
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [(n, i) for n, schema in SCHEMAS.items() for i, a in enumerate(schema.split(",")) if "Tensor" in a],
+)
+def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = recorded(name, Case(), monkeypatch)
+    x = args[place]
+    if x is None:
+        pytest.skip("an optional tensor that the case leaves out")
+    shorter = x[: x.shape[0] - 1].contiguous()
+    other_type = x.double() if x.dtype != torch.float64 else x.float()
+    strided = torch.empty(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
+    if (name, place) in {("key_redundancy", 0), ("prefill_mass", 2)}:
+        shorter = x[:1].contiguous()  # their only pool: it must just be long enough
+    for wrong in (shorter, other_type, strided, x.unsqueeze(0), x.new_zeros(0)):
+        before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        spoiled = [*args[:place], wrong, *args[place + 1 :]]
+        with pytest.raises(RuntimeError):
+            getattr(OPS, name).default(*spoiled)
+        assert all(same_bits(a, b) for a, b in zip(args, before, strict=True) if isinstance(a, Tensor))
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+@pytest.mark.parametrize("part", ["offsets", "lengths"])
+@pytest.mark.parametrize("value", [-1, 10**6])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_heads_outside_the_pool_are_refused(name: str, value: int, part: str) -> None:
+    case = Case()
+    for pools in (case.pools, case.source):
+        getattr(pools, part)[...] = value
+    case.sources, case.destinations = torch.tensor([0]), torch.tensor([1])
+    before = copy(case.pools)
+    with pytest.raises(RuntimeError, match=r"entries|full"):
+        case.calls()[name]()
+    assert same_pools(case.pools, before)
+
+
+def test_pools_that_do_not_fit_together_are_refused() -> None:
+    case = Case()
+    pools = replace(case.layer, values=case.layer.values[:-1])
+    with pytest.raises(ValueError, match=r"values has shape .* expected"):
+        ops.attend(pools, case.slots, case.query, 0.3, CAPACITY)
+    with pytest.raises(ValueError, match=r"offsets of the pools must be \(slots, KV heads\)"):
+        ops.attend(case.pools, case.slots, case.query, 0.3, CAPACITY)
+    with pytest.raises(ValueError, match=r"\(layers, slots, KV heads\)"):
+        ops.fork(case.layer, case.sources, case.destinations)
+    doubles = KVPools.uniform((SLOTS, HEADS), 4, DIM, torch.float64, "cpu")  # the reference checks as well
+    with pytest.raises(ValueError, match=r"query is torch.float32, expected torch.float64"):
+        ops.attend(doubles, case.slots, case.query, 0.3, CAPACITY)
+
+
+@pytest.mark.parametrize("options", [{"pooling": "mean"}, {"group_reduction": "sum"}, {"query_reduction": "max"},
+                                     {"kernel_size": 4}, {"window": -1}])  # fmt: skip
+def test_unknown_options_of_importance_are_refused(options: dict[str, Any]) -> None:
+    case = Case()
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ops.score_importance(case.layer, case.slots, case.ring[0], case.ring_positions, 0.3, CAPACITY,
+                             **{"window": 2, **options})  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_tensors_on_two_devices_are_refused(name: str) -> None:
+    case = Case()
+    case.slots, case.sources = case.slots.cuda(), case.sources.cuda()
+    with pytest.raises((ValueError, RuntimeError), match=r"device|cuda"):
+        case.calls()[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("append", "slots"), ("append", "query"), ("decode_attention", "query"), ("decode_attention", "lse"),
+     ("window_importance", "ring"), ("prefill_mass", "mass"), ("key_redundancy", "slots"),
+     ("select_and_compact", "scores"), ("select_and_compact", "death"), ("select_and_store", "seen"),
+     ("fork", "sources"), ("fork", "state")],
+)  # fmt: skip
+def test_a_tensor_elsewhere_is_refused(name: str, field: str) -> None:
+    case = Case()
+    setattr(case, field, getattr(case, field).to("meta"))
+    with pytest.raises(ValueError, match="is on meta, the pools are on cpu"):
+        case.calls()[name]()
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_kernels_refuse_types_they_do_not_have(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copying ops too: they count bytes."""
+    args = recorded(name, Case(), monkeypatch)
+    converted = [a.to(dtype) if isinstance(a, Tensor) and a.shape[-1:] == (DIM,) else a for a in args]
+    with pytest.raises(RuntimeError, match="the CPU kernels take float32 and bfloat16"):
+        getattr(OPS, name).default(*converted)
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+def test_heads_too_large_for_the_kernels_are_refused() -> None:
+    pools = KVPools.uniform((1, 1), 4, 520, torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match="head_dim is 520, the native kernels take 1 to 512"):
+        ops.attend(pools, torch.tensor([0]), torch.zeros(1, 1, 520), 1.0, 4)
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+@pytest.mark.parametrize(
+    ("name", "place", "value", "match"),
+    [
+        ("append", 3, None, "both cos and sin"),
+        ("append", 3, torch.zeros(SLOTS, 4), "sin has shape"),
+        ("decode_attention", 7, CAPACITY + 2, "probs has room for 13 entries, max_length is 14"),
+        ("window_importance", 12, "mean", "pooling is 'mean'"),
+        ("window_importance", 10, "sum", "group_reduction is 'sum'"),
+        ("window_importance", 11, "max", "query_reduction is 'max'"),
+        ("window_importance", 13, 4, "kernel_size is 4"),
+        ("window_importance", 13, -1, "kernel_size is -1"),
+        ("window_importance", 8, -1, "window is -1"),
+        ("select_and_compact", 2, -1, "must not be negative"),
+        ("select_and_store", 3, -1, "must not be negative"),
+    ],
+)
+def test_kernels_check_what_the_typed_functions_check(
+    name: str, place: int, value: Any, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = [*recorded(name, Case(), monkeypatch)]
+    args[place] = value
+    with pytest.raises(RuntimeError, match=match):
+        getattr(OPS, name).default(*args)
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+def test_angles_wider_than_a_head_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [*recorded("append", Case(), monkeypatch)]
+    args[3] = args[4] = torch.zeros(SLOTS, DIM + 2)
+    with pytest.raises(RuntimeError, match="cos has 18 columns, expected an even number up to 16"):
+        OPS.append.default(*args)
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+def test_a_capacity_beyond_the_pool_is_refused() -> None:
+    pools = KVPools.uniform((2, 1), 4, 8, torch.float32, "cpu")
+    pools.lengths.fill_(4)
+    pools.capacities.fill_(5)  # the last slot's fifth row would be the ninth of eight
+    x = torch.zeros(1, 1, 8)
+    with pytest.raises(RuntimeError, match="a head of 5 entries starts at row 4, outside the pool of 8 rows"):
+        ops.append(pools, torch.tensor([1]), torch.zeros(2, dtype=torch.int64), x, x.clone(), x.clone())
+
+
+@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+def test_a_slot_listed_twice_does_not_grow_into_its_neighbour() -> None:
+    pools = KVPools.uniform((2, 1), 2, 8, torch.float32, "cpu")
+    pools.lengths.fill_(1)
+    x = torch.ones(2, 1, 8)
+    ops.append(pools, torch.tensor([0, 0]), torch.tensor([1, 1]), x, x.clone(), x.clone())
+    assert pools.lengths.tolist() == [[2], [1]]
+    assert (pools.keys[2:] == 0).all()
