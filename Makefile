@@ -10,10 +10,10 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors lint format typecheck clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## create .venv with the pinned versions
 
@@ -76,6 +76,10 @@ bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 
 bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two cores, half an hour
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/rollout.py --device cpu
+
+# STORIES=FOLDER says where stories260K is, if not where the tests look for it
+bench-compressors: $(INSTALLED) $(WARMUP) ## measure what every compressor costs in quality, into docs/compressors.md
+	$(BIN)/python benchmarks/compressors.py --save docs $(if $(STORIES),--stories $(STORIES))
 
 lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .
