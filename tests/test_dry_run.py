@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks import DryRun, ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, FullKV, StreamingLLM
-from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO, SupervisedWarmup
+from sparse_rl_lightning.modules import LoadedPolicy, ReplayGRPO, SparseGRPO, SupervisedWarmup
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from sparse_rl_lightning.types import LayerState
 
@@ -172,6 +172,18 @@ def test_an_optimiser_that_does_not_fit_is_named_and_other_errors_are_not_touche
 
     with pytest.raises(RuntimeError, match=r"^a bug of the user's$"):
         fit(module(compressor=Bug(budget=20, buffer=4)), 1, [DryRun(enabled=True)])
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+def test_a_learner_that_replays_is_tried_too(objective: str, caplog: pytest.LogCaptureFixture) -> None:
+    results = []
+    for enabled in (True, False):
+        grpo = module(kind=ReplayGRPO, replay_objective=objective, beta=0.1)
+        with caplog.at_level(logging.INFO):
+            fit(grpo, 2, [DryRun(enabled=enabled)])
+        results.append(weights(grpo))
+    assert torch.equal(*results)
+    assert caplog.text.count("Dry run of the worst case") == 1
 
 
 def test_a_resumed_optimiser_keeps_its_state(tmp_path: Any) -> None:

@@ -13,6 +13,7 @@ from tiny_run import config, write
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.rollout.cache import CacheSize
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.memory import slot_bytes
 
@@ -55,9 +56,10 @@ def memory_of(num_slots: int) -> int:
     """Bytes that so many slots of the tiny module take with its longest prompt."""
     grpo = module()
     compressor, length = grpo.compressor, 17 + grpo.sampling.max_completion_length
-    capacities = [compressor.budget + compressor.buffer] * 2
+    capacities = (compressor.budget + compressor.buffer,) * 2
     geometry = CacheGeometry.of(grpo.dense_policy)
-    return slot_bytes(geometry, capacities, compressor.num_queries, length, grpo.sampling).of(num_slots)
+    size = CacheSize(num_slots, capacities, compressor.num_queries, length)
+    return slot_bytes(geometry, size, grpo.sampling).of(num_slots)
 
 
 def test_a_memory_limit_is_kept_told_once_and_changes_no_weight(caplog: pytest.LogCaptureFixture) -> None:

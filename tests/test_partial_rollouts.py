@@ -17,7 +17,7 @@ from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRe
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.rollout import RolloutSampler, replay_logprobs
 from sparse_rl_lightning.types import ScoredRollout
 
@@ -165,6 +165,7 @@ def test_progress_counts_from_the_start_of_each_rollout() -> None:
         ({"num_slots": None}, "does not work with num_slots=null: .* Set model.num_slots"),
         ({"oversampling": 2.0}, "does not work with oversampling=2.0"),
         ({"keep_pool": False}, "does not work with keep_pool=False"),
+        ({"kind": ReplayGRPO}, "does not work with ReplayGRPO: no replay reproduces"),
         ({"partial_rollout_steps": 0}, "partial_rollout_steps must be at least 1"),
         ({"partial_checkpoint": "drop"}, "partial_checkpoint must be 'store' or 'restart', got 'drop'"),
     ],

@@ -32,7 +32,13 @@ def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float 
     return [text.count("a") / 10 for text in completions]
 
 
-def module(reward: Any = likes_a, compressor: Compressor | None = None, lr: float = 0.5, **kwargs: Any) -> SparseGRPO:
+def module(
+    reward: Any = likes_a,
+    compressor: Compressor | None = None,
+    lr: float = 0.5,
+    kind: type[SparseGRPO] = SparseGRPO,
+    **kwargs: Any,
+) -> SparseGRPO:
     tokenizer = character_tokenizer(ALPHABET)
     policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)
     options: dict[str, Any] = {
@@ -42,7 +48,7 @@ def module(reward: Any = likes_a, compressor: Compressor | None = None, lr: floa
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=lr),
         **kwargs,
     }
-    return SparseGRPO(
+    return kind(
         LoadedPolicy(policy, tokenizer), compressor or RKV(budget=8, buffer=3, num_sinks=1, window=2), reward, **options
     )
 

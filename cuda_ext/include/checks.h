@@ -40,6 +40,18 @@ inline const char* dtype_text(ScalarType dtype) {
   }
 }
 
+// The text of a string argument, whose handle is ours to delete. A parameter of type std::string would do the same but
+// for a copy that the conversion of torch 2.13 loses at every call.
+inline std::string taken(StringHandle handle) {
+  size_t length = 0;
+  const char* data = nullptr;
+  const bool read = torch_string_length(handle, &length) == 0 && torch_string_c_str(handle, &data) == 0;
+  std::string text = read ? std::string(data, length) : std::string();
+  torch_delete_string(handle);
+  STD_TORCH_CHECK(read, "a text argument cannot be read");
+  return text;
+}
+
 // Shape, dtype, layout and device of one argument; `device_of` is the tensor whose device all must share.
 inline void check_tensor(
     const char* name, const Tensor& t, const Tensor& device_of, ScalarType dtype,

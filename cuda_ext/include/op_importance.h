@@ -52,8 +52,9 @@ template <class Backend>
 void window_importance(
     const Tensor& queries, const Tensor& query_positions, const Tensor& key_pool, const Tensor& position_pool,
     const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double scale, int64_t window,
-    bool exclude_window, std::string group_reduction, std::string query_reduction, std::string pooling,
+    bool exclude_window, StringHandle group_reduction, StringHandle query_reduction, StringHandle pooling,
     int64_t kernel_size, const Tensor& scores, const Tensor& scratch) {
+  const std::string over_group = taken(group_reduction), over_queries = taken(query_reduction), how = taken(pooling);
   const PoolShape pool = Backend::check_pool(key_pool);
   const Heads heads = check_heads(slots, offsets, lengths, key_pool);
   const int64_t B = heads.num_rows, H = heads.num_heads, S = heads.num_slots;
@@ -66,9 +67,9 @@ void window_importance(
   check_tensor("position_pool", position_pool, key_pool, ScalarType::Int, {pool.rows});
   check_tensor("scores", scores, key_pool, ScalarType::Float, {B, H, N});
   check_tensor("scratch", scratch, key_pool, ScalarType::Float, {B, H, A + 1, N});
-  const bool group_max = is_first("group_reduction", group_reduction, "max", "mean");
-  const bool query_mean = is_first("query_reduction", query_reduction, "mean", "sum");
-  const Pooling pool_over = pooling_of(pooling, kernel_size);
+  const bool group_max = is_first("group_reduction", over_group, "max", "mean");
+  const bool query_mean = is_first("query_reduction", over_queries, "mean", "sum");
+  const Pooling pool_over = pooling_of(how, kernel_size);
   Backend::dispatch(pool.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Importance<T> op{

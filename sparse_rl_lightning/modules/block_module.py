@@ -35,6 +35,9 @@ class BlockModule(GenerationModule):
         ValueError: If a number is out of range, or partial rollouts meet a setting that they cannot work with.
     """
 
+    replays = False
+    """Whether the learner attends under the sampler's evictions."""
+
     def __init__(
         self,
         *generation: Any,
@@ -200,6 +203,10 @@ class BlockModule(GenerationModule):
             f"oversampling={self.oversampling}": (
                 self.oversampling > 1,
                 "a block may hold fewer groups than prompts, so none can be left out. Set model.oversampling to 1",
+            ),
+            type(self).__name__: (
+                self.replays,
+                "no replay reproduces a sequence that several versions of the policy drew. Use SparseGRPO",
             ),
             "keep_pool=False": (
                 not self.sampler_options.keep_pool,

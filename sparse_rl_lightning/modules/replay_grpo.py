@@ -43,7 +43,7 @@ class ReplayGRPO(SparseGRPO):
         ValueError: If an argument is out of range, or ``dense`` and ``mixed`` get ``rescore=False``.
     """
 
-    keeps_evictions = True
+    replays = keeps_evictions = True
 
     def __init__(
         self, *args: Any, replay_objective: ReplayObjective = "sparse", alpha: float = 0.5, **kwargs: Any

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparse_rl_lightning.rollout import Progress
-from sparse_rl_lightning.types import Rollout
+from sparse_rl_lightning.rollout.compression import Compression
+from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.types import NEVER, EvictionRecord, Rollout
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 
 DECODE_STEPS = 16  # where nothing is compressed
-DEATH_COPIES, DEATH_BYTES = 3, 4  # a sequence's, the padded ones of all, and those in the rollout's order of dimensions
+RECORD_COPIES = 2  # of the evictions: each sequence's own, and all together
 
 
 class _Enough(Exception):
@@ -35,6 +37,7 @@ class WorstCase:
         self.prompt = module.encode([self.row])[0]
         self.length = len(self.prompt) + module.sampling.max_completion_length
         self.num_sequences = num_prompts * module.num_generations
+        self.geometry = CacheGeometry.of(module.dense_policy)
         self.micro_batch = module.plan(max(1, round(num_prompts / module.oversampling))).micro_batch
 
     @property
@@ -45,20 +48,23 @@ class WorstCase:
     @property
     def decode_steps(self) -> int:
         """Decode steps until all slots are compressed for the first time."""
-        c, length = self.module.compressor, len(self.prompt)
-        if not c.evicts:
+        compressor = self.module.compressor
+        if not compressor.evicts:
             return DECODE_STEPS
-        limit = (c.budget if c.compress_prompt else max(c.budget, length)) + c.buffer
-        return limit - (c.budget if length >= limit else length)
+        return Compression(compressor, self.geometry.num_layers).room(len(self.prompt))
 
     def rollout(self) -> None:
         """Read the longest prompt into every slot, decode up to the first compression, and hold what a rollout holds.
 
         The record of evictions of all sequences is the largest part of what a rollout collects.
         """
+        g, steps = self.geometry, min(self.decode_steps, self.module.sampling.max_completion_length - 1)
+        position = torch.int16 if self.length < 2**15 else torch.int32
 
         def stop(progress: Progress) -> None:
-            if progress.step >= self.decode_steps:
+            if progress.step >= steps:
+                dead = self.num_sequences * self.length * g.num_layers * g.num_kv_heads
+                torch.empty(RECORD_COPIES * dead, dtype=position, device=g.device)
                 raise _Enough
 
         sampler, params = self.module.sampler(), replace(self.module.sampling, stop_strings=())
@@ -67,14 +73,9 @@ class WorstCase:
             with self.module.trainer.precision_plugin.train_step_context():
                 self.module.generate([self.row] * self.num_prompts, params, progress=stop)
         except _Enough:
-            assert sampler.cache is not None
-            heads = sampler.cache.geometry.num_layers * sampler.cache.geometry.num_kv_heads
-            count = DEATH_COPIES * DEATH_BYTES * self.num_sequences * self.length * heads
-            torch.empty(count, dtype=torch.uint8, device=sampler.cache.geometry.device)
+            pass
         finally:
             sampler.end_token_ids = ends
-        if not self.module.sampler_options.keep_pool:
-            sampler.release()
 
     def update(self) -> None:
         """Forward and backward pass of the learner on the largest micro-batch; the gradients stay."""
@@ -89,13 +90,16 @@ class WorstCase:
         device, shape = self.module.device, (self.micro_batch, self.length)
         tokens = (self.prompt * (self.length // len(self.prompt) + 1))[: self.length]
         mask = (torch.arange(self.length, device=device) >= len(self.prompt)).expand(shape)
-        zeros = torch.zeros(shape, device=device)
+        zeros, g = torch.zeros(shape, device=device), self.geometry
+        alive = torch.full((g.num_layers, self.micro_batch, g.num_kv_heads, self.length), NEVER, device=device)
         return Rollout(
             sequences=torch.tensor(tokens, device=device).repeat(self.micro_batch, 1),
             prompt_lengths=torch.full(shape[:1], len(self.prompt), device=device),
             completion_mask=mask,
             finished=torch.ones(shape[:1], dtype=torch.bool, device=device),
             sampler_logprobs=zeros,
+            replay_logprobs=zeros if self.module.keeps_evictions else None,
+            evictions=EvictionRecord.from_dense(alive) if self.module.keeps_evictions else None,
             advantages=torch.ones(shape[:1], device=device),
             keep=mask,
             weights=zeros + 1,

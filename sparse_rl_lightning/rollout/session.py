@@ -205,4 +205,11 @@ def _plain(ended: Ended) -> dict[str, Any]:
 
 
 def _moved(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+    """With every tensor on the device, those of inner dictionaries too."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _moved(value, device)
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in values.items()}
