@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
-from sparse_rl_lightning.modules.worst_case import WorstCase
+from sparse_rl_lightning.modules.largest_case import LargestCase
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
@@ -63,7 +63,7 @@ class DryRun(Callback):
 
 
 def _rehearse(trainer: Trainer, module: SparseGRPO, num_prompts: int) -> None:
-    case = WorstCase(module, num_prompts)
+    case = LargestCase(module, num_prompts)
     fresh = [optimizer for optimizer in trainer.optimizers if not optimizer.state]
     compressor, options = module.compressor, module.sampler_options
     kept = f"budget {compressor.budget} and buffer {compressor.buffer}" if compressor.evicts else "all tokens kept"
