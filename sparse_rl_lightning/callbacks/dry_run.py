@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from sparse_rl_lightning.modules.rng import random_state, restore_random_state
 from sparse_rl_lightning.modules.largest_case import LargestCase
+from sparse_rl_lightning.modules.rng import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
