@@ -50,6 +50,7 @@ class Task:
     sizes: SlotSizes
     statistics: QueryStatistics  # of other texts
     problems: Problems | None = None
+    source: str = "random weights"  # where the model is from
 
     @property
     def length(self) -> int:

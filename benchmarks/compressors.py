@@ -18,6 +18,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,7 +45,8 @@ def tasks(args: argparse.Namespace, sizes: Sizes) -> dict[str, Task]:
             found[name] = make(*toy(), sizes)
         elif (folder / "config.json").is_file():
             say(f"{name}: texts of {folder}")
-            found[name] = make(*load(folder), sizes)
+            source = "/".join(folder.absolute().parts[-2:])  # what is above is a matter of the machine
+            found[name] = replace(make(*load(folder), sizes), source=source)
         else:
             option = {"sums": "--policy", "stories": "--stories"}[name]
             say(f"{name}: skipped, there is no model in {folder}; give {option} FOLDER")
@@ -57,8 +59,8 @@ def describe(task: Task) -> str:
     solved = f" and {len(task.problems.rows)} problems solved greedily" if task.problems else ""
     return (
         f"{task.name}: {len(task.texts)} sampled texts of {task.length} tokens on average{solved}, "
-        f"{type(task.model).__name__} of {parameters:,} parameters, buffer {sizes.buffer}, num_sinks "
-        f"{sizes.num_sinks}, window {sizes.window}."
+        f"{type(task.model).__name__} of {parameters:,} parameters from {task.source}, buffer {sizes.buffer}, "
+        f"num_sinks {sizes.num_sinks}, window {sizes.window}."
     )
 
 

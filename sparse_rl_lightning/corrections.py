@@ -25,6 +25,8 @@ WeightMode = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
 ]
 
+SequenceLevel = Literal["sequence", "geometric"]
+
 MAX_LOG_RATIO = 20.0
 """Logarithms of ratios are clamped to plus or minus this before ``exp``, against overflow only."""
 
@@ -86,6 +88,57 @@ def mask_tokens(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Ten
     return mask & (log_ratio >= log_low) & (log_ratio <= math.log(high))
 
 
+def mask_sequences(
+    log_ratio: Tensor, mask: Tensor, low: float, high: float, level: SequenceLevel = "geometric"
+) -> Tensor:
+    """Which sequences have a ratio within [low, high] as a whole (rejection of verl, seq-mask-tis of OpenRLHF).
+
+    Args:
+        log_ratio: (B, T) from :func:`consistency_log_ratio`.
+        mask: (B, T) bool, completion tokens.
+        low: Smallest ratio that stays, 0 for no bound.
+        high: Largest ratio that stays, infinity for no bound.
+        level: The product over the "sequence", or the "geometric" mean over its tokens.
+
+    Returns:
+        (B,) bool, False outside the interval.
+
+    Raises:
+        ValueError: If the interval is empty or the level unknown.
+    """
+    if level not in get_args(SequenceLevel):
+        raise ValueError(f"level must be one of {get_args(SequenceLevel)}, got level={level!r}.")
+    whole = _of_sequences(torch.where(mask, log_ratio, 0.0), mask, level)
+    return mask_tokens(whole, torch.ones_like(whole, dtype=torch.bool), low, high).squeeze(1)
+
+
+def off_policy_sequences(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 1e-4
+) -> Tensor:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): bad samples the learner has moved away from go.
+
+    A sequence goes when its advantage is negative and mean_t(log pi_old - log pi) > delta. It speaks of the learner
+    as it is now, so it belongs to the loss and not to the rollout.
+
+    Args:
+        logprobs: (B, T) learner, used without gradient.
+        old_logprobs: (B, T) the policy to compare with: before the update, or the sampler.
+        advantages: (B,).
+        mask: (B, T) bool, completion tokens.
+        delta: Largest mean difference that stays; the default is slime's.
+
+    Returns:
+        (B,) bool, False where the sequence goes.
+
+    Raises:
+        ValueError: If ``delta`` is negative.
+    """
+    if delta < 0:
+        raise ValueError(f"delta must be 0 or more (a mean difference of log-probs), got delta={delta}.")
+    difference = torch.where(mask, old_logprobs - logprobs, 0.0).detach()
+    return ~((advantages < 0) & (_of_sequences(difference, mask, "geometric").squeeze(1) > delta))
+
+
 def importance_weights(
     log_ratio: Tensor,
     mask: Tensor,
@@ -119,9 +172,7 @@ def importance_weights(
     level, treatment = mode.split("_")
     masked = torch.where(mask, log_ratio, 0.0).detach()
     if level != "token":
-        masked = masked.sum(dim=1, keepdim=True)
-    if level == "geometric":
-        masked = masked / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        masked = _of_sequences(masked, mask, level)
     ratio = _ratio(masked).expand(mask.shape)
     bounded = ratio if clip_min is clip_max is None else ratio.clamp(clip_min, clip_max)
     if treatment == "mask":
@@ -188,6 +239,12 @@ def mismatch_statistics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
         "sampling/sampling_logp_difference/mean": log_xi.abs().mean(),
         "sampling/sampling_logp_difference/max": log_xi.abs().max(),
     }
+
+
+def _of_sequences(masked: Tensor, mask: Tensor, level: str) -> Tensor:
+    """(B, 1) sums of (B, T), or means over the tokens of ``mask``."""
+    total = masked.sum(dim=1, keepdim=True)
+    return total / mask.sum(dim=1, keepdim=True).clamp(min=1) if level == "geometric" else total
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+
+from sparse_rl_lightning.chunked_head import ChunkedLogprobs, logprobs_of_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,6 +25,7 @@ def sequence_logprobs(
     mask: Tensor,
     temperature: float = 1.0,
     chunk_size: int = 512,
+    head_in_float32: bool = False,
     **attention_kwargs: object,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every token of ``mask``, given all tokens before it.
@@ -36,11 +40,13 @@ def sequence_logprobs(
         mask: (B, T) bool, the tokens to return. The first column is False: nothing comes before it.
         temperature: Divides the logits; 1 for tokens that were drawn greedily.
         chunk_size: Tokens whose logits exist at the same time.
+        head_in_float32: Compute the logits in float32 whatever the hidden states and the head are stored in.
         **attention_kwargs: Passed to the model's forward, e.g. ``attention_mask`` of a replayed eviction.
 
     Returns:
         Two (B, T) tensors, at least float32, 0 outside ``mask``: log-softmax(logits / temperature) at the token,
-        and the entropy of that distribution in nats. Both carry gradient if the model does.
+        and the entropy of that distribution in nats. Both carry gradient if the model does; the gradient of the
+        entropy costs nothing where nobody asks for it.
 
     Raises:
         ValueError: If a token to return has nothing before it, or shapes, temperature or chunk size are wrong.
@@ -54,7 +60,7 @@ def sequence_logprobs(
         raise ValueError("mask[:, 0] must be False: the first token of a sequence has no probability.")
     hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
     logprobs, entropy = token_logprobs(
-        model.get_output_embeddings(), hidden, sequences[mask], temperature=temperature, chunk_size=chunk_size
+        model.get_output_embeddings(), hidden, sequences[mask], temperature, chunk_size, head_in_float32
     )
     empty = logprobs.new_zeros(mask.shape)
     return empty.masked_scatter(mask, logprobs), empty.masked_scatter(mask, entropy)
@@ -80,16 +86,26 @@ def hidden_states(model: PreTrainedModel, sequences: Tensor, **attention_kwargs:
 
 
 def token_logprobs(
-    lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float = 1.0, chunk_size: int = 512
+    lm_head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int = 512,
+    head_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, ``chunk_size`` rows of logits at a time.
+
+    A plain ``nn.Linear`` is differentiated by hand (:class:`~sparse_rl_lightning.chunked_head.ChunkedLogprobs`).
+    Any other head (LoRA, a quantised layer, one with hooks) is called as it is, and its chunks are checkpointed:
+    the same numbers, a little more memory and time.
 
     Args:
         lm_head: Maps (n, C) to logits (n, V).
         hidden: (N, C) states that predict the targets.
         targets: (N,) token ids.
         temperature: Divides the logits.
-        chunk_size: Rows per call of ``lm_head``. With gradient a chunk's logits are computed again in backward.
+        chunk_size: Rows whose logits exist at the same time. With gradient they are computed again in backward.
+        head_in_float32: Multiply in float32, also under autocast. Weights of a narrower type are copied for it.
 
     Returns:
         Two (N,) tensors, at least float32.
@@ -101,17 +117,47 @@ def token_logprobs(
         raise ValueError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
+    if _is_plain_linear(lm_head):
+        dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else _product_dtype(hidden)
+        weight, bias = lm_head.weight, lm_head.bias
+        logprobs, entropy = ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, targets, temperature, chunk_size, dtype
+        )
+        return logprobs, entropy
+    function = _call_in_float32 if head_in_float32 else _call
     chunks = [
-        checkpoint(_chunk_logprobs, lm_head, rows, ids, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(function, lm_head, rows, ids, temperature, use_reentrant=False, preserve_rng_state=False)
         for rows, ids in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
     ]
-    logprobs, entropies = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    columns = zip(*chunks, strict=True)
+    logprobs, entropy = (torch.cat(column) for column in columns)
+    return logprobs, entropy
 
 
-def _chunk_logprobs(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = lm_head(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logprobs = logits.log_softmax(dim=-1)
-    entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling the module is one product with its weight and nothing else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Linear and not any(hooks)
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """What ``F.linear`` would multiply in: autocast's type inside its region, float64 excepted."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+def _call(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits: Tensor = lm_head(hidden)
+    return logprobs_of_logits(logits, targets, temperature)[:2]
+
+
+def _call_in_float32(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    wide = {
+        name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in lm_head.named_parameters()
+    }
+    with torch.autocast(hidden.device.type, enabled=False):
+        states = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        logits = functional_call(lm_head, wide, (states,))
+    return logprobs_of_logits(logits, targets, temperature)[:2]

@@ -35,11 +35,11 @@ class LayerState:
     queries: Tensor  # (S, Hq, A, D) post-RoPE queries of the most recent tokens, in ring order (no particular order)
     query_positions: Tensor  # (S, A) their positions, -1 where the sequence has not had so many tokens yet
     sequence_keys: Tensor  # (S,) int64, a random key per sequence, the same in any batch and slot
+    prompt_keys: Tensor  # (S,) int64, a random key per prompt, the same for all its samples
     layer_index: int
     scale: float  # factor on q.k before the softmax
     inv_freq: Tensor  # (D / 2,) rotary frequencies
     attention_scaling: float  # factor transformers puts on cos and sin (YaRN, longrope), usually 1
-    prompt_keys: Tensor | None = None  # (S,) int64, a random key per prompt, the same for all its samples
     state: Mapping[str, Tensor] = field(
         default_factory=dict
     )  # each (S, H, N) float32, named by Compressor.state_fields

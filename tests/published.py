@@ -46,6 +46,7 @@ def whole_prompt(keys: Tensor, values: Tensor, queries: Tensor, num_queries: int
         queries=queries[:, :, length - num_queries :],
         query_positions=ring.expand(slots, num_queries),
         sequence_keys=torch.arange(slots),
+        prompt_keys=torch.arange(slots),
         layer_index=0,
         scale=dim**-0.5,
         inv_freq=base.inv_freq,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,12 +77,13 @@ def test_items_are_those_of_the_whole_step_and_counted_once(options: dict[str, A
         assert sorted(one_pass.tolist()) == list(range(12))
 
 
-def test_a_block_taken_up_inside_a_step_counts_the_whole_step() -> None:
-    data, items = rollout(), objective(loss_type="dapo").items
-    block = RolloutBlock(PLAN, data, index=3, seed=0, count=items)
-    served = [block.next() for _ in range(PLAN.micro_batches)]
-    for cursor in range(PLAN.micro_batches):
-        again = RolloutBlock.from_state(PLAN, {"rollout": data.state(), "index": 3, "cursor": cursor}, 0, items)
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_block_taken_up_inside_a_step_counts_the_whole_step(packs: bool) -> None:
+    data, items, plan = rollout(), objective(loss_type="dapo").items, replace(PLAN, packs=packs)
+    block = RolloutBlock(plan, data, index=3, seed=0, count=items)
+    served = [block.next() for _ in range(plan.micro_batches)]
+    for cursor in range(plan.micro_batches):
+        again = RolloutBlock.from_state(plan, {"rollout": data.state(), "index": 3, "cursor": cursor}, 0, items)
         part, counts = again.next()
         assert torch.equal(part.sequences, served[cursor][0].sequences)
         assert counts == served[cursor][1]

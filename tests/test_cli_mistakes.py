@@ -40,7 +40,7 @@ MISTAKES = {
         status=2,
     ),
     "unknown class, nothing like it": Mistake(
-        ['"compressor"', "no class 'Windo'", "mine.Windo"], {f"{COMPRESSOR}.class_path": "Windo"}, status=2
+        ['"compressor"', "no class 'Zzyx'", "mine.Zzyx"], {f"{COMPRESSOR}.class_path": "Zzyx"}, status=2
     ),
     "unknown class on the command line": Mistake(
         ["no class 'rkb'", "Did you mean 'RKV'?"], args=["--model.compressor=rkb"], status=2

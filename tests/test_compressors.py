@@ -182,7 +182,9 @@ def test_random_survivors_are_an_even_sample_of_the_past() -> None:
     positions = torch.arange(capacity).expand(slots, 1, capacity)
     for seen in range(capacity, 65, 4):
         full = torch.ones(slots, 1, capacity, dtype=torch.bool)
-        layer = replace(base, valid=full, positions=positions, sequence_keys=torch.arange(slots))
+        keys = {"sequence_keys": torch.arange(slots), "prompt_keys": -torch.arange(slots)}
+        lengths = torch.full((slots,), 20)
+        layer = replace(base, valid=full, positions=positions, prompt_lengths=lengths, **keys)
         left = positions[lot.select(layer)].view(slots, 1, budget)
         positions = torch.cat([left, torch.arange(seen, seen + 4).expand(slots, 1, 4)], dim=-1)
     counts = left.flatten().bincount(minlength=64)

@@ -20,7 +20,7 @@ from sparse_rl_lightning.modules.block import BlockPlan
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
 PAPER_MODELS = {
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B",
     "qwen2.5-3b": "Qwen/Qwen2.5-3B",
@@ -31,6 +31,13 @@ ARMS = ("dense", "naive", "replay", "sparse_rl_official", "sparse_rl_paper")
 CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
 MODULES = {"replay": "ReplayGRPO"}  # of the other arms: SparseGRPO
 MAX_SETTINGS = 45  # class names not counted
+MAX_RECIPE_SETTINGS = 40
+RECIPES: dict[str, dict[str, Any]] = {  # and nothing else apart from sparse_rl_paper.yaml
+    "gspo": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},  # arXiv 2507.18071, 5.1
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "oversampling": 2, "mask_truncated_completions": True},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},  # arXiv 2503.20783
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},  # arXiv 2506.13585; the cap is TRL's
+}
 
 SMALL = {  # a setting above its limit is lowered to it
     "trainer.max_steps": 1,
@@ -203,7 +210,24 @@ def test_configurations_are_short_and_say_how_to_run_them(path: Path) -> None:
     assert len(settings) <= MAX_SETTINGS
     header = path.read_text(encoding="utf-8").partition("\nseed_everything")[0].splitlines()
     assert all(line.startswith("#") for line in header)
-    assert any(f"sparse-rl fit --config configs/{path.name}" in line for line in header)
+    assert any(f"sparse-rl fit --config {path.relative_to(ROOT).as_posix()} " in f"{line} " for line in header)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_differ_from_the_paper_where_they_must(name: str) -> None:
+    text = (ROOT / "configs" / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    recipe = yaml.safe_load(
+        text.replace(f"runs/{name}", "runs/sparse_rl_paper").replace(f"name: {name}}}", "name: sparse_rl_paper}")
+    )
+    settings = [key for key, _ in leaves(recipe) if key != "class_path"]
+    assert len(settings) <= MAX_RECIPE_SETTINGS
+    model = recipe["model"]["init_args"]
+    assert {key: model.pop(key) for key in RECIPES[name]} == RECIPES[name]
+    assert recipe == read(ROOT / "configs" / "sparse_rl_paper.yaml")
+
+
+def test_every_recipe_is_checked() -> None:
+    assert {path.stem for path in CONFIGS if path.parent.name == "recipes"} == set(RECIPES)
 
 
 # ---------------------------------------------------------------- the paper's settings

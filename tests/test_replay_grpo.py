@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
 from sparse_rl_lightning.losses import policy_loss
-from sparse_rl_lightning.modules import LoadedPolicy
+from sparse_rl_lightning.modules import Learner, LoadedPolicy
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from sparse_rl_lightning.types import Rollout
 
@@ -163,7 +164,9 @@ def test_dense_takes_xi_from_the_replay_and_forgets_the_record() -> None:
     want = policy_loss(
         logprobs, rollout.old_logprobs, rollout.advantages, mask, keep=rollout.keep, weights=rollout.weights
     ).loss
-    torch.testing.assert_close(grpo._policy_loss(rollout, grpo.objective.items(rollout), logprobs).loss, want, atol=1e-7, rtol=0)
+    torch.testing.assert_close(
+        grpo._policy_loss(rollout, grpo.objective.items(rollout), logprobs).loss, want, atol=1e-7, rtol=0
+    )
 
 
 def test_sparse_has_no_mismatch_left_and_both_validations_are_reported() -> None:
@@ -189,6 +192,37 @@ def test_micro_batches_do_not_change_the_step(objective: str) -> None:
     assert (results[0] - weights(untrained)).abs().max() > 1e-3
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+def test_packing_and_splitting_do_not_change_the_step(objective: str) -> None:
+    results = []
+    for learner in (None, Learner(10_000), Learner(30, head_chunk_size=5)):
+        grpo = module(replay_objective=objective, steps_per_generation=4, beta=0.01, learner=learner)
+        passes: list[int] = []
+        grpo.configure_model()
+        grpo.dense_policy.model.register_forward_pre_hook(
+            lambda _module, _args, options, passes=passes: passes.append(options["input_ids"].numel()), with_kwargs=True
+        )
+        fit(grpo, 2, [SparsityAwareRejection(0.3), ImportanceReweighting()], accumulate_grad_batches=4)
+        results.append((weights(grpo), max(passes)))
+    assert results[2][1] <= 30 < results[0][1]
+    for other, _ in results[1:]:
+        torch.testing.assert_close(other, results[0][0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("objective", ["sparse", "mixed"])
+def test_off_policy_masking_concerns_what_callbacks_concern(objective: str) -> None:
+    losses = []
+    for delta in (None, 0.0):
+        grpo = module(replay_objective=objective, alpha=1.0)
+        rollout = part_of(grpo)
+        with torch.no_grad():
+            for index, parameter in enumerate(grpo.dense_policy.parameters()):
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+        grpo.objective = replace(grpo.objective, off_policy_delta=delta)
+        losses.append(float(grpo._loss(rollout, grpo.objective.items(rollout)).detach()))
+    assert (losses[0] == losses[1]) == (objective == "mixed")
 
 
 # ---------------------------------------------------------------- refusals

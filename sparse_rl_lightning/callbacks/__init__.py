@@ -7,19 +7,37 @@ from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.dry_run import DryRun
 from sparse_rl_lightning.callbacks.export import ExportPolicy
 from sparse_rl_lightning.callbacks.mismatch_split import MismatchSplit
+from sparse_rl_lightning.callbacks.opsm import OPSM
+from sparse_rl_lightning.callbacks.presets import (
+    MIS,
+    TIS,
+    GeometricTIS,
+    IcePop,
+    SequenceMaskTIS,
+    SequenceMIS,
+    SequenceTIS,
+)
 from sparse_rl_lightning.callbacks.progress import RolloutProgress
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
 from sparse_rl_lightning.callbacks.summary import RunSummary
 
 __all__ = [
+    "MIS",
+    "OPSM",
+    "TIS",
     "CompletionsTable",
     "DryRun",
     "ExportPolicy",
+    "GeometricTIS",
+    "IcePop",
     "ImportanceReweighting",
     "MismatchSplit",
     "RolloutCallback",
     "RolloutProgress",
     "RunSummary",
+    "SequenceMIS",
+    "SequenceMaskTIS",
+    "SequenceTIS",
     "SparsityAwareRejection",
 ]

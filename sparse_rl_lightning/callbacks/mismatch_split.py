@@ -11,9 +11,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
-from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.rollout.preparation import eval_mode
-from sparse_rl_lightning.rollout.replay import drawn_by_several, replay_statistics
+from sparse_rl_lightning.rollout.replay import drawn_by_several
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 ROUNDING = 1e-8
@@ -91,9 +90,9 @@ def mismatch_split(module: Any, rollout: Rollout) -> dict[str, Tensor]:
     policy, temperature = module.dense_policy, module.temperature or 1.0
     parts = rollout.parts(module.steps_per_generation)
     with eval_mode(policy):
-        replay = torch.cat([replay_statistics(policy, part, temperature)[0] for part in parts])
-        dense = torch.cat(
-            [sequence_logprobs(policy, part.sequences, part.completion_mask, temperature)[0] for part in parts]
+        replay, dense = (
+            torch.cat([module.learner.logprobs(policy, part, temperature, replay)[0] for part in parts])
+            for replay in (True, False)
         )
     split = {}
     for name, new, old in (("kernel", replay, rollout.sampler_logprobs), ("compression", dense, replay)):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
 from sparse_rl_lightning.callbacks.correction import NO_TOKENS, CorrectionCallback
-from sparse_rl_lightning.corrections import mask_tokens, reject_sequences
+from sparse_rl_lightning.corrections import mask_sequences, mask_tokens, reject_sequences
 from sparse_rl_lightning.types import ScoredRollout
 
 
@@ -29,19 +31,29 @@ class SparsityAwareRejection(CorrectionCallback):
             Null rejects no sequence.
         low: A token goes when its xi is below this, null for no bound.
         high: A token goes when its xi is above this, null for no bound.
+        level: The bounds hold for the xi of each ``token``, or for a whole sequence: for its product (``sequence``) or
+            its ``geometric`` mean over the tokens.
 
     Raises:
         ValueError: If a bound is out of range.
     """
 
-    def __init__(self, threshold: float | None = 1e-4, low: float | None = None, high: float | None = None) -> None:
+    def __init__(
+        self,
+        threshold: float | None = 1e-4,
+        low: float | None = None,
+        high: float | None = None,
+        level: Literal["token", "sequence", "geometric"] = "token",
+    ) -> None:
         super().__init__()
-        self.threshold = threshold
+        self.threshold, self.level = threshold, level
         self.bounds = None if low is high is None else (low or 0.0, math.inf if high is None else high)
         if threshold is not None:
             reject_sequences(*NO_TOKENS, threshold)
         if self.bounds is not None:
-            mask_tokens(*NO_TOKENS, *self.bounds)
+            self._within(*NO_TOKENS)
+        elif level != "token":
+            raise ValueError(f"level={level!r} needs a bound: give low or high.")
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         """Multiply ``keep`` by what remains."""
@@ -51,5 +63,12 @@ class SparsityAwareRejection(CorrectionCallback):
         if self.threshold is not None:
             keep = keep & reject_sequences(log_ratio, mask, self.threshold)[:, None]
         if self.bounds is not None:
-            keep = keep & mask_tokens(log_ratio, mask, *self.bounds)
+            keep = keep & self._within(log_ratio, mask)
         rollout.keep = keep
+
+    def _within(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) or (B, 1) bool: what is inside the bounds."""
+        assert self.bounds is not None
+        if self.level == "token":
+            return mask_tokens(log_ratio, mask, *self.bounds)
+        return mask_sequences(log_ratio, mask, *self.bounds, self.level)[:, None]

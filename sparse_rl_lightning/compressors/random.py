@@ -24,8 +24,7 @@ class RandomEviction(Compressor):
     def score(self, layer: LayerState) -> Tensor:
         """The lot of each token: (S, H, N) in (0, 1)."""
         heads = torch.arange(layer.positions.shape[1], device=layer.positions.device)
-        keys = layer.sequence_keys[:, None, None].expand_as(layer.positions)
-        if layer.prompt_keys is not None:  # a prompt may be compressed before its samples begin
-            in_prompt = layer.positions < layer.prompt_lengths[:, None, None]
-            keys = torch.where(in_prompt, layer.prompt_keys[:, None, None], keys)
+        # a prompt may be compressed before its samples begin
+        in_prompt = layer.positions < layer.prompt_lengths[:, None, None]
+        keys = torch.where(in_prompt, layer.prompt_keys[:, None, None], layer.sequence_keys[:, None, None])
         return hash_uniform(keys, layer.layer_index, heads[:, None], layer.positions)

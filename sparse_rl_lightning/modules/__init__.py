@@ -1,12 +1,16 @@
 """The LightningModules: what happens to a batch of prompts between the loader and the loss."""
 
+from sparse_rl_lightning.modules.learner import Learner
+from sparse_rl_lightning.modules.lora import LoraPolicy
 from sparse_rl_lightning.modules.policy import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
 
 __all__ = [
+    "Learner",
     "LoadedPolicy",
+    "LoraPolicy",
     "PolicySource",
     "PretrainedPolicy",
     "ReplayGRPO",

@@ -104,7 +104,7 @@ class PolicyModule(LightningModule):
         """Write policy and tokenizer as a plain Hugging Face folder (safetensors)."""
         assert self.policy is not None
         assert self.tokenizer is not None
-        self.policy.save_pretrained(folder)
+        self.policy_source.exported(self.policy).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.modules.objective import Items
+from sparse_rl_lightning.modules.packing import pack, token_counts, trimmed
 from sparse_rl_lightning.ops.random import hash_bits
 from sparse_rl_lightning.types import Rollout
 
@@ -24,6 +25,8 @@ class BlockPlan:
         steps_per_generation: Micro-batches the rollout is cut into.
         num_iterations: Passes over the rollout.
         accumulate: Lightning's ``accumulate_grad_batches``.
+        packs: Share the sequences of an optimiser step among its micro-batches by tokens instead of by number. No
+            micro-batch is empty, and the loss of the step is the same.
 
     Raises:
         ValueError: If a division leaves a rest.
@@ -34,6 +37,7 @@ class BlockPlan:
     steps_per_generation: int
     num_iterations: int
     accumulate: int
+    packs: bool = False
 
     def __post_init__(self) -> None:
         if self.sequences % self.steps_per_generation:
@@ -71,10 +75,11 @@ class BlockPlan:
         return self.micro_batches // self.accumulate
 
     def __str__(self) -> str:
+        share = "on average" if self.packs else "each"
         return (
             f"{self.prompts} prompts x {self.num_generations} generations = {self.steps_per_generation} micro-batches "
-            f"x {self.micro_batch} sequences; {self.num_iterations} pass(es), {self.accumulate} micro-batch(es) per "
-            f"optimiser step: {self.optimizer_steps} optimiser step(s) per rollout"
+            f"of {self.micro_batch} sequences {share}; {self.num_iterations} pass(es), {self.accumulate} "
+            f"micro-batch(es) per optimiser step: {self.optimizer_steps} optimiser step(s) per rollout"
         )
 
 
@@ -101,7 +106,7 @@ class RolloutBlock:
     ) -> None:
         self.plan, self.rollout, self.index, self.seed, self.cursor = plan, rollout, index, seed, cursor
         self._count = count
-        self._items: Items | None = None  # of the optimiser step in progress
+        self._step: tuple[list[Tensor], Items] | None = None  # the optimiser step in progress
 
     @property
     def is_spent(self) -> bool:
@@ -110,13 +115,13 @@ class RolloutBlock:
 
     def next(self) -> tuple[Rollout, Items]:
         """The next micro-batch, and the items of the optimiser step it belongs to, counted once per step."""
-        rows, size, accumulate = self._order(), self.plan.micro_batch, self.plan.accumulate
-        if self._items is None or self.cursor % accumulate == 0:
-            start = self.cursor - self.cursor % accumulate
-            self._items = self._count(self.rollout[rows[start * size : (start + accumulate) * size]])
-        own = rows[self.cursor * size : (self.cursor + 1) * size]
+        turn = self.cursor % self.plan.accumulate
+        if self._step is None or turn == 0:
+            self._step = self._begin(self.cursor - turn)
+        shares, items = self._step
         self.cursor += 1
-        return self.rollout[own], self._items
+        part = self.rollout[shares[turn]]
+        return (trimmed(part) if self.plan.packs else part), items
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -126,6 +131,16 @@ class RolloutBlock:
     def from_state(cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Items]) -> Self:
         """The block whose :meth:`state` this is."""
         return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
+
+    def _begin(self, start: int) -> tuple[list[Tensor], Items]:
+        """The sequences of every micro-batch of the optimiser step that begins at ``start``, and the step's items."""
+        size, accumulate = self.plan.micro_batch, self.plan.accumulate
+        rows = self._order()[start * size : (start + accumulate) * size]
+        window = self.rollout[rows]
+        if not self.plan.packs:
+            return list(torch.split(rows, size)), self._count(window)
+        bins = pack(token_counts(window), accumulate)
+        return [rows[torch.tensor(members, device=rows.device)] for members in bins], self._count(window)
 
     def _order(self) -> Tensor:
         """Sequence numbers of all passes, one after the other, each pass shuffled anew."""

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
+from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Objective
 from sparse_rl_lightning.modules.partial import PartialRollouts, check_storable
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
@@ -26,6 +27,7 @@ class BlockModule(GenerationModule):
         steps_per_generation: As in SparseGRPO.
         num_iterations: As in SparseGRPO.
         oversampling: As in SparseGRPO.
+        learner: As in SparseGRPO.
         partial: None draws every rollout to its end.
         **options: Arguments of GenerationModule.
 
@@ -43,6 +45,7 @@ class BlockModule(GenerationModule):
         steps_per_generation: int,
         num_iterations: int,
         oversampling: float,
+        learner: Learner | None,
         partial: PartialRollouts | None,
         **options: Any,
     ) -> None:
@@ -56,6 +59,7 @@ class BlockModule(GenerationModule):
         self.steps_per_generation = steps_per_generation
         self.num_iterations = num_iterations
         self.oversampling = oversampling
+        self.learner = learner or Learner()
         self.partial = partial
         self.block: RolloutBlock | None = None
         self.num_rollouts = 0
@@ -75,8 +79,9 @@ class BlockModule(GenerationModule):
             ValueError: If a division leaves a rest.
         """
         return BlockPlan(
-            num_prompts, self.num_generations, self.steps_per_generation, self.num_iterations, self._accumulate
-        )
+            num_prompts, self.num_generations, self.steps_per_generation, self.num_iterations, self._accumulate,
+            self.learner.packs,
+        )  # fmt: skip
 
     def draw(self, rows: Rows) -> ScoredRollout:
         """The next rollout: of these rows, or in partial rollouts of those whose samples have all ended by now."""

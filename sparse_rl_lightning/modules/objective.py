@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from sparse_rl_lightning.corrections import normalize_weights
+from sparse_rl_lightning.corrections import normalize_weights, off_policy_sequences
 from sparse_rl_lightning.losses import (
     Denominator,
     ImportanceSamplingLevel,
@@ -49,6 +49,8 @@ class Objective:
     kl_on: Literal["completion", "kept"]
     max_completion_length: int
     mask_truncated_completions: bool
+    off_policy_delta: float | None = None  # of off-policy sequence masking, set by the callback OPSM
+    off_policy_reference: Literal["old", "sampler"] = "old"
 
     def __post_init__(self) -> None:
         if self.beta < 0:
@@ -87,7 +89,7 @@ class Objective:
             part.old_logprobs,
             part.advantages,
             mask,
-            keep=part.keep,
+            keep=self._keep(part, mask, logprobs),
             weights=self._weights(part, mask),
             loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
@@ -119,6 +121,16 @@ class Objective:
         )
         metrics = {**output.metrics, "kl": penalty.detach().sum() / mask.sum().clamp(min=1)}
         return LossOutput(output.loss + self.beta * term, metrics)
+
+    def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
+        """What rejection left, less the sequences that the learner has moved away from; divisors ignore these."""
+        if self.off_policy_delta is None:
+            return part.keep
+        reference = part.sparse_logprobs if self.off_policy_reference == "sampler" else part.old_logprobs
+        assert reference is not None
+        assert part.advantages is not None
+        near = off_policy_sequences(logprobs, reference, part.advantages, mask, self.off_policy_delta)[:, None]
+        return mask & near if part.keep is None else part.keep & near
 
     def _weights(self, part: Rollout, mask: Tensor) -> Tensor | None:
         if part.weights is None or part.weight_reference is None:

@@ -24,6 +24,10 @@ class PolicySource(ABC):
         """A second model with the initial weights, frozen. Called before training begins."""
         return freeze(self.load()[0])
 
+    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The trained model in the form that is saved as a plain Hugging Face folder."""
+        return model
+
 
 class PretrainedPolicy(PolicySource):
     """A model folder in Hugging Face's format, or a name on its hub.

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.modules.objective import Items
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.rollout.preparation import eval_mode
-from sparse_rl_lightning.rollout.replay import replay_statistics
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
 ReplayObjective = Literal["sparse", "dense", "mixed"]
@@ -106,10 +105,10 @@ class ReplayGRPO(SparseGRPO):
         replayed, _ = self._replayed(self.dense_policy, part)
         own = replace(part, old_logprobs=part.replay_logprobs, keep=None, weights=None, weight_reference=None)
         # nothing is rejected in the sparse term, so everything counts
-        term = replace(self.objective, beta=0.0)(own, Items(items.everything, None), replayed)
+        term = replace(self.objective, beta=0.0, off_policy_delta=None)(own, Items(items.everything, None), replayed)
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
         loss = self.alpha * term.loss + (1 - self.alpha) * output.loss
         return LossOutput(loss, {**output.metrics, **metrics})
 
     def _replayed(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        return replay_statistics(policy, part, self.temperature or 1.0)
+        return self.learner.logprobs(policy, part, self.temperature or 1.0, replay=True)

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages, informative_groups
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.block import RolloutBlock
 from sparse_rl_lightning.modules.block_module import BlockModule
+from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
 from sparse_rl_lightning.modules.policy import PolicySource
@@ -80,6 +80,7 @@ class SparseGRPO(BlockModule):
             whose rewards differ. 1 is off.
         rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
             mismatch metrics, with one optimiser step per rollout, may switch it off.
+        learner: Packing by tokens, and memory and precision of the learner's passes.
         val_max_completion_length: Of validation, null for the same.
         seed: Of the rollouts and of the order of micro-batches.
         optimizer: Makes the optimiser from the parameters.
@@ -131,6 +132,7 @@ class SparseGRPO(BlockModule):
         mask_truncated_completions: bool = False,
         oversampling: float = 1.0,
         rescore: bool = True,
+        learner: Learner | None = None,
         val_max_completion_length: int | None = None,
         seed: int = 0,
         optimizer: OptimizerCallable = default_optimizer,
@@ -158,7 +160,7 @@ class SparseGRPO(BlockModule):
                 mask_truncated_completions=mask_truncated_completions,
             ),
             steps_per_generation=steps_per_generation, num_iterations=num_iterations, oversampling=oversampling,
-            partial=None if partial_rollout_steps is None else PartialRollouts(
+            learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
                 partial_rollout_steps, partial_checkpoint
             ),
             val_max_completion_length=val_max_completion_length, optimizer=optimizer, lr_scheduler=lr_scheduler,
@@ -266,7 +268,7 @@ class SparseGRPO(BlockModule):
         return rollout[(groups[:, None] * self.num_generations + members).flatten()]
 
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        return sequence_logprobs(policy, part.sequences, part.completion_mask, self.temperature or 1.0)
+        return self.learner.logprobs(policy, part, self.temperature or 1.0)
 
     def _log_rollout(self, scored: ScoredRollout) -> None:
         own = {} if self.partial is None else self.partial.metrics(scored.rollout)

@@ -33,13 +33,21 @@ def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float
     return replay_statistics(model, rollout, temperature)[0]
 
 
-def replay_statistics(model: PreTrainedModel, rollout: Rollout, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def replay_statistics(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    temperature: float = 1.0,
+    chunk_size: int = 512,
+    head_in_float32: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies under the sampler's own evictions, as ``sequence_logprobs`` without them.
 
     Args:
         model: The policy.
         rollout: Sequences with their evictions.
         temperature: The sampler's temperature, 1 for greedy rollouts.
+        chunk_size: As in ``sequence_logprobs``.
+        head_in_float32: As in ``sequence_logprobs``.
 
     Returns:
         Two (B, T) tensors with gradient, 0 outside the completions.
@@ -57,8 +65,9 @@ def replay_statistics(model: PreTrainedModel, rollout: Rollout, temperature: flo
         )
     with attention_implementation(model, REPLAY):
         return sequence_logprobs(
-            model, rollout.sequences, rollout.completion_mask, temperature, death=rollout.evictions.death
-        )
+            model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
+            death=rollout.evictions.death,
+        )  # fmt: skip
 
 
 def drawn_by_several(rollout: Rollout) -> Tensor:

@@ -83,6 +83,7 @@ def random_layer(
         queries=queries.masked_fill((ring < 0)[:, None, :, None], torch.nan).to(dtype),
         query_positions=ring,
         sequence_keys=torch.tensor([2**62 + 1, -5, 77]),
+        prompt_keys=torch.tensor([3, 2**61, -8]),
         layer_index=1,
         scale=HEAD_DIM**-0.5,
         inv_freq=10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM),

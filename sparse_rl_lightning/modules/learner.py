@@ -1,0 +1,66 @@
+"""Learner: how the dense policy's log-probs are computed, in what precision and in which pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.modules.packing import in_parts
+from sparse_rl_lightning.rollout.replay import replay_statistics
+from sparse_rl_lightning.types import Rollout
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Memory and precision of the learner's forward passes; none of it changes the loss beyond rounding.
+
+    Args:
+        micro_batch_tokens: Null cuts a rollout into micro-batches of as many sequences. A number packs the sequences
+            of every optimiser step into its micro-batches by their tokens, without common padding, and a micro-batch
+            of more tokens than this (rows x longest) goes through the model in parts.
+        head_chunk_size: Tokens whose logits exist at the same time.
+        head_in_float32: Compute logits in float32 whatever the policy is stored in. The sampler does not: what it
+            rounds differently becomes part of the mismatch that is measured.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+
+    micro_batch_tokens: int | None = None
+    head_chunk_size: int = 512
+    head_in_float32: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_tokens", "head_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"learner.{name} must be at least 1, got {name}={value}.")
+
+    @property
+    def packs(self) -> bool:
+        """Whether micro-batches are packed by tokens."""
+        return self.micro_batch_tokens is not None
+
+    def logprobs(
+        self, policy: PreTrainedModel, part: Rollout, temperature: float, replay: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (B, T) of the completion tokens, with ``replay`` under the sampler's evictions.
+
+        Raises:
+            ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.rollout.replay.replay_logprobs`.
+        """
+
+        def compute(rollout: Rollout) -> tuple[Tensor, Tensor]:
+            if replay:
+                return replay_statistics(policy, rollout, temperature, self.head_chunk_size, self.head_in_float32)
+            return sequence_logprobs(
+                policy, rollout.sequences, rollout.completion_mask, temperature, self.head_chunk_size,
+                self.head_in_float32,
+            )  # fmt: skip
+
+        if self.micro_batch_tokens is None:
+            return compute(part)
+        return in_parts(compute, part, self.micro_batch_tokens)

@@ -1,0 +1,178 @@
+"""Adapters: what trains, what the reference is, and that sampler and learner see the same adapted model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tiny_run import config, write
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.compressors import RKV, FullKV
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.modules import LoraPolicy, SparseGRPO, TinyPolicy
+
+TINY = TinyPolicy(alphabet="abcdefgh", hidden_size=32, num_layers=2)
+
+
+class Untied(TinyPolicy):
+    """With an output head of its own."""
+
+    def load(self) -> Any:
+        model, tokenizer = super().load()
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        return model, tokenizer
+
+
+UNTIED = Untied(alphabet="abcdefgh", hidden_size=32, num_layers=2)
+PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 3, 4], [5]]
+
+
+def source(**options: Any) -> LoraPolicy:
+    pytest.importorskip("peft", reason="peft is an extra")
+    below = UNTIED if "lm_head" in options.get("target_modules", "") else TINY
+    return LoraPolicy(below, **{"r": 2, **options})
+
+
+def perturbed(model: PreTrainedModel) -> PreTrainedModel:
+    """Adapters as if trained: fresh ones add nothing."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    sequences = torch.randint(2, 10, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[:, :2] = False
+    return sequences, mask
+
+
+def test_only_adapters_train_and_fresh_ones_change_nothing() -> None:
+    model, _ = source().load()
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(names) == 2 * 2 * 7  # A and B of seven projections in two layers
+    assert all("lora_" in name for name in names)
+    with torch.no_grad():
+        found, expected = (sequence_logprobs(m, *tokens())[0] for m in (model, TINY.load()[0]))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], ["v_proj", "lm_head"]])
+def test_the_sampler_and_the_learner_see_the_adapted_model(targets: Any) -> None:
+    model = perturbed(source(target_modules=targets).load()[0]).eval()
+    params = SamplingParams(num_generations=2, max_completion_length=12, seed=3)
+    rollout = RolloutSampler(model, FullKV(), num_slots=4).generate(PROMPTS, params)
+    with torch.no_grad():
+        learner, _ = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)
+        logits = model(rollout.sequences).logits[:, :-1].log_softmax(-1)
+    plain = logits.gather(-1, rollout.sequences[:, 1:, None]).squeeze(-1)
+    plain = torch.where(rollout.completion_mask[:, 1:], plain, 0.0)
+    torch.testing.assert_close(rollout.sampler_logprobs[:, 1:], plain, atol=2e-5, rtol=0)
+    torch.testing.assert_close(learner[:, 1:], plain, atol=2e-5, rtol=0)
+    with torch.no_grad():
+        unadapted, _ = sequence_logprobs(TINY.load()[0], rollout.sequences, rollout.completion_mask)
+    assert (unadapted - learner).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "lm_head"]])
+def test_the_reference_is_the_model_without_adapters(targets: Any) -> None:
+    policy = source(target_modules=targets)
+    model = perturbed(policy.load()[0]).train()
+    reference = policy.load_reference()
+    with torch.no_grad():
+        before = sequence_logprobs(model, *tokens())[0]
+        found = sequence_logprobs(reference, *tokens())[0]
+        after = sequence_logprobs(model, *tokens())[0]
+        expected = sequence_logprobs(TINY.load()[0], *tokens())[0]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert torch.equal(before, after)
+    assert (before - found).abs().max() > 0.01
+    assert model.training
+
+
+class Rows(PromptDataModule):
+    """Four prompts."""
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [{"prompt": text} for text in ("ab", "cde", "f", "ghab")]
+
+    val_rows = train_rows
+
+
+def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    return [text.count("a") / 10 for text in completions]
+
+
+def test_training_moves_adapters_only_and_exports_a_plain_model(tmp_path: Path) -> None:
+    grpo = SparseGRPO(
+        source(), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a, num_generations=4,
+        max_completion_length=12, beta=0.1, seed=3, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    )  # fmt: skip
+    grpo.configure_model()
+    before = {name: parameter.detach().clone() for name, parameter in grpo.policy.named_parameters()}
+    trainer = Trainer(
+        accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=4))
+    moved = {name for name, p in grpo.policy.named_parameters() if not torch.equal(p, before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    assert trainer.callback_metrics["kl"] > 0  # to the model with adapters off
+
+    grpo.export(tmp_path)
+    assert not (tmp_path / "adapter_config.json").exists()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not [name for name, _ in plain.named_parameters() if "lora" in name]
+    with torch.no_grad():
+        found, expected = (sequence_logprobs(m, *tokens())[0] for m in (plain, grpo.policy.eval()))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_adapters_that_would_train_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lora_alpha above 0.*lora_alpha=0"):
+        LoraPolicy(TINY, lora_alpha=0)
+    with pytest.raises(ValueError, match=r"r must be at least 1.*r=0"):
+        LoraPolicy(TINY, r=0)
+    with pytest.raises(ValueError, match=r"\['q_porj'\] would train nothing.*'q_proj'"):
+        source(target_modules=["q_porj", "v_proj"]).load()
+    with pytest.raises(ValueError, match="an empty list would train nothing"):
+        source(target_modules=[]).load()
+    with pytest.raises(ValueError, match="share one weight"):
+        LoraPolicy(TINY, target_modules=["lm_head"]).load()
+
+
+def test_adapters_from_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
+    monkeypatch.chdir(tmp_path)
+    values = config(max_steps=2)
+    below = values["model"]["init_args"]["policy"]
+    values["model"]["init_args"] |= {
+        "policy": {"class_path": "LoraPolicy", "init_args": {"policy": below, "r": 4}}, "beta": 0.1,
+        "learner": {"micro_batch_tokens": 64, "head_in_float32": True},
+    }  # fmt: skip
+    cli = main(["fit", "--config", write(values)])
+    assert cli.trainer.global_step == 2
+    assert cli.model.policy_source.options["r"] == 4
+    assert (cli.model.learner.packs, cli.model.learner.head_in_float32) == (True, True)
+    resumed = main(["fit", "--config", write(values), "--trainer.max_steps=3", "--ckpt_path=last"])
+    assert resumed.trainer.global_step == 3
+
+
+def test_a_missing_peft_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"pip install 'sparse-rl-lightning\[lora\]'"):
+        LoraPolicy(TINY).load()
