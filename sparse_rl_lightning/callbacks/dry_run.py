@@ -86,6 +86,7 @@ def _rehearse(trainer: Trainer, module: SparseGRPO, num_prompts: int) -> None:
                 case.update,
                 f"Raise model.steps_per_generation (now {module.steps_per_generation}) and with it "
                 f"trainer.accumulate_grad_batches ({trainer.accumulate_grad_batches}), lower "
+                f"model.learner.micro_batch_tokens ({module.learner.micro_batch_tokens or 'null'}) or "
                 f"model.max_completion_length ({module.sampling.max_completion_length}), or set model.keep_pool to "
                 f"false (now {str(options.keep_pool).lower()})",
             ),
