@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.modules.largest_case import LargestCase
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
-from sparse_rl_lightning.modules.worst_case import WorstCase
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
@@ -63,7 +63,7 @@ class DryRun(Callback):
 
 
 def _rehearse(trainer: Trainer, module: SparseGRPO, num_prompts: int) -> None:
-    case = WorstCase(module, num_prompts)
+    case = LargestCase(module, num_prompts)
     fresh = [optimizer for optimizer in trainer.optimizers if not optimizer.state]
     compressor, options = module.compressor, module.sampler_options
     kept = f"budget {compressor.budget} and buffer {compressor.buffer}" if compressor.evicts else "all tokens kept"
@@ -86,6 +86,7 @@ def _rehearse(trainer: Trainer, module: SparseGRPO, num_prompts: int) -> None:
                 case.update,
                 f"Raise model.steps_per_generation (now {module.steps_per_generation}) and with it "
                 f"trainer.accumulate_grad_batches ({trainer.accumulate_grad_batches}), lower "
+                f"model.learner.micro_batch_tokens ({module.learner.micro_batch_tokens or 'null'}) or "
                 f"model.max_completion_length ({module.sampling.max_completion_length}), or set model.keep_pool to "
                 f"false (now {str(options.keep_pool).lower()})",
             ),

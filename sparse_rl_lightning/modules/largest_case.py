@@ -23,7 +23,7 @@ class _Enough(Exception):
     """Ends a rollout that has shown what it needs."""
 
 
-class WorstCase:
+class LargestCase:
     """Full slots with the longest training prompt, and a micro-batch of nothing but longest sequences.
 
     Args:
