@@ -1,8 +1,9 @@
 """Times whole rollouts and single decode steps against transformers and against what the machine allows.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/rollout.py [--device cpu] [--threads 2] [--rounds 3] [--save DIR]
+    python benchmarks/rollout.py [--device cpu] [--threads 2] [--rounds 3] [--save DIR]
 
-Everything goes through the public classes. Contenders take turns within every round, so a busy machine slows all of
+On an idle machine leave OMP_WAIT_POLICY alone: with PASSIVE every small product wakes its threads anew, and a step of
+the engine takes twice as long. Everything goes through the public classes. Contenders take turns within every round, so a busy machine slows all of
 them; times are medians over the rounds, ratios medians of the rounds' ratios.
 
 On a CPU (some half an hour; ``--parts`` runs some of them):
