@@ -3,8 +3,8 @@
     python benchmarks/rollout.py [--device cpu] [--threads 2] [--rounds 3] [--save DIR]
 
 On an idle machine leave OMP_WAIT_POLICY alone: with PASSIVE every small product wakes its threads anew, and a step of
-the engine takes twice as long. Everything goes through the public classes. Contenders take turns within every round, so a busy machine slows all of
-them; times are medians over the rounds, ratios medians of the rounds' ratios.
+the engine takes twice as long. Everything goes through the public classes. Contenders take turns within every round,
+so a busy machine slows all of them; times are medians over the rounds, ratios medians of the rounds' ratios.
 
 On a CPU (some half an hour; ``--parts`` runs some of them):
 speed: equal work for sparse and full cache, ``model.generate`` and ``generate_batch``, beside the bound; then the same
