@@ -134,7 +134,7 @@ class Rollout:
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on ``device``."""
-        return self.from_state(_map_tensors(self.state(), lambda t: t.to(device)))
+        return self.from_state(tensors_to(self.state(), device))
 
     def state(self) -> dict[str, Any]:
         """Plain dictionaries of tensors and integers, fit for a checkpoint that is read with ``weights_only``."""
@@ -184,11 +184,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _map_tensors(state: dict[str, Any], function: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in state.items():
+def tensors_to(state: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """The same dictionary with every tensor on ``device``, those of inner dictionaries too."""
+
+    def moved(value: Any) -> Any:
         if isinstance(value, dict):
-            out[name] = _map_tensors(value, function)
-        else:
-            out[name] = function(value) if isinstance(value, Tensor) else value
-    return out
+            return tensors_to(value, device)
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in state.items()}

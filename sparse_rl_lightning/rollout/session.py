@@ -7,11 +7,7 @@ on with the new weights afterwards; every token remembers which version of the p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.preparation import check_prompts
@@ -20,7 +16,7 @@ from sparse_rl_lightning.rollout.run import Held, Progress
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.workspace import Workspace
-from sparse_rl_lightning.types import Rollout
+from sparse_rl_lightning.types import Rollout, tensors_to
 
 _TRACKS = ("logprobs", "behavior", "held", "versions", "topk_ids", "topk_logprobs", "ends", "finished")
 
@@ -152,7 +148,7 @@ class RolloutSession:
         return {
             "prompts": {number: list(prompt) for number, prompt in run.prompts.items()},
             "keys": dict(run.keys),
-            "ended": {number: _plain(ended) for number, ended in run.ended.items()},
+            "ended": {number: tensors_to(vars(ended), "cpu") for number, ended in run.ended.items()},
             "waiting": waiting,
             "slots": slots,
             "counters": {name: getattr(run, name) for name in _COUNTERS},
@@ -174,14 +170,14 @@ class RolloutSession:
             )
         run.prompts, run.keys = dict(state["prompts"]), dict(state["keys"])
         device = run.plan.end_ids.device
-        run.ended = {number: Ended(**_moved(ended, device)) for number, ended in state["ended"].items()}
+        run.ended = {number: Ended(**tensors_to(ended, device)) for number, ended in state["ended"].items()}
         run.waiting, run.slots, run.read = list(state["waiting"]), {}, {}
         for name, value in state["counters"].items():
             setattr(run, name, value)
         run.tracks.version.fill_(state["version"])
         for slot, content in state["slots"].items():
             run.slots[slot] = Held(**content["held"])
-            run.cache.write(slot, _moved(content["cache"], device))
+            run.cache.write(slot, tensors_to(content["cache"], device))
             for name, row in content["tracks"].items():
                 getattr(run.tracks, name)[slot] = row
         run.free = sorted(set(range(run.plan.num_slots)) - set(run.slots), reverse=True)
@@ -193,23 +189,8 @@ class RolloutSession:
         tracks = {name: getattr(run.tracks, name) for name in _TRACKS}
         # slot by slot to the CPU: a second pool would not fit beside the first
         rows = {name: tensor[slot].to("cpu", copy=True) for name, tensor in tracks.items() if tensor is not None}
-        cache = _moved(run.cache.read(slot), torch.device("cpu"))
+        cache = tensors_to(run.cache.read(slot), "cpu")
         return {"held": vars(run.slots[slot]).copy(), "cache": cache, "tracks": rows}
 
 
 _COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")
-
-
-def _plain(ended: Ended) -> dict[str, Any]:
-    return _moved({f.name: getattr(ended, f.name) for f in fields(ended)}, torch.device("cpu"))
-
-
-def _moved(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """With every tensor on the device, those of inner dictionaries too."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, dict):
-            return _moved(value, device)
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    return {name: moved(value) for name, value in values.items()}
