@@ -80,6 +80,8 @@ class DistillSparse(SparseGRPO):
         if not self.rescore:
             raise ValueError("DistillSparse corrects the policy by its dense log-probs: set model.rescore to true.")
         self.adapter = adapter or SparseAdapter()
+        self._own: list[torch.nn.Parameter] = []  # trained by the policy's objective
+        self._adapter_own: list[torch.nn.Parameter] = []
 
     # ---------------------------------------------------------------- who wears the adapter
 
