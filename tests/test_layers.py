@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rollout",
         "testing",
     ),
-    ("budgets", "compressors"),
+    ("budgets", "compressors", "schedules"),
     ("ops",),
     ("evictions", "types"),
 )

@@ -204,7 +204,7 @@ def held_out_rows(trainer: Trainer, count: int) -> list[dict[str, Any]]:
 def default_title(module: GenerationModule) -> str:
     """Module, compressor and budget."""
     compressor = module.compressor
-    budget = f", budget {compressor.budget} + {compressor.buffer} tokens" if compressor.evicts else ""
+    budget = f", budget {compressor.schedule} + {compressor.buffer} tokens" if compressor.evicts else ""
     return f"{type(module).__name__} with {type(compressor).__name__}{budget}"
 
 

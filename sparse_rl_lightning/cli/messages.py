@@ -15,13 +15,15 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
-from sparse_rl_lightning.budgets import BudgetRule
+from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 
-BASES = (PolicyModule, PromptDataModule, Compressor, BudgetRule, PolicySource, Callback, Logger, Optimizer)
+BASES = (
+    PolicyModule, PromptDataModule, Compressor, BudgetRule, LengthSchedule, PolicySource, Callback, Logger, Optimizer,
+)  # fmt: skip
 """Classes whose subclasses a configuration names."""
 
 NOISE = re.compile(

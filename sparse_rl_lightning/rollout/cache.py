@@ -62,6 +62,7 @@ class PackedPrompts:
     keys: Tensor  # (H, R, D) rotated, of the pools' type
     values: Tensor  # (H, R, D)
     limits: list[int]  # (P) lengths from which on a prompt is compressed in this layer
+    room: list[int]  # (P) tokens that its slot takes afterwards
     mass: list[Tensor] | None = None  # (P) of (H, T): attention each token received, where the compressor has state
 
 
@@ -156,8 +157,10 @@ class SlotCache:
         if self.arenas is not None:
             long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
             if long:
-                room = torch.minimum(budgets, lengths)[long] + compressor.buffer
-                self.arenas.lay_out(slice(layer, layer + 1), slots[long], room[None])
+                room = torch.tensor([prompts.room[i] for i in long], device=device)[:, None]
+                self.arenas.lay_out(
+                    slice(layer, layer + 1), slots[long], (torch.minimum(budgets, lengths)[long] + room)[None]
+                )
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(
             prompts.keys.flatten(0, 1), prompts.values.flatten(0, 1), self.pools.positions,
@@ -181,14 +184,17 @@ class SlotCache:
         self.sequence_keys[slot] = self.prompt_keys[slot] = prompt_key
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
 
-    def compact(self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor) -> None:
-        """Evict all but the best entries of these slots, and make room for ``buffer`` tokens.
+    def compact(
+        self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
+    ) -> None:
+        """Evict all but the best entries of these slots, and make room for the next tokens.
 
         Args:
             slots: Each slot once.
             scores: (L) of (S, H, N) float32, N as large as a layer needs.
             budgets: (L) of (S, H) int32.
             compressor: Says what is pinned.
+            room: Tokens that each slot must take.
         """
         chosen = torch.tensor(slots, device=self.key_pool.device)
         widest = max(layer.shape[-1] for layer in scores)
@@ -197,7 +203,8 @@ class SlotCache:
             torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
         )  # fmt: skip
         if self.arenas is not None:
-            self.arenas.move(chosen, self.lengths[:, chosen] + compressor.buffer, self.state_pool)
+            free = torch.tensor(room, device=chosen.device)[:, None]
+            self.arenas.move(chosen, self.lengths[:, chosen] + free, self.state_pool)
 
     def held(self, slots: Tensor) -> Tensor:
         """(n,) live entries of these slots, a mean over layers and heads."""

@@ -25,6 +25,7 @@ class Reading:
     tokens: list[int]
     slot: int
     limits: list[int]  # (L) from this length on it is compressed at the end
+    room: int  # tokens that its slot takes afterwards
 
 
 def read_prompts(
@@ -120,7 +121,7 @@ class _Pack:
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
             [r.slot for r in self.readings], [len(r.tokens) for r in self.readings], self.starts, keys, values,
-            [r.limits[layer] for r in self.readings], mass or None,
+            [r.limits[layer] for r in self.readings], [r.room for r in self.readings], mass or None,
         )  # fmt: skip
         self.compression.store_prompts(self.cache, layer, packed)
         return out
@@ -168,7 +169,7 @@ class _Chunks:
             kind, first = self.cache.key_pool.dtype, torch.zeros(1, dtype=torch.int64, device=query.device)
             packed = PackedPrompts(
                 [self.reading.slot], [self.stop], first, keys.to(kind), values.to(kind), [self.reading.limits[layer]],
-                None if self._mass is None else [self._mass[layer]],
+                [self.reading.room], None if self._mass is None else [self._mass[layer]],
             )  # fmt: skip
             self.compression.store_prompts(self.cache, layer, packed)
         return out

@@ -208,10 +208,12 @@ class RolloutSampler:
         """A slot that holds any sequence whole costs as much as a full cache."""
         if not self.compressor.evicts or self._warned:
             return
-        room = [min(run.plan.compression.limits(length)) - length for length in set(lengths)]
+        trigger = run.plan.compression.trigger
+        lost = {length: trigger.evicted_from_prompt(length) for length in lengths}
+        room = [0 if any(own) else trigger.room(length, own, prompt_length=length) for length, own in lost.items()]
         if min(room) >= completion:
             self._warned = True
-            capacity = min(run.plan.compression.limits(max(lengths)))
+            capacity = min(trigger.capacities(max(lengths), max(lengths)))
             warnings.warn(
                 f"A slot of {capacity} tokens holds the longest prompt and completion ({max(lengths) + completion} "
                 "tokens) whole: nothing will be evicted. Lower the compressor's budget or buffer to save memory.",

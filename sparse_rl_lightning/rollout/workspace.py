@@ -65,7 +65,8 @@ class Workspace:
         length = longest_prompt + params.max_completion_length + check_every - 1
         slots = min(sampler.num_slots or total, total)
         c, compression = sampler.compressor, Compression(sampler.compressor, geometry.num_layers)
-        capacities, splits = compression.capacities(longest_prompt, length), c.evicts and c.budget_rule.splits_heads
+        capacities = compression.trigger.capacities(longest_prompt, length)
+        splits = c.evicts and c.budget_rule.splits_heads
         size = CacheSize(slots, capacities, c.num_queries, length, c.state_fields, splits)
         if sampler.memory_limit is not None:
             size = self._fit(size, geometry, params, sampler.memory_limit, versioned)
