@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from fractions import Fraction
-from math import ceil
 from typing import Any, get_args
 
 import torch
@@ -14,9 +12,6 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
 from sparse_rl_lightning.ops.select import pinned_entries, select_entries
 from sparse_rl_lightning.types import LayerState
-
-BUDGET_STEP = Fraction(5, 4)
-"""How many times the budget a raised one is."""
 
 
 class Compressor(ABC):
@@ -82,22 +77,21 @@ class Compressor(ABC):
         self.window = window
         self.compress_prompt = compress_prompt
         self.budget_rule = budget_rule or Uniform()
-        self._given_budget = budget
+        self._given_schedule = self.schedule
 
     def raise_budget(self, steps: int) -> None:
-        """Set the budget this many steps above the one given, each a quarter more; samplers follow at their next call.
+        """Set the schedule this many steps above the one given; a sampler sizes its memory by it at its next call.
 
         Args:
-            steps: Counted from the budget that the compressor was made with, so that the same call twice is one.
+            steps: Those of :meth:`LengthSchedule.raised`, from the budget that the compressor was made with: the same
+                call twice is one.
 
         Raises:
             ValueError: If nothing is ever evicted.
         """
         if not self.evicts:
             raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
-        self.budget = self._given_budget
-        for _ in range(steps):
-            self.budget = ceil(self.budget * BUDGET_STEP)
+        self.schedule = self._given_schedule.raised(steps)
 
     @property
     def budget(self) -> int:
