@@ -77,6 +77,21 @@ class Compressor(ABC):
         self.window = window
         self.compress_prompt = compress_prompt
         self.budget_rule = budget_rule or Uniform()
+        self._given_schedule = self.schedule
+
+    def raise_budget(self, steps: int) -> None:
+        """Set the schedule this many steps above the one given; a sampler sizes its memory by it at its next call.
+
+        Args:
+            steps: Those of :meth:`LengthSchedule.raised`, from the budget that the compressor was made with: the same
+                call twice is one.
+
+        Raises:
+            ValueError: If nothing is ever evicted.
+        """
+        if not self.evicts:
+            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
+        self.schedule = self._given_schedule.raised(steps)
 
     @property
     def budget(self) -> int:
