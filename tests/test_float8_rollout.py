@@ -191,12 +191,12 @@ def test_a_saved_session_goes_on_as_if_nothing_had_happened() -> None:
 
 # (k1, k3, 5th percentile of the ratio) of replay to sampler: at most, at most, at least
 BOUNDS = {
-    "tiny": {"bfloat16": (1e-3, 1e-4, 0.98), "fp8": (1e-2, 1e-2, 0.8)},
-    "stories": {"bfloat16": (1e-3, 1e-4, 0.98), "fp8": (1e-2, 1e-2, 0.8)},
+    "tiny": {"bfloat16": (3e-4, 2e-5, 0.985), "fp8": (4e-3, 2e-3, 0.9)},
+    "stories": {"bfloat16": (2e-3, 5e-4, 0.95), "fp8": (4e-2, 4e-2, 0.65)},
 }
 
 
-def noise(policy: PreTrainedModel, kind: str, prompts: list[list[int]], length: int) -> tuple[float, float, float]:
+def noise(policy: PreTrainedModel, kind: str, prompts: list[list[int]], length: int) -> tuple[float, ...]:
     """What MismatchSplit logs as the kernel's part: of the sampler to its replay, evictions left out of account."""
     params = SamplingParams(num_generations=8, max_completion_length=length, seed=5)
     rollout = RolloutSampler(policy, SnapKV(budget=32, buffer=16, window=8), kv_dtype=kind).generate(prompts, params)
@@ -204,9 +204,7 @@ def noise(policy: PreTrainedModel, kind: str, prompts: list[list[int]], length: 
         replayed = replay_logprobs(policy, rollout)
     mask = rollout.completion_mask
     found = mismatch_statistics(consistency_log_ratio(replayed, rollout.sampler_logprobs, mask), mask)
-    k1, k3, p05 = (float(found[f"mismatch/{name}"]) for name in ("kl_k1", "kl_k3", "ratio_p05"))
-    print(f"{type(policy).__name__} {kind}: k1 {k1:.2e}, k3 {k3:.2e}, P5 {p05:.4f}, {int(mask.sum())} tokens")
-    return k1, k3, p05
+    return tuple(float(found[f"mismatch/{name}"]) for name in ("kl_k1", "kl_k3", "ratio_p05"))
 
 
 def check_noise(name: str, policy: PreTrainedModel, prompts: list[list[int]], length: int) -> None:
