@@ -69,7 +69,7 @@ cuda-emulate: $(INSTALLED) ## op tests on the CUDA kernels, emulated on the CPU 
 	$(BIN)/python cuda_ext/emulation/build.py $(EMULATED)
 	cd $(EMULATED) && SPARSE_RL_EMULATED=1 PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q \
 		-p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py tests/test_native_select.py \
-		tests/test_native_device.py
+		tests/test_native_device.py tests/test_float8_ops.py
 
 bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/ops.py

@@ -1,15 +1,17 @@
 // What both kernels of decode_attention share: their arguments, the online softmax, and the merging of a block's parts.
 #pragma once
 
-#include "device.cuh"
+#include "float8.cuh"
 
 namespace sparse_rl {
 
 constexpr int kHeads = 8;  // query heads per pass over the entries
 
-template <class T>
+// T computes, P is kept in the pools.
+template <class T, class P = T>
 struct Attention {
-  const T *query, *key_pool, *value_pool;
+  const T* query;
+  const P *key_pool, *value_pool;
   T* out;
   float *lse, *probs;  // null where not wanted
   int64_t group, dim, max_length, num_probs, pool_rows;
@@ -52,8 +54,8 @@ struct Merge {
   }
 
   // Results of up to eight heads, once the sums are complete.
-  template <class T>
-  SPARSE_RL_DEVICE void finish(const Attention<T>& op, int64_t first, int count, int length) const {
+  template <class T, class P>
+  SPARSE_RL_DEVICE void finish(const Attention<T, P>& op, int64_t first, int count, int length) const {
     const int dim = static_cast<int>(op.dim);
     for (int i = threadIdx.x; i < count * dim; i += kThreads) {
       const int head = i / dim, d = i % dim;
