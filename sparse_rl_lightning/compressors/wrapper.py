@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_queries
 from sparse_rl_lightning.types import LayerState
@@ -45,6 +46,11 @@ class Wrapper(Compressor):
         sizes = {size: getattr(first, size) for size in _SIZES if size != "schedule"}
         super().__init__(first.schedule, **sizes)
         self._parts = list(parts)
+
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        super()._set_budget(budget)
+        for part in getattr(self, "_parts", ()):  # none yet in __init__, where the budget is theirs
+            part._set_budget(budget)
 
     @property
     def num_queries(self) -> int:
