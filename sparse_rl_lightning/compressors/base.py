@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from fractions import Fraction
+from math import ceil
 from typing import Any, get_args
 
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import BudgetRule, Uniform
 from sparse_rl_lightning.ops.select import pinned_entries, select_entries
 from sparse_rl_lightning.types import LayerState
+
+BUDGET_STEP = Fraction(5, 4)
+"""How many times the budget a raised one is."""
 
 
 class Compressor(ABC):
@@ -66,6 +71,22 @@ class Compressor(ABC):
         self.window = window
         self.compress_prompt = compress_prompt
         self.budget_rule = budget_rule or Uniform()
+        self._given_budget = budget
+
+    def raise_budget(self, steps: int) -> None:
+        """Set the budget this many steps above the one given, each a quarter more; samplers follow at their next call.
+
+        Args:
+            steps: Counted from the budget that the compressor was made with, so that the same call twice is one.
+
+        Raises:
+            ValueError: If nothing is ever evicted.
+        """
+        if not self.evicts:
+            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
+        self.budget = self._given_budget
+        for _ in range(steps):
+            self.budget = ceil(self.budget * BUDGET_STEP)
 
     # ---------------------------------------------------------------- what a method declares
 

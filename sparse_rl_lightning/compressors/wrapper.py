@@ -61,6 +61,12 @@ class Wrapper(Compressor):
             if part.state_fields:
                 part.update_state(own, mass)
 
+    def raise_budget(self, steps: int) -> None:
+        """The parts' budgets and this one's."""
+        for part in self._parts:
+            part.raise_budget(steps)
+        super().raise_budget(steps)
+
     def part_scores(self, layer: LayerState) -> list[Tensor]:
         """(S, H, N) of each part, checked as any compressor's."""
         return [part.checked_score(own) for part, own in zip(self._parts, self._own_layers(layer), strict=True)]
