@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("", "__main__", "cli", "doctor"),
     ("callbacks", "data", "modules", "report", "strategies"),
     (
+        "acceptance",
         "advantages",
         "calibration",
         "chunked_head",

@@ -4,8 +4,8 @@ A step of B sequences that read ``entries`` tokens of the cache each takes::
 
     overhead + max(W / bandwidth, 2 P B / flops) + B entries max(kv / bandwidth, 4 layers heads head_dim / flops)
 
-with P weights (W bytes) that a step reads and kv bytes per token of the cache. Kernels are taken to be ideal; what they are not is the
-overhead's part. Compressing and choosing pages cost nothing here.
+with P weights (W bytes) that a step reads and kv bytes per token of the cache. Kernels are taken to be ideal; what they
+are not is the overhead's part. Compressing and choosing pages cost nothing here.
 """
 
 from __future__ import annotations

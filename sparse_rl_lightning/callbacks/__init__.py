@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparse_rl_lightning.callbacks.acceptance_monitor import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.dry_run import DryRun
@@ -21,11 +22,13 @@ from sparse_rl_lightning.callbacks.progress import RolloutProgress
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
 from sparse_rl_lightning.callbacks.summary import RunSummary
+from sparse_rl_lightning.callbacks.tail_guard import TailGuard
 
 __all__ = [
     "MIS",
     "OPSM",
     "TIS",
+    "AcceptanceMonitor",
     "CompletionsTable",
     "DryRun",
     "ExportPolicy",
@@ -40,4 +43,5 @@ __all__ = [
     "SequenceMaskTIS",
     "SequenceTIS",
     "SparsityAwareRejection",
+    "TailGuard",
 ]

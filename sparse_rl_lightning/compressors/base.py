@@ -65,6 +65,23 @@ class Compressor(ABC):
         self._set_budget(budget)
         self.compress_prompt = compress_prompt
         self.budget_rule = budget_rule or Uniform()
+        self._given_schedule = self.schedule
+
+    def raise_budget(self, steps: int) -> None:
+        """Set the budget so many steps above the one given; samplers follow at their next call.
+
+        A step is that of :meth:`LengthSchedule.raised <sparse_rl_lightning.budgets.LengthSchedule.raised>`: the next
+        budget of the schedule, a quarter more for a single number.
+
+        Args:
+            steps: Counted from the budget that the compressor was made with, so that the same call twice is one.
+
+        Raises:
+            ValueError: If nothing is ever evicted.
+        """
+        if not self.evicts:
+            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
+        self._set_budget(self._given_schedule.raised(steps))
 
     @property
     def budget(self) -> int:
@@ -79,6 +96,7 @@ class Compressor(ABC):
         """
         other = copy.deepcopy(self)
         other._set_budget(budget)
+        other._given_schedule = other.schedule
         return other
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules.packing import in_parts
 from sparse_rl_lightning.rollout.replay import replay_statistics
@@ -60,6 +61,20 @@ class Learner:
                 policy, rollout.sequences, rollout.completion_mask, temperature, self.head_chunk_size,
                 self.head_in_float32,
             )  # fmt: skip
+
+        if self.micro_batch_tokens is None:
+            return compute(part)
+        return in_parts(compute, part, self.micro_batch_tokens)
+
+    def acceptance(self, policy: PreTrainedModel, part: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound (B, T) of the acceptance at the completion tokens, without gradient.
+
+        Raises:
+            ValueError: As :func:`~sparse_rl_lightning.acceptance.rollout_acceptance`.
+        """
+
+        def compute(rollout: Rollout) -> tuple[Tensor, Tensor]:
+            return rollout_acceptance(policy, rollout, temperature, self.head_chunk_size, self.head_in_float32)
 
         if self.micro_batch_tokens is None:
             return compute(part)
