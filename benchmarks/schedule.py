@@ -103,7 +103,7 @@ def plan(folder: Path, fixed: int, settings: dict[str, Any], bin_size: int) -> P
     limit = entries_per_token(fixed, lengths, settings)
     targets = sorted({cell.tail for row in table.values() for cell in row if cell is not None}, reverse=True)
     for target in targets:
-        schedule = choose(table, target, bin_size).schedule
+        schedule = choose(table, target, bin_size, monotone=True).schedule
         entries = entries_per_token(schedule, lengths, settings)
         if entries <= limit:
             return Plan(fixed, schedule, target, {"fixed": limit, "schedule": entries})

@@ -118,6 +118,7 @@ def calibrate(
     binning: Binning,
     target: float | None = None,
     check: bool = True,
+    monotone: bool = True,
     told: Told | None = None,
 ) -> Calibration:
     """Measure the tail of the acceptance at every budget and pick the cheapest per bin of lengths.
@@ -129,6 +130,8 @@ def calibrate(
         binning: How tokens are sorted and judged.
         target: The 5th percentile to hold; default 0.86 scaled from Sparrow's ceiling to one's own.
         check: Draw once more under the schedule that was picked, and measure what it holds.
+        monotone: Let no budget be smaller than that of shorter sequences. Evicted tokens do not come back, so a bin that
+            needs little would ruin the next.
         told: Called as the sweep proceeds.
 
     Raises:
@@ -150,7 +153,7 @@ def calibrate(
     num_bins = (sweep.longest - 1) // binning.bin_size + 1
     judged = {name: _cells(acceptances, binning, num_bins) for name, acceptances in found.items()}
     table = {budget: judged[_name(budget)] for budget in methods}
-    choice = choose(table, target, binning.bin_size)
+    choice = choose(table, target, binning.bin_size, monotone)
     checked = None
     if check:
         name = f"{CHECK}_{'_'.join(map(str, (*choice.schedule.starts, *choice.schedule.budgets)))}"[:200]

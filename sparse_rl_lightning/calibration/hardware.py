@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparse_rl_lightning.calibration.shapes import Hardware
-from sparse_rl_lightning.compressors import StreamingLLM
+from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 
@@ -76,7 +76,7 @@ def _step_overhead(device: torch.device, dtype: torch.dtype, num_layers: int) ->
     """Seconds of a decode step of one sequence on a model that hardly computes anything."""
     model = tiny_model(num_layers=num_layers, hidden_size=32, eos_token_id=None)
     model.to(device, dtype)  # type: ignore[arg-type]  # transformers wraps the signature away
-    sampler = RolloutSampler(model, StreamingLLM(32, buffer=2 * STEPS + 8, num_sinks=1, window=1))
+    sampler = RolloutSampler(model, FullKV())
     clock: dict[int, float] = {}
 
     def note(now: Progress) -> None:

@@ -118,7 +118,7 @@ def bootstrap(values: Tensor, owners: Tensor, resamples: int, seed: int) -> tupl
     return float(low), float(high)
 
 
-def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: int) -> Choice:
+def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: int, monotone: bool = False) -> Choice:
     """The cheapest budget that meets the target in every bin of lengths.
 
     A bin that no budget serves gets the largest. A bin without data gets what the next bin with data got, or the last
@@ -128,6 +128,8 @@ def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: 
         table: For every budget a cell per bin, None where there are too few tokens.
         target: The 5th percentile to hold.
         bin_size: Tokens per bin.
+        monotone: No bin gets less than the one before it. For evicting caches: a bin in which little is needed would
+            evict what the next one needs.
 
     Raises:
         ValueError: If no bin has data.
@@ -137,8 +139,9 @@ def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: 
     notes = []
     for number in range(num_bins):
         known = {budget: found for budget in ascending if (found := table[budget][number]) is not None}
+        before = max((b for b in picked if b is not None), default=0) if monotone else 0
         serving = [budget for budget, found in known.items() if found.tail >= target]
-        picked.append(None if not known else min(serving, default=ascending[-1]))
+        picked.append(None if not known else max(before, min(serving, default=ascending[-1])))
         if known and not serving:
             best = max(found.tail for found in known.values())
             notes.append(

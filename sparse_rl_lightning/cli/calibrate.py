@@ -50,6 +50,7 @@ def calibrate(
     min_tokens: PositiveInt = 200,
     target: float | None = None,
     check: bool = True,
+    monotone: bool = True,
     resamples: PositiveInt = 200,
     prompts_per_part: PositiveInt = 64,
     micro_batch: PositiveInt = 8,
@@ -81,6 +82,7 @@ def calibrate(
         min_tokens: A bin with fewer tokens is not judged.
         target: 5th percentile to hold; null for Sparrow's 0.86 scaled from its ceiling of 0.945 to one's own.
         check: Draw once more with the schedule that was picked.
+        monotone: Let no budget be smaller than that of shorter sequences, since what is evicted does not come back.
         resamples: Bootstrap samples behind every confidence interval.
         prompts_per_part: Prompts whose completions are one finished part.
         micro_batch: Sequences per dense forward pass.
@@ -112,7 +114,7 @@ def calibrate(
     sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, options)
     binning = Binning(bin_size, min_tokens, resamples, seed)
     with _bar(1 + len(set(budgets)) + check) as told:
-        found = run_calibration(sweep, compressor, budgets, binning, target, check, told)
+        found = run_calibration(sweep, compressor, budgets, binning, target, check, monotone, told)
     found.write(place)
     _tell(found, place, f"{type(compressor).__name__}, {len(prompts)} prompts x {num_generations}")
     if hardware is not None:
