@@ -130,8 +130,8 @@ def calibrate(
         binning: How tokens are sorted and judged.
         target: The 5th percentile to hold; default 0.86 scaled from Sparrow's ceiling to one's own.
         check: Draw once more under the schedule that was picked, and measure what it holds.
-        monotone: Let no budget be smaller than that of shorter sequences. Evicted tokens do not come back, so a bin that
-            needs little would ruin the next.
+        monotone: Let no budget be smaller than that of shorter sequences. Evicted tokens do not come back, so a bin
+            that needs little would ruin the next.
         told: Called as the sweep proceeds.
 
     Raises:
