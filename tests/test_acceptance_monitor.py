@@ -154,6 +154,23 @@ def test_partial_rollouts_are_measured_where_one_policy_drew_all(tmp_path: Path)
     assert resumed.global_step == 7
 
 
+def test_an_adapter_of_the_sampler_counts_but_not_in_the_ceiling() -> None:
+    pytest.importorskip("peft")
+    from sparse_rl_lightning.modules import DistillSparse
+
+    plain = numbers(fit(sharp(), 1, [AcceptanceMonitor()]))
+    fresh, moved = sharp(kind=DistillSparse), sharp(kind=DistillSparse)
+    at_first = numbers(fit(fresh, 1, [AcceptanceMonitor()]))  # the adapter starts as nothing
+    assert at_first["acceptance/p05"] == pytest.approx(plain["acceptance/p05"], abs=1e-4)
+    moved.configure_model()
+    for name, parameter in moved.policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    with_adapter = numbers(fit(moved, 1, [AcceptanceMonitor()]))
+    assert with_adapter["acceptance/ceiling_p05"] == pytest.approx(1, abs=1e-4)
+    assert with_adapter["acceptance/p05"] < plain["acceptance/p05"] - 0.05
+
+
 def test_what_an_older_policy_began_is_left_out() -> None:
     grpo = sharp(num_slots=5, partial_rollout_steps=4)
     grpo.configure_model()

@@ -29,7 +29,7 @@ PAPER_MODELS = {
 }
 ARMS = ("dense", "naive", "replay", "sparse_rl_official", "sparse_rl_paper")
 CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
-MODULES = {"replay": "ReplayGRPO"}  # of the other arms: SparseGRPO
+MODULES = {"replay": "ReplayGRPO", "distill": "DistillSparse"}  # of the other arms: SparseGRPO
 MAX_SETTINGS = 45  # class names not counted
 MAX_RECIPE_SETTINGS = 40
 RECIPES: dict[str, dict[str, Any]] = {  # and nothing else apart from sparse_rl_paper.yaml

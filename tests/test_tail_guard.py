@@ -15,6 +15,7 @@ from tiny_grpo import Recorder, fit, module, weights
 from tiny_run import config, write
 
 from sparse_rl_lightning.acceptance import tail_target
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, RolloutCallback, TailGuard
 from sparse_rl_lightning.callbacks.acceptance_monitor import TailReport
 from sparse_rl_lightning.callbacks.tail_watch import Limits, TailWatch
@@ -188,6 +189,17 @@ def test_the_budget_is_raised_and_the_memory_planned_anew() -> None:
         "grows from 10 to 13 tokens per layer and head, step 3 of 3.",
         "was raised 3 times already. Raise the budget, or reject more strictly.",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:TailGuard")
+def test_every_budget_of_a_schedule_is_raised_to_the_next() -> None:
+    recorder, grpo = Recorder(), sharp()
+    schedule = LengthSchedule(starts=[0, 12], budgets=[6, 8])
+    grpo.compressor = RandomEviction(budget=schedule, buffer=BUFFER, num_sinks=1, window=2)
+    fit(grpo, 3, guarded("raise", [recorder], max_raises=1, **EAGER))
+    assert grpo.compressor.schedule == schedule.raised(1) == LengthSchedule(starts=[0, 12], budgets=[8, 10])
+    sizes = [scored.rollout.kv.peak_bytes for scored in recorder.scored]
+    assert sizes == [16 * (budget + BUFFER) * BYTES for budget in (8, 10, 10)]
 
 
 def test_a_raised_budget_means_fewer_slots_under_a_memory_limit() -> None:

@@ -87,13 +87,11 @@ def mismatch_split(module: Any, rollout: Rollout) -> dict[str, Tensor]:
     Returns:
         Six scalars by the names in :class:`MismatchSplit`.
     """
-    policy, temperature = module.dense_policy, module.temperature or 1.0
     parts = rollout.parts(module.steps_per_generation)
-    with eval_mode(policy):
-        replay, dense = (
-            torch.cat([module.learner.logprobs(policy, part, temperature, replay)[0] for part in parts])
-            for replay in (True, False)
-        )
+    with eval_mode(module.dense_policy):
+        replay = torch.cat([module.replayed(part)[0] for part in parts])
+        policy, temperature = module.dense_policy, module.temperature or 1.0
+        dense = torch.cat([module.learner.logprobs(policy, part, temperature)[0] for part in parts])
     split = {}
     for name, new, old in (("kernel", replay, rollout.sampler_logprobs), ("compression", dense, replay)):
         mask = rollout.completion_mask

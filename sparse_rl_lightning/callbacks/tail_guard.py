@@ -30,8 +30,8 @@ class TailGuard(RolloutCallback):
     lasts is acted on as ``mode`` says:
 
     - ``warn``: once, until it is gone.
-    - ``raise``: enlarge the compressor's budget by a step, for the next rollout; slots and their memory are planned
-      anew. A resumed run keeps the enlarged budget.
+    - ``raise``: enlarge the compressor's budget by a step of its schedule (a single budget by a quarter), for the next
+      rollout; slots and their memory are planned anew. A resumed run keeps the enlarged budget.
     - ``stop``: end the run after the optimiser step that is due, with a checkpoint ``tail_guard_{rollout}.ckpt``.
 
     Logged: ``guard/tail_margin`` (the worst bin's distance above the target), ``guard/rejection_rate`` (of the window),
@@ -107,13 +107,10 @@ class TailGuard(RolloutCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Give a resumed run the budget that it had."""
         self._stop = False
-        compressor = pl_module.compressor if self.num_raises or self.mode == "raise" else None
-        if compressor is not None and compressor.evicts:
-            compressor.raise_budget(self.num_raises)
-        if self.num_raises:
-            rank_zero_info(
-                f"TailGuard: goes on with the budget that it had raised, {pl_module.compressor.budget} tokens."
-            )
+        if (self.num_raises or self.mode == "raise") and pl_module.compressor.evicts:
+            pl_module.compressor.raise_budget(self.num_raises)
+            budget = pl_module.compressor.budget
+            rank_zero_info(f"TailGuard: the budget is {budget} tokens, raised {self.num_raises} times so far.")
 
     def _check_raisable(self, module: Any) -> None:
         if not module.compressor.evicts:

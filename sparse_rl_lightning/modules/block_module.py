@@ -70,7 +70,12 @@ class BlockModule(GenerationModule):
     @property
     def steps_per_rollout(self) -> int:
         """How many batches the loader must yield per block of prompts."""
-        return self.steps_per_generation * self.num_iterations
+        return self.steps_per_generation * self.num_passes
+
+    @property
+    def num_passes(self) -> int:
+        """How many times a rollout is served from beginning to end."""
+        return self.num_iterations
 
     def plan(self, num_prompts: int) -> BlockPlan:
         """How a rollout of so many prompts becomes optimiser steps.
@@ -79,7 +84,7 @@ class BlockModule(GenerationModule):
             ValueError: If a division leaves a rest.
         """
         return BlockPlan(
-            num_prompts, self.num_generations, self.steps_per_generation, self.num_iterations, self._accumulate,
+            num_prompts, self.num_generations, self.steps_per_generation, self.num_passes, self._accumulate,
             self.learner.packs,
         )  # fmt: skip
 

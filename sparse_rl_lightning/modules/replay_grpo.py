@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -12,7 +11,6 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.modules.objective import Items
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
-from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
 ReplayObjective = Literal["sparse", "dense", "mixed"]
@@ -85,30 +83,22 @@ class ReplayGRPO(SparseGRPO):
     def _rescore(self, scored: ScoredRollout) -> None:
         """Log-probs of the policy before the update: replayed, dense, or both."""
         super()._rescore(scored)
-        if self.replay_objective == "sparse":
-            return  # what was computed is replayed
-        start, rollout = time.perf_counter(), scored.rollout
-        with eval_mode(self.dense_policy):
-            parts = [self._replayed(self.dense_policy, part)[0] for part in rollout.parts(self.steps_per_generation)]
-        rollout.replay_logprobs = torch.cat(parts)
-        scored.seconds["replay"] = time.perf_counter() - start
+        if self.replay_objective != "sparse":  # otherwise what was computed is replayed
+            self._replay_old(scored)
 
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         if self.replay_objective == "sparse":
-            return self._replayed(policy, part)
+            return self.learner.logprobs(policy, part, self.temperature or 1.0, replay=True)
         return super()._logprobs(policy, part)
 
     def _policy_loss(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
         output = super()._policy_loss(part, items, logprobs)
         if self.replay_objective != "mixed":
             return output
-        replayed, _ = self._replayed(self.dense_policy, part)
+        replayed, _ = self.replayed(part)
         own = replace(part, old_logprobs=part.replay_logprobs, keep=None, weights=None, weight_reference=None)
         # nothing is rejected in the sparse term, so everything counts
         term = replace(self.objective, beta=0.0, off_policy_delta=None)(own, Items(items.everything, None), replayed)
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
         loss = self.alpha * term.loss + (1 - self.alpha) * output.loss
         return LossOutput(loss, {**output.metrics, **metrics})
-
-    def _replayed(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        return self.learner.logprobs(policy, part, self.temperature or 1.0, replay=True)

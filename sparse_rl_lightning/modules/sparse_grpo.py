@@ -270,6 +270,18 @@ class SparseGRPO(BlockModule):
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         return self.learner.logprobs(policy, part, self.temperature or 1.0)
 
+    def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (B, T) under the sampler's own evictions, with gradient."""
+        return self.learner.logprobs(self.dense_policy, part, self.temperature or 1.0, replay=True)
+
+    def _replay_old(self, scored: ScoredRollout) -> None:
+        """Log-probs of the sparse policy, by the learner's own kernels."""
+        start, rollout = time.perf_counter(), scored.rollout
+        with torch.no_grad(), eval_mode(self.dense_policy):
+            parts = [self.replayed(part)[0] for part in rollout.parts(self.steps_per_generation)]
+        rollout.replay_logprobs = torch.cat(parts)
+        scored.seconds["replay"] = time.perf_counter() - start
+
     def _log_rollout(self, scored: ScoredRollout) -> None:
         own = {} if self.partial is None else self.partial.metrics(scored.rollout)
         self.log_dict(rollout_metrics(scored) | own, batch_size=len(scored.completions), sync_dist=True)
