@@ -301,3 +301,5 @@ def test_the_machine_is_measured(
     assert 1e7 < found.flops < 1e15
     assert 1e-5 < found.step_overhead < 10
     assert "ms per decode step of 2 layers without work. Written: hardware.json" in capsys.readouterr().out
+    assert run_console(monkeypatch, "calibrate", "--hardware=own.json", "--num_layers=1") is None
+    assert Hardware.from_file("own.json").flops > 1e7

@@ -131,8 +131,8 @@ def main(args: Sequence[str]) -> Calibration | None:
     Raises:
         ValueError: As :func:`calibrate`.
     """
-    if "--hardware" in args:
-        auto_cli(hardware, args=_file_first(args), **PARSER)
+    if any(argument.partition("=")[0] == "--hardware" for argument in args):
+        auto_cli(hardware, args=with_file(args), **PARSER)
         return None
     try:
         return auto_cli(calibrate, args=list(args), **PARSER)  # type: ignore[no-any-return]
@@ -159,20 +159,22 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
     )
 
 
+def with_file(args: Sequence[str]) -> list[str]:
+    """``--hardware`` may stand alone; then it writes ``hardware.json``."""
+    given = list(args)
+    if "--hardware" not in given:  # --hardware=FILE
+        return given
+    place = given.index("--hardware")
+    if place + 1 == len(given) or given[place + 1].startswith("-"):
+        given.insert(place + 1, HARDWARE)
+    return given
+
+
 # ---------------------------------------------------------------- inside
 
 
 def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _file_first(args: Sequence[str]) -> list[str]:
-    """``--hardware`` may stand alone; then it writes ``hardware.json``."""
-    given = list(args)
-    place = given.index("--hardware")
-    if place + 1 == len(given) or given[place + 1].startswith("-"):
-        given.insert(place + 1, HARDWARE)
-    return given
 
 
 @contextmanager
