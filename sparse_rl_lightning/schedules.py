@@ -15,7 +15,7 @@ from importlib import resources
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import yaml
@@ -73,6 +73,12 @@ class LengthSchedule:
     def constant(cls, budget: int) -> LengthSchedule:
         """The same budget for every length."""
         return LengthSchedule([0], [budget])
+
+    @classmethod
+    def of_bins(cls, budgets: Sequence[int], bin_size: int) -> LengthSchedule:
+        """One budget for each bin of ``bin_size`` tokens, equal neighbours as one step."""
+        changes = [i for i, budget in enumerate(budgets) if i == 0 or budget != budgets[i - 1]]
+        return LengthSchedule([i * bin_size for i in changes], [budgets[i] for i in changes])
 
     @classmethod
     def from_file(cls, path: str | Path) -> LengthSchedule:
@@ -227,8 +233,8 @@ class PublishedSchedule(LengthSchedule):
                 f"{budgets[-1]}, is used behind them.",
                 stacklevel=2,
             )
-        changes = [i for i, budget in enumerate(budgets) if i == 0 or budget != budgets[i - 1]]
-        super().__init__([i * found["bin_size"] for i in changes], [budgets[i] for i in changes])
+        steps = self.of_bins(budgets, found["bin_size"])
+        super().__init__(list(steps.starts), list(steps.budgets))
         self.name = name
 
 

@@ -20,7 +20,8 @@ from sparse_rl_lightning.modules.block import BlockPlan
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
+OTHERS = {"calibrate"}  # not of `fit`: see test_calibrate.py
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("**/*.yaml") if path.stem not in OTHERS)
 PAPER_MODELS = {
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B",
     "qwen2.5-3b": "Qwen/Qwen2.5-3B",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tiny_run import config, run_console, write
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid, PublishedSchedule, ScheduleFile, Uniform
+from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, PublishedSchedule, Pyramid, ScheduleFile, Uniform
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import H2O, RKV, KNorm, LagKV, Mixture, Protect, SnapKV
 from sparse_rl_lightning.schedules import published_schedules
@@ -48,7 +49,7 @@ def test_the_budget_is_that_of_the_last_start_behind_it(steps: list[tuple[int, i
     assert found.lookup(torch.arange(len(want))).tolist() == want
     assert (found.maximum, found.minimum) == (max(want), min(want))
     assert found.is_constant == (len(set(want)) == 1)
-    assert found.shrinks == any(b < a for a, b in zip(want, want[1:], strict=False))
+    assert found.shrinks == any(b < a for a, b in itertools.pairwise(want))
     assert found.mean([0, len(want)]) == (want[0] + want[-1]) / 2
 
 
@@ -60,7 +61,9 @@ def test_a_raised_schedule_moves_up_its_own_levels(steps: list[tuple[int, int]],
     for _ in range(times):
         levels = sorted(set(before.budgets))
         top = -(-levels[-1] * 5 // 4) if len(levels) == 1 else 2 * levels[-1] - levels[-2]
-        before = LengthSchedule(list(before.starts), [min([b for b in levels if b > old] or [top]) for old in before.budgets])
+        before = LengthSchedule(
+            list(before.starts), [min([b for b in levels if b > old] or [top]) for old in before.budgets]
+        )
     assert after == before
 
 
@@ -86,7 +89,11 @@ def test_files(tmp_path: Path) -> None:
     want.save(path, "measured\nby hand")
     assert path.read_text().startswith("# measured\n# by hand\n")
     assert LengthSchedule.from_file(path) == ScheduleFile(str(path)) == want
-    for text in ("[[0, 12], [30, 20]]", "starts: [0, 30]\nbudgets: [12, 20]", json.dumps({"pairs": [[0, 12], [30, 20]]})):
+    for text in (
+        "[[0, 12], [30, 20]]",
+        "starts: [0, 30]\nbudgets: [12, 20]",
+        json.dumps({"pairs": [[0, 12], [30, 20]]}),
+    ):
         path.write_text(text)
         assert LengthSchedule.from_file(path) == want
     with pytest.raises(ValueError, match=r"there is no schedule at .*gone.*sparse-rl calibrate"):
@@ -110,7 +117,7 @@ def test_published_schedules() -> None:
         assert bool(caught) == (not name.endswith("0.86"))
     with pytest.warns(UserWarning, match=r"qwen3-1.7b-0.75 is known up to 18000 tokens only; its last.* 1536, is used"):
         PublishedSchedule("qwen3-1.7b-0.75")
-    with pytest.raises(ValueError, match=r"one of qwen3-14b-0.86, .*got name='qwen3'"):
+    with pytest.raises(ValueError, match=r"one of qwen3-1.7b-0.75, .*got name='qwen3'"):
         PublishedSchedule("qwen3")
 
 
@@ -136,7 +143,7 @@ def test_a_compressor_is_sized_by_the_maximum() -> None:
 
 
 def test_a_schedule_that_shrinks_is_allowed_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"KNorm: budget=20 to 12|KNorm: budget=12 to 20 by length shrinks"):
+    with pytest.warns(UserWarning, match="KNorm: budget=12 to 20 by length shrinks"):
         KNorm(LengthSchedule([0, 40], [20, 12]), num_sinks=1)
 
 
@@ -211,7 +218,7 @@ def test_a_schedule_in_yaml(folder: Path) -> None:
     for way in ways:
         cli = main(["fit", "--config", write(with_budget(way)), "--trainer.default_root_dir=runs/own"])
         assert cli.model.compressor.schedule == LengthSchedule([0, 16], [10, 12])
-        saved = yaml.safe_load(Path("runs/own/version_0/run_config.yaml").read_text())
+        saved = yaml.safe_load((Path(cli.trainer.log_dir) / "run_config.yaml").read_text())
         again = saved["model"]["init_args"]["compressor"]["init_args"]["budget"]
         assert again["class_path"].endswith(way["class_path"].rpartition(".")[2])
 
@@ -229,7 +236,7 @@ def test_mistakes_in_yaml_are_named(
     for budget, message in [
         ({"class_path": "LenghtSchedule"}, "Did you mean 'LengthSchedule'"),
         ({"class_path": "LengthSchedule", "init_args": {"starts": [5], "budgets": [12]}}, "must begin with 0"),
-        ({"class_path": "PublishedSchedule", "init_args": {"name": "qwen"}}, "one of qwen3-14b-0.86"),
+        ({"class_path": "PublishedSchedule", "init_args": {"name": "qwen"}}, "must be one of qwen3"),
     ]:
         assert run_console(monkeypatch, "fit", "--config", write(with_budget(budget))) in (1, 2)
         assert message in capsys.readouterr().err

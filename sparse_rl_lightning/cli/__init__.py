@@ -1,4 +1,4 @@
-"""The command line: ``sparse-rl fit|validate|test|predict --config FILE``, a plain LightningCLI."""
+"""The command line: ``sparse-rl fit|validate|test|predict --config FILE``, a plain LightningCLI, and ``calibrate``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import write_whole
+from sparse_rl_lightning.cli.calibrate import main as calibrate
 from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, warn_of_earlier_run
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_own, own_error
 from sparse_rl_lightning.cli.quiet import quiet
@@ -114,10 +117,7 @@ def main(args: ArgsType = None) -> LightningCLI:
     Returns:
         The CLI with its ``trainer``, ``model`` and ``datamodule``.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
-    with warnings.catch_warnings():
-        quiet()
+    with _prepared():
         return SparseRLCLI(
             PolicyModule,
             PromptDataModule,
@@ -134,16 +134,30 @@ def main(args: ArgsType = None) -> LightningCLI:
         )
 
 
+@contextmanager
+def _prepared() -> Iterator[None]:
+    """What every command needs: classes of the working directory, and nothing said by other packages' insides."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
+    with warnings.catch_warnings():
+        quiet()
+        yield
+
+
 def console() -> None:
     """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
-    ``sparse-rl doctor`` is answered before any parser is built.
+    ``sparse-rl doctor`` is answered before any parser is built, ``sparse-rl calibrate`` by a parser of its own.
     """
     if sys.argv[1:2] == ["doctor"]:
         doctor.main()
         return
     try:
+        if sys.argv[1:2] == ["calibrate"]:
+            with _prepared():
+                calibrate(sys.argv[2:])
+            return
         main()
     except (ValueError, MisconfigurationException) as error:
         if _wants_traceback() or not (is_own(error) or isinstance(error, MisconfigurationException)):

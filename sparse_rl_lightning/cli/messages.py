@@ -102,7 +102,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _class_names() -> set[str]:
-    names: set[str] = set()
+    names = {base.__name__ for base in BASES if not inspect.isabstract(base)}
     waiting: list[type] = list(BASES)
     while waiting:
         subclasses: list[type] = waiting.pop().__subclasses__()

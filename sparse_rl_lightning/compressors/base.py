@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -52,51 +53,68 @@ class Compressor(ABC):
         budget_rule: BudgetRule | None = None,
     ) -> None:
         name = type(self).__name__
-        if isinstance(budget, int) and budget <= 0:
-            raise ValueError(f"{name}: budget must be a positive number of tokens, got budget={budget}.")
         if buffer < 1:
             raise ValueError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
         if num_sinks < 0 or window < 1:
             raise ValueError(
                 f"{name}: num_sinks must be >= 0 and window >= 1, got num_sinks={num_sinks}, window={window}."
             )
-        self.schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
-        if self.schedule.minimum < num_sinks + window:
-            raise ValueError(
-                f"{name}: budget={self.schedule.minimum} is smaller than num_sinks + window = {num_sinks} + {window} = "
-                f"{num_sinks + window} tokens that are never evicted. Raise budget or lower num_sinks or window."
-            )
-        if self.schedule.shrinks and self.evicts:
-            warnings.warn(
-                f"{name}: budget={budget} shrinks with length. Slots are sized for its maximum all the same, and what "
-                "is evicted does not come back when a sequence grows on.",
-                stacklevel=2,
-            )
         self.buffer = buffer
         self.num_sinks = num_sinks
         self.window = window
+        self._set_budget(budget)
         self.compress_prompt = compress_prompt
         self.budget_rule = budget_rule or Uniform()
         self._given_schedule = self.schedule
 
     def raise_budget(self, steps: int) -> None:
-        """Set the schedule this many steps above the one given; a sampler sizes its memory by it at its next call.
+        """Set the budget so many steps above the one given; samplers follow at their next call.
+
+        A step is that of :meth:`LengthSchedule.raised <sparse_rl_lightning.budgets.LengthSchedule.raised>`: the next
+        budget of the schedule, a quarter more for a single number.
 
         Args:
-            steps: Those of :meth:`LengthSchedule.raised`, from the budget that the compressor was made with: the same
-                call twice is one.
+            steps: Counted from the budget that the compressor was made with, so that the same call twice is one.
 
         Raises:
             ValueError: If nothing is ever evicted.
         """
         if not self.evicts:
             raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
-        self.schedule = self._given_schedule.raised(steps)
+        self._set_budget(self._given_schedule.raised(steps))
 
     @property
     def budget(self) -> int:
         """The largest budget of :attr:`schedule`, by which memory is sized."""
         return self.schedule.maximum
+
+    def with_budget(self, budget: int | LengthSchedule) -> Self:
+        """A copy with another budget.
+
+        Raises:
+            ValueError: If it is smaller than what is never evicted.
+        """
+        other = copy.deepcopy(self)
+        other._set_budget(budget)
+        other._given_schedule = other.schedule
+        return other
+
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        name, pinned = type(self).__name__, self.num_sinks + self.window
+        if isinstance(budget, int) and budget <= 0:
+            raise ValueError(f"{name}: budget must be a positive number of tokens, got budget={budget}.")
+        self.schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
+        if self.schedule.minimum < pinned:
+            raise ValueError(
+                f"{name}: budget={self.schedule.minimum} is smaller than num_sinks + window = {self.num_sinks} + "
+                f"{self.window} = {pinned} tokens that are never evicted. Raise budget or lower num_sinks or window."
+            )
+        if self.schedule.shrinks and self.evicts:
+            warnings.warn(
+                f"{name}: budget={self.schedule} shrinks with length. Slots are sized for the maximum all the same, "
+                "and what is evicted does not come back where the budget grows again.",
+                stacklevel=3,
+            )
 
     # ---------------------------------------------------------------- what a method declares
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_queries
 from sparse_rl_lightning.types import LayerState
@@ -46,6 +47,11 @@ class Wrapper(Compressor):
         super().__init__(first.schedule, **sizes)
         self._parts = list(parts)
 
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        super()._set_budget(budget)
+        for part in getattr(self, "_parts", ()):  # none yet in __init__, where the budget is theirs
+            part._set_budget(budget)
+
     @property
     def num_queries(self) -> int:
         """The most that any part asks for."""
@@ -61,12 +67,6 @@ class Wrapper(Compressor):
         for part, own in zip(self._parts, self._own_layers(layer), strict=True):
             if part.state_fields:
                 part.update_state(own, mass)
-
-    def raise_budget(self, steps: int) -> None:
-        """The parts' budgets and this one's."""
-        for part in self._parts:
-            part.raise_budget(steps)
-        super().raise_budget(steps)
 
     def part_scores(self, layer: LayerState) -> list[Tensor]:
         """(S, H, N) of each part, checked as any compressor's."""
