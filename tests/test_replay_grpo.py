@@ -235,6 +235,22 @@ def test_micro_batches_do_not_change_the_step(objective: str) -> None:
 
 
 @pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+def test_the_order_of_sequences_does_not_change_loss_and_gradient(objective: str) -> None:
+    grpo = module(replay_objective=objective)
+    rollout = part_of(grpo)
+    items = grpo.objective.items(rollout)
+    results = []
+    for order in (torch.arange(len(rollout)), torch.randperm(len(rollout), generator=torch.Generator().manual_seed(0))):
+        for sizes in ([12], [5, 4, 3]):
+            parts = [rollout[rows] for rows in order.split(sizes)]
+            loss = torch.stack([grpo._loss(part, items) for part in parts]).sum()
+            results.append((loss.detach(), gradient(grpo, loss)))
+    assert results[0][1].abs().max() > 1e-2
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
 def test_packing_and_splitting_do_not_change_the_step(objective: str) -> None:
     results = []
     for learner in (None, Learner(10_000), Learner(30, head_chunk_size=5)):
