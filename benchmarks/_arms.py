@@ -88,7 +88,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """Where it writes; another setting is another folder."""
-        name = re.sub(r"\W+", "-", self.arm.label.lower()).strip("-")
+        name = re.sub(r"[^a-z0-9.]+", "-", self.arm.label.lower()).strip("-")
         budgets = "-".join(map(str, self.budgets))
         return self.settings.folder / f"{name}-budget-{budgets}-steps-{self.settings.steps}-seed-{self.seed}"
 

@@ -85,7 +85,8 @@ class KVUsage:
     def cat(cls, usages: Sequence[KVUsage]) -> Self:
         """All sequences in the order given; bytes are those of the cache that took most."""
         columns = {f.name: [getattr(usage, f.name) for usage in usages] for f in fields(cls)}
-        return cls(**{name: max(v) if name.endswith("bytes") else torch.cat(v) for name, v in columns.items()})
+        joined: dict[str, Any] = {n: max(v) if n.endswith("bytes") else torch.cat(v) for n, v in columns.items()}
+        return cls(**joined)
 
 
 @dataclass
@@ -147,9 +148,12 @@ class Rollout:
             ValueError: If there are none, or a field is known in some of them only.
         """
         known = [{f.name for f in fields(cls) if getattr(rollout, f.name) is not None} for rollout in rollouts]
-        if not known or any(names != known[0] for names in known):
-            partly = sorted(set().union(*known) - set.intersection(*known)) if known else "no rollouts"
-            raise ValueError(f"Rollouts to join must know the same fields, got {partly} in some of them only.")
+        partly = sorted({n for names in known for n in names if any(n not in others for others in known)})
+        if partly or not known:
+            raise ValueError(
+                "Rollouts to join must know the same fields, got "
+                f"{f'{partly} in some of them only' if known else 'no rollouts'}."
+            )
         return cls(**{name: _joined([getattr(rollout, name) for rollout in rollouts]) for name in known[0]})
 
     def to(self, device: torch.device | str) -> Self:

@@ -41,7 +41,7 @@ class LoraPolicy(PolicySource):
         check_adapter(r, lora_alpha)
         self.base = resolve_policy(policy)
         self.attn_implementation = self.base.attn_implementation
-        self.options = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+        self.options: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         self.target_modules = target_modules
         self._model: PreTrainedModel | None = None
 

@@ -148,13 +148,13 @@ FLASH_PACKAGES = {
 """By ``attn_implementation``: the module that it imports, and where that comes from."""
 
 
-def check_attention(name: str) -> None:
+def check_attention(name: str | None) -> None:
     """Refuse flash attention whose package is missing; transformers would look for kernels on its hub instead.
 
     Raises:
         ValueError: If it is not installed.
     """
-    module, remedy = FLASH_PACKAGES.get(name, ("", ""))
+    module, remedy = FLASH_PACKAGES.get(name or "", ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise ValueError(
             f"attn_implementation={name!r} needs the package {module}, which is not installed: {remedy} (with nvcc, on "
