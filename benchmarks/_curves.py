@@ -79,7 +79,7 @@ COLUMNS: dict[str, Callable[[Found, int], str]] = {
 
 def cells(found: Sequence[Found], budget: int) -> list[str]:
     """One per column, the seeds of an arm behind each other."""
-    return [" / ".join(value(one, budget) for one in found) or "–" for value in COLUMNS.values()]
+    return [" / ".join(value(one, budget) for one in found) for value in COLUMNS.values()]
 
 
 def of(found: Sequence[Found], arm: Arm, budget: int) -> list[Found]:
@@ -87,15 +87,22 @@ def of(found: Sequence[Found], arm: Arm, budget: int) -> list[Found]:
     return [one for one in found if one.run.arm == arm and budget in one.run.budgets]
 
 
+def sampled(found: Sequence[Found], budgets: Sequence[int]) -> list[int]:
+    """The budgets that some run has sampled under."""
+    return [budget for budget in budgets if any(one.run.budget == budget for one in found)]
+
+
 def table(found: Sequence[Found], arms: Sequence[Arm], budgets: Sequence[int], note: str) -> Table:
-    """Arms by columns, one block of rows per budget, the policy before training first."""
+    """Finished arms by columns, one block of rows per budget, the policy before training first."""
     result = Table("Measured", ["budget", "", *COLUMNS], note)
-    for budget in budgets:
+    for budget in sampled(found, budgets):
         for started in [one for one in found if budget in one.run.budgets][:1]:
             first = [f"{started.curve(cache)[1][0]:.3f}" for cache in ("dense", str(budget))]
             result.add(str(budget), "before training", *first, *["–"] * (len(COLUMNS) - len(first)))
         for arm in arms:
-            result.add(str(budget), arm.label, *cells(of(found, arm, budget), budget))
+            own = of(found, arm, budget)
+            if own:
+                result.add(str(budget), arm.label, *cells(own, budget))
     return result
 
 
@@ -106,6 +113,7 @@ def picture(found: Sequence[Found], budgets: Sequence[int], path: Path) -> None:
 
     from sparse_rl_lightning.report.charts import STYLE
 
+    budgets = sampled(found, budgets)
     with rc_context(STYLE):
         figure = Figure(figsize=(3.1 * len(PANELS), 2.5 * len(budgets) + 0.8), layout="constrained", facecolor="white")
         axes = figure.subplots(len(budgets), len(PANELS), squeeze=False, sharex=True)

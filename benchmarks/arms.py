@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from _arms import ARMS, CORRECTIONS, ROOT, Run, Settings, compressor, planned
-from _curves import LAST, Found, picture, table
+from _curves import LAST, Found, picture, sampled, table
 from _pages import insert
 from _table import machine
 
@@ -34,13 +34,16 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def execute(runs: Sequence[Run]) -> list[Found]:
-    """Run what is not finished, read what is."""
+def execute(runs: Sequence[Run], only_read: bool = False) -> list[Found]:
+    """Run what is not finished, unless ``only_read``; read what is."""
     found = []
     for number, run in enumerate(runs, start=1):
         start, name = time.perf_counter(), run.folder.name
         if run.is_finished:
             say(f"{number}/{len(runs)} {name}: finished before")
+        elif only_read:
+            say(f"{number}/{len(runs)} {name}: not there")
+            continue
         elif run.execute():
             say(f"{number}/{len(runs)} {name}: {time.perf_counter() - start:.0f} s")
         else:
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=POLICY, help="the policy that all runs start from")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "arms", help="folder of the runs")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
     parser.add_argument("--quick", action="store_true", help="random weights, toy sizes: numbers without meaning")
     parser.add_argument("--save", type=Path, help=f"folder of replay.md, corrections.md and {PICTURE}")
     parser.add_argument("--remark", default="", help="a sentence about the machine for the pages")
@@ -100,9 +104,9 @@ def main() -> None:
     known = {run.arm.label for run in runs}
     if args.only and not known.issuperset(args.only):
         sys.exit(f"error: --only knows {sorted(known)}, got {args.only}")
-    found = execute([run for run in runs if args.only is None or run.arm.label in args.only])
-    if not found:
-        sys.exit("error: no run was finished")
+    found = execute([run for run in runs if args.only is None or run.arm.label in args.only], args.finished)
+    if not sampled(found, settings.budgets):
+        sys.exit("error: no run under a budget was finished")
     for name, text in pages(found, settings, note(settings, args.seeds, args.remark)).items():
         print(text)
         if args.save:
