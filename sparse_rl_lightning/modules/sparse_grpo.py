@@ -299,11 +299,7 @@ class SparseGRPO(BlockModule):
         """Load the policy, and the reference policy where the objective needs one."""
         first = self.policy is None
         super().configure_model()
-        if not first:
-            return
-        assert self.policy is not None
-        self.learner.prepare(self.policy)
-        if self.objective.beta > 0:
+        if first and self.objective.beta > 0:
             self._reference = [self.policy_source.load_reference()]
 
     def on_fit_start(self) -> None:
