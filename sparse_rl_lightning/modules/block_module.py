@@ -114,6 +114,13 @@ class BlockModule(GenerationModule):
 
     # ---------------------------------------------------------------- Lightning
 
+    def configure_model(self) -> None:
+        """Load the policy, and make it ready for the learner."""
+        first = self.policy is None
+        super().configure_model()
+        if first and self.policy is not None:
+            self.learner.prepare(self.policy)
+
     def on_fit_start(self) -> None:
         """Check that prompts, generations and steps fit together, and say how."""
         super().on_fit_start()

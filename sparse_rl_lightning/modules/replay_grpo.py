@@ -38,7 +38,8 @@ class ReplayGRPO(SparseGRPO):
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
-        ValueError: If an argument is out of range, or ``dense`` and ``mixed`` get ``rescore=False``.
+        ValueError: If an argument is out of range, ``dense`` and ``mixed`` get ``rescore=False``, or the policy is to
+            run flash attention.
     """
 
     replays = keeps_evictions = True
@@ -47,6 +48,7 @@ class ReplayGRPO(SparseGRPO):
         self, *args: Any, replay_objective: ReplayObjective = "sparse", alpha: float = 0.5, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        _refuse_flash(self.policy_source.attn_implementation)
         if replay_objective not in get_args(ReplayObjective):
             raise ValueError(
                 f"replay_objective must be one of {get_args(ReplayObjective)}, got "
@@ -71,13 +73,7 @@ class ReplayGRPO(SparseGRPO):
         """
         super().configure_model()
         assert self.policy is not None
-        name = str(self.policy.config._attn_implementation)
-        if "flash" in name:
-            raise ValueError(
-                f"ReplayGRPO attends under the sampler's evictions, and attn_implementation={name!r} takes no such "
-                "mask (and dense log-probs of other kernels would bring rounding back into xi). Set the policy's "
-                "attn_implementation to 'sdpa', or train with SparseGRPO."
-            )
+        _refuse_flash(self.policy.config._attn_implementation)
 
     @torch.no_grad()
     def _rescore(self, scored: ScoredRollout) -> None:
@@ -102,3 +98,13 @@ class ReplayGRPO(SparseGRPO):
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
         loss = self.alpha * term.loss + (1 - self.alpha) * output.loss
         return LossOutput(loss, {**output.metrics, **metrics})
+
+
+def _refuse_flash(name: str | None) -> None:
+    """Before a model is loaded or a package asked for, where the source of the policy names its attention."""
+    if name is not None and "flash" in name:
+        raise ValueError(
+            f"ReplayGRPO attends under the sampler's evictions, and attn_implementation={name!r} takes no such mask "
+            "(and dense log-probs of other kernels would bring rounding back into xi). Set the policy's "
+            "attn_implementation to 'sdpa', or train with SparseGRPO."
+        )
