@@ -48,7 +48,6 @@ class ReplayGRPO(SparseGRPO):
         self, *args: Any, replay_objective: ReplayObjective = "sparse", alpha: float = 0.5, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        _refuse_flash(self.policy_source.attn_implementation)
         if replay_objective not in get_args(ReplayObjective):
             raise ValueError(
                 f"replay_objective must be one of {get_args(ReplayObjective)}, got "
@@ -64,16 +63,6 @@ class ReplayGRPO(SparseGRPO):
         self.replay_objective = replay_objective
         self.alpha = alpha
         self.keeps_evictions = replay_objective != "dense"  # whose loss looks at old log-probs only
-
-    def configure_model(self) -> None:
-        """Load the policy as SparseGRPO does, and refuse attention that takes no mask.
-
-        Raises:
-            ValueError: If the policy runs flash attention.
-        """
-        super().configure_model()
-        assert self.policy is not None
-        _refuse_flash(self.policy.config._attn_implementation)
 
     @torch.no_grad()
     def _rescore(self, scored: ScoredRollout) -> None:
@@ -98,13 +87,3 @@ class ReplayGRPO(SparseGRPO):
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
         loss = self.alpha * term.loss + (1 - self.alpha) * output.loss
         return LossOutput(loss, {**output.metrics, **metrics})
-
-
-def _refuse_flash(name: str | None) -> None:
-    """Before a model is loaded or a package asked for, where the source of the policy names its attention."""
-    if name is not None and "flash" in name:
-        raise ValueError(
-            f"ReplayGRPO attends under the sampler's evictions, and attn_implementation={name!r} takes no such mask "
-            "(and dense log-probs of other kernels would bring rounding back into xi). Set the policy's "
-            "attn_implementation to 'sdpa', or train with SparseGRPO."
-        )
