@@ -286,6 +286,7 @@ def test_numbers_that_do_not_fit_are_refused(kind: Any, options: dict[str, Any],
         ({"compressor": SnapKV(24), "record_pages": 10**6}, "SnapKV moves entries to other pages"),
         ({"retriever": None, "record_pages": 5}, "record_pages=5 and retriever=None"),
         ({"record_pages": -1}, "record_pages=-1"),
+        ({"kv_dtype": "fp8"}, "kv_dtype=torch.float8_e4m3fn is too narrow"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(options: dict[str, Any], match: str) -> None:
