@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from sparse_rl_lightning import DistillSparse, SparseGRPO
 from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, SparsityAwareRejection
-from sparse_rl_lightning.compressors import RKV
+from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import PretrainedPolicy, SparseAdapter
+from sparse_rl_lightning.retrievers import Centroid
 from sparse_rl_lightning.types import Rollout
 
 pytest.importorskip("peft", reason="peft is an extra (lora)")
@@ -176,6 +177,21 @@ def test_export_is_the_dense_policy_with_the_adapter_beside_it(tmp_path: Path) -
         torch.testing.assert_close(plain(ids).logits, grpo.forward(ids), atol=1e-5, rtol=0)
         plain.load_adapter(str(tmp_path / "sparse_adapter"))
         torch.testing.assert_close(plain(ids).logits, grpo.sparse_policy(ids).logits, atol=1e-5, rtol=0)
+
+
+def test_under_retrieval_the_learner_chooses_pages_again() -> None:
+    retriever = Centroid(budget=8, page_size=2, num_first_pages=1, num_last_pages=1, num_dense_layers=1)
+    grpo = shaken(distill(compressor=FullKV(), retriever=retriever, record_pages=10**6, max_completion_length=24))
+    seen = Recorder()
+    rollout = scored_part(grpo)
+    torch.testing.assert_close(rollout.replay_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert (rollout.old_logprobs - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() > 0.01
+    trainer = fit(grpo, steps=4, callbacks=[seen])
+    assert trainer.callback_metrics["distill/differing_pages"] < 0.01
+    assert trainer.callback_metrics["distill/kl"] > 0
+    assert all(one.rollout.pages is None for one in seen.scored)
+    with pytest.raises(ValueError, match=r"either evictions or a retriever: RKV moves entries"):
+        distill(retriever=retriever)
 
 
 def test_what_cannot_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

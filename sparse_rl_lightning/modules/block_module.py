@@ -116,21 +116,17 @@ class BlockModule(GenerationModule):
     # ---------------------------------------------------------------- Lightning
 
     def configure_model(self) -> None:
-        """Load the policy, and make it ready for the learner."""
-        first = self.policy is None
-        super().configure_model()
-        if first and self.policy is not None:
-            self.learner.prepare(self.policy)
-
-    def configure_model(self) -> None:
-        """Load the policy, and refuse attention that takes no mask where the learner replays.
+        """Load the policy, make it ready for the learner, and refuse attention that takes no mask where it replays.
 
         Raises:
             ValueError: If the policy runs flash attention.
         """
+        first = self.policy is None
         super().configure_model()
         assert self.policy is not None
         self._refuse_flash(self.policy.config._attn_implementation)
+        if first:
+            self.learner.prepare(self.policy)
 
     def on_fit_start(self) -> None:
         """Check that prompts, generations and steps fit together, and say how."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.modules.lora import add_adapter, check_adapter, without_adapters
 from sparse_rl_lightning.modules.objective import Items
 from sparse_rl_lightning.modules.sparse_grpo import Rows, SparseGRPO
+from sparse_rl_lightning.rollout.page_replay import retrieval_logprobs
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
@@ -54,29 +55,41 @@ class DistillSparse(SparseGRPO):
 
     Rollouts and everything that speaks of the sparse policy run with the adapter, everything dense without it. A
     rollout is served ``num_iterations`` times for the policy, which learns as in :class:`SparseGRPO`, and then once
-    for the adapter, the policy frozen. The adapter's loss is L = L_PPO + ``kl_coef`` x KL: the clipped policy term
-    under the sampler's own evictions (exact replay, so it is differentiable), and the k3 estimate on the sampled tokens
-    of the divergence from the sparse to the updated dense policy, which gives no gradient. Nothing is rejected or
-    reweighted in it: it speaks of the policy that drew the tokens. One optimiser holds both in two parameter groups;
-    its schedule counts the steps of both. Export writes the dense policy, and the adapter in ``sparse_adapter/``.
-    Needs ``pip install 'sparse-rl-lightning[lora]'``.
+    for the adapter, the policy frozen. The adapter's loss is L = L_PPO + ``kl_coef`` x KL: the clipped policy term of
+    the sparse policy, and the k3 estimate on the sampled tokens of the divergence from it to the updated dense policy,
+    which gives no gradient. What makes the sparse policy differentiable is exact replay of its evictions; with a
+    retriever the learner chooses pages again, by the same rule and without gradient through the choice. Nothing is
+    rejected or reweighted in this loss: it speaks of the policy that drew the tokens. One optimiser holds both in two
+    parameter groups; its schedule counts the steps of both. Export writes the dense policy, and the adapter in
+    ``sparse_adapter/``. Needs ``pip install 'sparse-rl-lightning[lora]'``.
 
     Logged beside SparseGRPO's metrics, in the adapter's steps: ``distill/loss``, ``distill/kl`` (nats per token) and
-    ``distill/clip_ratio``.
+    ``distill/clip_ratio``; with ``record_pages`` after a rollout ``distill/differing_pages``, the share of the pages
+    read, of those that competed, that the learner does not choose.
 
     Args:
         policy: As in :class:`SparseGRPO`, like all other arguments not listed here.
         adapter: The adapter and its objective, null for the defaults.
+        record_pages: Bytes for the record of the pages that a retriever reads, for tests and short runs: it can take
+            as much as the cache. 0 records nothing.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
-        ValueError: If an argument is out of range, peft is missing, or the policy has adapters already.
+        ValueError: If an argument is out of range, peft is missing, the policy has adapters already, or there is a
+            retriever beside a compressor that evicts, which no learner can follow.
     """
 
     replays = keeps_evictions = True
 
-    def __init__(self, *args: Any, adapter: SparseAdapter | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, adapter: SparseAdapter | None = None, record_pages: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.retriever is not None and self.compressor.evicts:
+            raise ValueError(
+                f"DistillSparse follows either evictions or a retriever: {type(self.compressor).__name__} moves "
+                f"entries between the pages that {type(self.retriever).__name__} chooses from. Set model.retriever to "
+                "null, or model.compressor to FullKV."
+            )
+        self.sampler_options = replace(self.sampler_options, record_pages=record_pages)
         if not self.rescore:
             raise ValueError("DistillSparse corrects the policy by its dense log-probs: set model.rescore to true.")
         self.adapter = adapter or SparseAdapter()
@@ -122,7 +135,7 @@ class DistillSparse(SparseGRPO):
 
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the sparse policy, with gradient."""
-        return self.learner.logprobs(self.sparse_policy, part, self.temperature or 1.0, replay=True)
+        return self._sparse_logprobs(self.sparse_policy, part)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T, V) logits of the dense policy, for trying things out."""
@@ -144,6 +157,18 @@ class DistillSparse(SparseGRPO):
     def _rescore(self, scored: ScoredRollout) -> None:
         super()._rescore(scored)
         self._replay_old(scored)
+        if scored.rollout.pages is not None:
+            self.log("distill/differing_pages", self._differing_pages(scored.rollout), batch_size=len(scored.rollout))
+            scored.rollout.pages = None  # large, and the loss does not read it
+
+    @torch.no_grad()
+    def _differing_pages(self, rollout: Rollout) -> Tensor:
+        assert self.retriever is not None
+        shares = [
+            retrieval_logprobs(self.sparse_policy, part, self.retriever, self.temperature or 1.0).differing_pages
+            for part in rollout.parts(self.steps_per_generation)
+        ]
+        return torch.stack([share for share in shares if share is not None]).mean()
 
     def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
         """The policy's loss in its own passes, the adapter's in the last one; the other is frozen."""

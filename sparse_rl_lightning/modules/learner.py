@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules.packing import in_parts
+from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout.page_replay import retrieval_logprobs
 from sparse_rl_lightning.rollout.replay import replay_statistics
 from sparse_rl_lightning.types import Rollout
 
@@ -61,15 +63,32 @@ class Learner:
         policy.disable_input_require_grads()  # a hook on the embeddings, which the sampler calls too
 
     def logprobs(
-        self, policy: PreTrainedModel, part: Rollout, temperature: float, replay: bool = False
+        self,
+        policy: PreTrainedModel,
+        part: Rollout,
+        temperature: float,
+        replay: bool = False,
+        retriever: Retriever | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (B, T) of the completion tokens, with ``replay`` under the sampler's evictions.
+        """Log-probs and entropies (B, T) of the completion tokens: dense, or as the sampler saw them.
+
+        Args:
+            policy: The policy.
+            part: Sequences.
+            temperature: The sampler's.
+            replay: Under the sampler's evictions.
+            retriever: Under the pages that it chooses.
 
         Raises:
             ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.rollout.replay.replay_logprobs`.
         """
 
         def compute(rollout: Rollout) -> tuple[Tensor, Tensor]:
+            if retriever is not None:
+                found = retrieval_logprobs(
+                    policy, rollout, retriever, temperature, self.head_chunk_size, self.head_in_float32
+                )
+                return found.logprobs, found.entropy
             if replay:
                 return replay_statistics(policy, rollout, temperature, self.head_chunk_size, self.head_in_float32)
             return sequence_logprobs(

@@ -78,7 +78,7 @@ class ReplayGRPO(SparseGRPO):
 
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         if self.replay_objective == "sparse":
-            return self.learner.logprobs(policy, part, self.temperature or 1.0, replay=True)
+            return self._sparse_logprobs(policy, part)
         return super()._logprobs(policy, part)
 
     def _policy_loss(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:

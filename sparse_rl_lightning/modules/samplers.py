@@ -22,6 +22,7 @@ class SamplerOptions:
     kv_dtype: str | None = None
     keep_pool: bool = True
     cuda_graphs: bool = True
+    record_pages: int = 0  # bytes for the pages that a retriever reads, as in RolloutSampler
 
     def sampler(
         self,
@@ -45,6 +46,7 @@ class SamplerOptions:
             cuda_graphs=self.cuda_graphs,
             memory_limit=self.memory_limit,
             retriever=retriever,
+            record_pages=0 if retriever is None else self.record_pages,
         )
         sampler.end_token_ids = sorted({*sampler.end_token_ids, *self._end_token_ids(tokenizer)})
         return sampler

@@ -276,8 +276,12 @@ class SparseGRPO(BlockModule):
         return self.learner.logprobs(policy, part, self.temperature or 1.0)
 
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (B, T) under the sampler's own evictions, with gradient."""
-        return self.learner.logprobs(self.dense_policy, part, self.temperature or 1.0, replay=True)
+        """Log-probs and entropies (B, T) as the sampler saw them, with gradient: under its evictions, or retrieving."""
+        return self._sparse_logprobs(self.dense_policy, part)
+
+    def _sparse_logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+        replay = self.retriever is None
+        return self.learner.logprobs(policy, part, self.temperature or 1.0, replay, self.retriever)
 
     def _replay_old(self, scored: ScoredRollout) -> None:
         """Log-probs of the sparse policy, by the learner's own kernels."""
