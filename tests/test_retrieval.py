@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, Sampling
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.retrieval import PageCache
 from sparse_rl_lightning.testing import tiny_model
-from sparse_rl_lightning.types import Rollout
+from sparse_rl_lightning.types import KVUsage, Rollout
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SMALL: dict[str, Any] = {"budget": 16, "page_size": 4, "num_dense_layers": 1}
@@ -318,3 +319,16 @@ def test_a_schedule_that_is_raised_between_rollouts_is_followed() -> None:
     assert (retriever.budget, sampler.generate(PROMPTS, PARAMS).kv.read_share) == (80, 1.0)
     retriever.schedule = LengthSchedule.constant(16)
     assert_same(before, sampler.generate(PROMPTS, PARAMS))
+
+
+def test_usage_with_and_without_retrieval_is_joined() -> None:
+    """Where nothing is chosen all that is stored is read."""
+    numbers = torch.arange(1.0, 3.0)
+    plain = KVUsage(numbers, numbers, 2 * numbers, 4 * numbers, 10, 20, 30)
+    chosen = replace(plain, read_integral=numbers)
+    joined = KVUsage.cat([plain, chosen])
+    assert joined.read_integral is not None
+    assert joined.read_integral.tolist() == [2, 4, 1, 2]
+    assert joined.read_share == pytest.approx(9 / 24)
+    assert KVUsage.cat([plain, plain]).read_integral is None
+    assert KVUsage.cat([chosen, chosen]).read_integral.tolist() == [1, 2, 1, 2]

@@ -176,7 +176,7 @@ def select_reference(
     limit = limits[:, None].expand_as(counts)
     if bool((torch.minimum(counts, limit) > pages.shape[2]).any()):
         raise RuntimeError(f"a row reads more pages than the {pages.shape[2]} that there is room for.")
-    grouped = query.unflatten(1, (counts.shape[1], -1)).unsqueeze(3)  # (B, H, G, 1, D)
+    grouped = query.view(len(query), counts.shape[1], -1, 1, query.shape[-1])  # (B, H, G, 1, D)
     own = page_scores(grouped, summaries[at], "max" if group_max else "mean").squeeze(2)
     index = torch.arange(num_pages, device=counts.device)
     competes = (index >= num_first) & (index < (counts - num_last).unsqueeze(-1)) & (counts > limit).unsqueeze(-1)

@@ -83,7 +83,7 @@ class LearnerPages:
         """Share of the recorded pages that competed and that were not chosen again; None without a record."""
         if not self.differing:
             return None
-        differing, competed = torch.stack(list(self.differing.values())).sum(dim=0)
+        differing, competed = torch.stack(list(self.differing.values())).sum(dim=0).unbind()
         return differing / competed.clamp(min=1)
 
     # ---------------------------------------------------------------- inside
@@ -93,7 +93,7 @@ class LearnerPages:
         if self.retriever is None:
             return None
         count = key.shape[2] // self.page_size
-        whole = key[:, :, : count * self.page_size].unflatten(2, (count, self.page_size))
+        whole = key[:, :, : count * self.page_size].reshape(*key.shape[:2], count, self.page_size, key.shape[3])
         return self.retriever.summarize(whole).transpose(2, 3)
 
     def _choose(self, queries: Tensor, summaries: Tensor, start: int) -> Tensor:

@@ -119,7 +119,7 @@ class PageCache:
             )[0]  # fmt: skip
         at = slots.clamp(min=0)
         counts = page_counts(pools.lengths[at] * (slots >= 0)[:, None], r.page_size)
-        grouped = query.unflatten(1, (counts.shape[1], -1)).unsqueeze(3)  # (R, H, G, 1, D)
+        grouped = query.view(len(query), counts.shape[1], -1, 1, query.shape[-1])  # (R, H, G, 1, D)
         scores = r.score(grouped, summaries[at]).squeeze(2).float()
         return list_pages(keep_pages(scores, counts, self.limits[:, None], r.num_first_pages, r.num_last_pages), width)
 
