@@ -57,8 +57,8 @@ class MismatchSplit(RolloutCallback):
             return
         if scored.rollout.evictions is None:
             raise ValueError(
-                "MismatchSplit replays evictions, and this rollout has no record of any: a retriever reads other pages at "
-                "every query. Remove the callback, or set model.retriever to null."
+                "MismatchSplit replays evictions, and this rollout has no record of any: a retriever reads other pages "
+                "at every query. Remove the callback, or set model.retriever to null."
             )
         rollout = scored.rollout
         rollout = rollout[~drawn_by_several(rollout)]

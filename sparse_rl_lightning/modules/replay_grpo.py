@@ -55,8 +55,8 @@ class ReplayGRPO(SparseGRPO):
             )
         if self.retriever is not None:
             raise ValueError(
-                f"ReplayGRPO replays evictions, and {type(self.retriever).__name__} evicts nothing: which pages a query "
-                "reads changes with every query. Set model.retriever to null, or train with SparseGRPO."
+                f"ReplayGRPO replays evictions, and {type(self.retriever).__name__} evicts nothing: which pages a "
+                "query reads changes with every query. Set model.retriever to null, or train with SparseGRPO."
             )
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")

@@ -33,7 +33,7 @@ class SamplerOptions:
         """A sampler of this policy.
 
         Raises:
-            ValueError: If an option is out of range, an end token is not in the vocabulary, or the retriever does not fit.
+            ValueError: If an option or the retriever does not fit, or an end token is not in the vocabulary.
         """
         sampler = RolloutSampler(
             policy,
