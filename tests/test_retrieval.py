@@ -307,3 +307,13 @@ def test_records_that_are_too_large_are_refused_with_the_arithmetic() -> None:
 def test_full_kv_is_the_default() -> None:
     assert isinstance(RolloutSampler(model()).compressor, FullKV)
     assert "Quest(budget=16, page_size=4" in repr(Quest(**SMALL))
+
+
+def test_a_schedule_that_is_raised_between_rollouts_is_followed() -> None:
+    retriever = Centroid(**SMALL)
+    sampler = RolloutSampler(model(), retriever=retriever, num_slots=4)
+    before = sampler.generate(PROMPTS, PARAMS)
+    retriever.schedule = LengthSchedule.constant(80)
+    assert (retriever.budget, sampler.generate(PROMPTS, PARAMS).kv.read_share) == (80, 1.0)
+    retriever.schedule = LengthSchedule.constant(16)
+    assert_same(before, sampler.generate(PROMPTS, PARAMS))

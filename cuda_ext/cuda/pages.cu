@@ -12,7 +12,7 @@ namespace {
 constexpr int kPageBlocks = 64;  // blocks of a head when all of its pages are summarised
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) summarize_kernel(Summary<T> op) {
+__global__ void __launch_bounds__(kThreads, 1) summarize_kernel(Summary<T> op) {
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
   const int64_t room = op.kept.num_pages * op.page_size;
   const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, room, op.pool_rows);
@@ -57,7 +57,8 @@ SPARSE_RL_DEVICE void fill_wanted(
 
 // Lanes lanes score a page together, eight elements at a time.
 template <class T, int Lanes>
-SPARSE_RL_DEVICE float product(const Selection<T>& op, int64_t head, int64_t page, const float (&wanted)[2][kMaxHeadDim]) {
+SPARSE_RL_DEVICE float product(
+    const Selection<T>& op, int64_t head, int64_t page, const float (&wanted)[2][kMaxHeadDim]) {
   float sum = 0;
   for (int64_t c = 0; c < op.kept.num_vectors; ++c) {
     const T* vector = op.kept.at(head, c, page);
@@ -72,7 +73,7 @@ SPARSE_RL_DEVICE float product(const Selection<T>& op, int64_t head, int64_t pag
 }
 
 template <class T, int Lanes>
-__global__ void __launch_bounds__(kThreads) select_pages_kernel(Selection<T> op) {
+__global__ void __launch_bounds__(kThreads, 1) select_pages_kernel(Selection<T> op) {
   __shared__ float wanted[2][kMaxHeadDim];
   __shared__ Choice::Shared shared;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);

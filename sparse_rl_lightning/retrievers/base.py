@@ -68,11 +68,15 @@ class Retriever(ABC):
                 f"(num_first_pages + num_last_pages) x page_size = ({num_first_pages} + {num_last_pages}) x "
                 f"{page_size} = {reserved * page_size} tokens. Raise budget or lower one of them."
             )
-        self.budget = self.schedule.maximum
         self.page_size = page_size
         self.num_first_pages = num_first_pages
         self.num_last_pages = num_last_pages
         self.num_dense_layers = num_dense_layers
+
+    @property
+    def budget(self) -> int:
+        """The largest budget of :attr:`schedule`, by which memory is sized."""
+        return self.schedule.maximum
 
     # ---------------------------------------------------------------- what a method declares
 
@@ -112,7 +116,7 @@ class Retriever(ABC):
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in {"budget": self.schedule.plain, **shown}.items())
         return f"{type(self).__name__}({arguments})"
 
 

@@ -105,7 +105,10 @@ class SlotCache:
         same = all(getattr(geometry, name) == getattr(self.geometry, name) for name in sizes)
         # memory made under inference_mode cannot be written outside of it
         writable = torch.is_inference_mode_enabled() or not self.key_pool.is_inference()
-        return same and writable and self.size.covers(size)  # sizes only compare where there are as many layers
+        current = self.pages is None or self.pages.is_current
+        return (
+            same and writable and current and self.size.covers(size)
+        )  # sizes only compare where there are as many layers
 
     @property
     def pool_bytes(self) -> int:

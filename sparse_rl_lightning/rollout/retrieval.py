@@ -41,6 +41,7 @@ class PageCache:
     ) -> None:
         g, self.retriever = geometry, retriever
         self.layout = PageLayout(retriever, g, capacities)
+        self._schedule = retriever.schedule
         heads = (num_slots, g.num_kv_heads, retriever.num_vectors)
         self.summaries = [  # (S, H, C, P, D) of each layer that retrieves
             torch.zeros(*heads, count, g.head_dim, dtype=g.kv_dtype, device=g.device) for count in self.layout.counts
@@ -57,6 +58,11 @@ class PageCache:
     def nbytes(self) -> int:
         """Bytes of what is kept of the pages."""
         return sum(summary.nbytes for summary in self.summaries)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the retriever reads as much as when this was made: its schedule may have been raised since."""
+        return self._schedule == self.retriever.schedule
 
     def reads(self, layer: int) -> bool:
         """Whether queries of this layer read some pages only."""
