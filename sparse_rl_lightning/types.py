@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.evictions import NEVER as NEVER
 from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
+from sparse_rl_lightning.page_record import PageRecord as PageRecord
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,10 @@ class KVUsage:
     full: Tensor  # (B,) entries a full cache holds there
     stored_integral: Tensor  # (B,) entry-steps
     full_integral: Tensor  # (B,)
-    peak_bytes: int  # allocated key and value pools: sum of capacities x bytes per entry
+    peak_bytes: int  # allocated key and value pools, sum of capacities x bytes per entry, and what is kept of pages
     full_peak_bytes: int  # the same slots sized for the longest prompt + max_completion_length
     prefill_peak_bytes: int  # staging beside the pools while prompts are read
+    read_integral: Tensor | None = None  # (B,) entry-steps read, under retrieval; else what is stored
 
     @property
     def saving_final(self) -> float:
@@ -72,13 +74,20 @@ class KVUsage:
 
     @property
     def saving_integral(self) -> float:
-        """Share of KV tokens not stored, averaged over the decode steps (what decode attention did not read)."""
+        """Share of KV tokens not stored, averaged over the decode steps."""
         full = self.full_integral.sum()
         return 1.0 - float(self.stored_integral.sum() / full) if full > 0 else 0.0
 
+    @property
+    def read_share(self) -> float:
+        """Share of the KV tokens of a full cache that decode attention read, over all decode steps."""
+        full = self.full_integral.sum()
+        read = self.stored_integral if self.read_integral is None else self.read_integral
+        return float(read.sum() / full) if full > 0 else 1.0
+
     def __getitem__(self, index: Tensor | slice) -> KVUsage:
-        per_sequence = ("stored", "full", "stored_integral", "full_integral")
-        return replace(self, **{name: getattr(self, name)[index] for name in per_sequence})
+        per_sequence = {name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **per_sequence)
 
 
 @dataclass
@@ -97,7 +106,8 @@ class Rollout:
     topk_ids: Tensor | None = None  # (B, T, K) the sparse policy's most likely tokens, when asked for
     topk_logprobs: Tensor | None = None  # (B, T, K)
     policy_versions: Tensor | None = None  # (B, T) int32 which version drew each token, in partial rollouts
-    evictions: EvictionRecord | None = None
+    evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not say what was seen
+    pages: PageRecord | None = None  # that every query read, where a sampler records them
     kv: KVUsage | None = None
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
     ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
@@ -146,6 +156,8 @@ class Rollout:
         state = dict(state)
         if "evictions" in state:
             state["evictions"] = EvictionRecord(**state["evictions"])
+        if "pages" in state:
+            state["pages"] = PageRecord(**state["pages"])
         if "kv" in state:
             state["kv"] = KVUsage(**state["kv"])
         return cls(**state)
@@ -177,7 +189,7 @@ class LossOutput:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, EvictionRecord):
+    if isinstance(value, EvictionRecord | PageRecord):
         return value.state()
     if isinstance(value, KVUsage):
         return {f.name: getattr(value, f.name) for f in fields(value)}

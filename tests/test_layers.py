@@ -32,9 +32,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rollout",
         "testing",
     ),
-    ("budgets", "compressors", "schedules"),
+    ("budgets", "compressors", "retrievers", "schedules"),
     ("ops",),
-    ("evictions", "types"),
+    ("evictions", "page_record", "types"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "data", "strategies"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

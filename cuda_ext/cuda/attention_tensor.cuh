@@ -1,4 +1,4 @@
-// decode_attention on tensor cores, for the 16-bit types up to head size 256.
+// decode_attention and page_attention on tensor cores, for the 16-bit types up to head size 256.
 #pragma once
 
 #include "attention.cuh"
@@ -69,16 +69,17 @@ struct Tile {
     for (int i = 0; i < 16 * Chunks; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0;
   }
 
-  // logits[n * 2 + k]: query head r with entry 8n + 2q + k of the tile.
-  SPARSE_RL_DEVICE void dots(const T* keys, int count, int dim, float (&logits)[4]) const {
+  // logits[n * 2 + k]: query head r with entry 8n + 2q + k of the tile; `entry` says where it stands, -1 for none.
+  template <class Entry>
+  SPARSE_RL_DEVICE void dots(const T* keys, Entry entry, int dim, float (&logits)[4]) const {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 8;
     uint4 key[2][2 * Chunks];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const int j = 8 * n + row;
+      const int j = entry(8 * n + row);
 #pragma unroll
       for (int i = 0; i < 2 * Chunks; ++i) {
-        key[n][i] = load_if(j < count && 32 * i + column < dim, keys + static_cast<int64_t>(j) * dim, 32 * i + column);
+        key[n][i] = load_if(j >= 0 && 32 * i + column < dim, keys + static_cast<int64_t>(j) * dim, 32 * i + column);
       }
     }
 #pragma unroll
@@ -94,17 +95,19 @@ struct Tile {
     }
   }
 
-  SPARSE_RL_DEVICE void add_values(const T* values, int count, int dim, const float (&shares)[4], float factor) {
-    const int lane = threadIdx.x % 32, row = lane / 4 * 8, entry = lane % 4 * 2;
-    const float factors[2] = {__shfl_sync(kAll, factor, entry * 4), __shfl_sync(kAll, factor, entry * 4 + 4)};
+  // entries[k]: where entry 2q + k % 2 + k / 2 * 8 of the tile stands, -1 for none.
+  SPARSE_RL_DEVICE void add_values(
+      const T* values, const int (&entries)[4], int dim, const float (&shares)[4], float factor) {
+    const int lane = threadIdx.x % 32, row = lane / 4 * 8, head = lane % 4 * 2;
+    const float factors[2] = {__shfl_sync(kAll, factor, head * 4), __shfl_sync(kAll, factor, head * 4 + 4)};
     const uint32_t b0 = pack<T>(shares[0], shares[1]), b1 = pack<T>(shares[2], shares[3]);
 #pragma unroll
     for (int i = 0; i < Chunks; ++i) {
       uint4 value[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int j = entry + k % 2 + k / 2 * 8;
-        value[k] = load_if(j < count && 64 * i + row < dim, values + static_cast<int64_t>(j) * dim, 64 * i + row);
+        const int j = entries[k];
+        value[k] = load_if(j >= 0 && 64 * i + row < dim, values + static_cast<int64_t>(j) * dim, 64 * i + row);
       }
       add_pair(sums[i][0], value[0].x, value[1].x, value[2].x, value[3].x, b0, b1, factors);
       add_pair(sums[i][1], value[0].y, value[1].y, value[2].y, value[3].y, b0, b1, factors);
@@ -141,13 +144,14 @@ struct Tile {
   }
 };
 
-template <class T, int Chunks>
+template <class T, int Chunks, bool Paged = false>
 __global__ void __launch_bounds__(kThreads, 1) attend_tensor(Attention<T> op) {
   constexpr int Width = 64 * Chunks;
   __shared__ Merge<kWarps, Width> all;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
   const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
   const T *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
+  const auto reading = Reading<Paged>::of(op, run, blockIdx.x);
   const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, entry = threadIdx.x % 4 * 2;
   const int dim = static_cast<int>(op.dim);
   for (int64_t g = 0; g < op.group; g += kHeads) {
@@ -156,18 +160,19 @@ __global__ void __launch_bounds__(kThreads, 1) attend_tensor(Attention<T> op) {
     for (int i = threadIdx.x; i < kHeads * Width; i += kThreads) all.sums[i / Width][i % Width] = 0;
     Tile<T, Chunks> tile;
     tile.begin(op.query + (first + row) * op.dim, row < count, dim);
-    for (int start = 16 * warp; start < run.length; start += 16 * kWarps) {
-      const int left = run.length - start;
+    for (int start = 16 * warp; start < reading.count; start += 16 * kWarps) {
       float logits[4];
-      tile.dots(keys + static_cast<int64_t>(start) * dim, left, dim, logits);
+      int entries[4];
+      tile.dots(keys, [&](int j) { return reading.at(start + j); }, dim, logits);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int j = entry + i % 2 + i / 2 * 8;
-        logits[i] = j < left ? logits[i] * op.scale : kNothing;
-        if (op.probs && j < left && row < count) op.probs[(first + row) * op.num_probs + start + j] = logits[i];
+        entries[i] = reading.at(start + j);
+        logits[i] = entries[i] >= 0 ? logits[i] * op.scale : kNothing;
+        if (op.probs && entries[i] >= 0 && row < count) op.probs[(first + row) * op.num_probs + start + j] = logits[i];
       }
       const float factor = tile.softmax.add(logits, [](float x) { return warp_max<4>(x); });
-      tile.add_values(values + static_cast<int64_t>(start) * dim, left, dim, logits, factor);
+      tile.add_values(values, entries, dim, logits, factor);
     }
     tile.softmax.sum = warp_sum<4>(tile.softmax.sum);
     if (threadIdx.x % 4 == 0) all.softmax[warp][row] = tile.softmax;

@@ -4,26 +4,10 @@
 // warps share out the entries by fixed rules and merge in a fixed order: a row's bits depend on nothing but its slot.
 // 16-bit types run on tensor cores (attention_tensor.cuh), float32 on plain FMAs (attention_plain.cuh).
 
-#include "attention_plain.cuh"
-#include "attention_tensor.cuh"
+#include "attention_launch.cuh"
 
 namespace sparse_rl {
 namespace {
-
-template <class T>
-auto tensor_kernel(int64_t dim) {
-  if (dim <= 64) return attend_tensor<T, 1>;
-  if (dim <= 128) return attend_tensor<T, 2>;
-  return dim <= 256 ? attend_tensor<T, 4> : attend_plain<T, 32, 2, 4>;  // more would not fit into registers
-}
-
-auto plain_kernel(int64_t dim, int64_t group) {
-  const bool few = group <= 4;
-  if (dim <= 64) return few ? attend_plain<float, 16, 1, 4> : attend_plain<float, 16, 1, 8>;
-  if (dim <= 128) return few ? attend_plain<float, 32, 1, 4> : attend_plain<float, 32, 1, 8>;
-  if (dim <= 256) return few ? attend_plain<float, 32, 2, 4> : attend_plain<float, 32, 2, 8>;
-  return attend_plain<float, 32, 4, 4>;
-}
 
 void decode_attention(
     const Tensor& query, const Tensor& key_pool, const Tensor& value_pool, const Tensor& slots, const Tensor& offsets,
@@ -49,11 +33,7 @@ void decode_attention(
     const Attention<T> op{
         pointer<T>(query), pointer<T>(key_pool), pointer<T>(value_pool), pointer<T>(out), pointer<float>(lse),
         pointer<float>(probs), Hq / H, D, max_length, M, pool.rows, static_cast<float>(scale), heads};
-    if constexpr (sizeof(T) == 4) {
-      launch(plain_kernel(D, op.group), B * H, 1, kThreads, key_pool, op);
-    } else {
-      launch(tensor_kernel<T>(D), B * H, 1, kThreads, key_pool, op);
-    }
+    launch_attention<false>(op, key_pool);
   });
 }
 

@@ -22,6 +22,7 @@ import sparse_rl_lightning.callbacks
 import sparse_rl_lightning.compressors
 import sparse_rl_lightning.data
 import sparse_rl_lightning.modules
+import sparse_rl_lightning.retrievers
 import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.callbacks.console import say

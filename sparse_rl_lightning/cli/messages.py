@@ -20,9 +20,11 @@ from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.retrievers import Retriever
 
 BASES = (
-    PolicyModule, PromptDataModule, Compressor, BudgetRule, LengthSchedule, PolicySource, Callback, Logger, Optimizer,
+    PolicyModule, PromptDataModule, Compressor, Retriever, BudgetRule, LengthSchedule, PolicySource, Callback, Logger,
+    Optimizer,
 )  # fmt: skip
 """Classes whose subclasses a configuration names."""
 

@@ -16,6 +16,7 @@ from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import compute_rewards, reward_name
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.memory import MemoryPlan
@@ -36,6 +37,7 @@ class GenerationModule(PolicyModule):
         reward_weights: As in SparseGRPO.
         sampling: How training rollouts are drawn; validation is greedy, with the same stop strings.
         sampler_options: How both samplers are built.
+        retriever: As in SparseGRPO.
         val_max_completion_length: As in SparseGRPO.
         optimizer: As in SparseGRPO.
         lr_scheduler: As in SparseGRPO.
@@ -51,6 +53,7 @@ class GenerationModule(PolicyModule):
         sampling: SamplingParams,
         sampler_options: SamplerOptions,
         *,
+        retriever: Retriever | None = None,
         val_max_completion_length: int | None,
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
@@ -58,6 +61,7 @@ class GenerationModule(PolicyModule):
     ) -> None:
         super().__init__(policy, optimizer, lr_scheduler, disable_dropout)
         self.compressor = compressor
+        self.retriever = retriever
         self.reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.reward_weights = [1.0] * len(self.reward_funcs) if reward_weights is None else reward_weights
         if len(self.reward_weights) != len(self.reward_funcs):
@@ -79,6 +83,11 @@ class GenerationModule(PolicyModule):
         self._plans_told: set[bool] = set()
 
     @property
+    def rolls_out_sparse(self) -> bool:
+        """Whether rollouts see less than a full cache."""
+        return self.compressor.evicts or self.retriever is not None
+
+    @property
     def dense_policy(self) -> PreTrainedModel:
         """The policy with its own, dense attention."""
         self.configure_model()
@@ -86,11 +95,12 @@ class GenerationModule(PolicyModule):
         return self.policy
 
     def sampler(self, dense: bool = False) -> RolloutSampler:
-        """The sampler with the module's compressor, or with the full cache."""
+        """The sampler with the module's compressor and retriever, or with the full cache."""
         if dense not in self._samplers:
             policy, compressor = self.dense_policy, FullKV() if dense else self.compressor
+            retriever = None if dense else self.retriever
             assert self.tokenizer is not None
-            self._samplers[dense] = self.sampler_options.sampler(policy, self.tokenizer, compressor)
+            self._samplers[dense] = self.sampler_options.sampler(policy, self.tokenizer, compressor, retriever)
         return self._samplers[dense]
 
     def generate(
@@ -177,7 +187,7 @@ class GenerationModule(PolicyModule):
         return [row | {"completion": text} for row, text in zip(batch, completions, strict=True)]
 
     def _evaluate(self, batch: Rows, stage: str) -> None:
-        for name in ("dense", "sparse") if self.compressor.evicts else ("dense",):
+        for name in ("dense", "sparse") if self.rolls_out_sparse else ("dense",):
             scored = self.generate(batch, self.val_sampling, dense=name == "dense")
             rewards, rollout = self.reward(scored), scored.rollout
             self.log_dict(

@@ -38,7 +38,8 @@ class ReplayGRPO(SparseGRPO):
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
-        ValueError: If an argument is out of range, or ``dense`` and ``mixed`` get ``rescore=False``.
+        ValueError: If an argument is out of range, there is a retriever, or ``dense`` and ``mixed`` get
+            ``rescore=False``.
     """
 
     replays = keeps_evictions = True
@@ -51,6 +52,11 @@ class ReplayGRPO(SparseGRPO):
             raise ValueError(
                 f"replay_objective must be one of {get_args(ReplayObjective)}, got "
                 f"replay_objective={replay_objective!r}."
+            )
+        if self.retriever is not None:
+            raise ValueError(
+                f"ReplayGRPO replays evictions, and {type(self.retriever).__name__} evicts nothing: which pages a "
+                "query reads changes with every query. Set model.retriever to null, or train with SparseGRPO."
             )
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")

@@ -24,6 +24,7 @@ from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
@@ -50,6 +51,7 @@ class SparseGRPO(BlockModule):
         top_k: Draw from the k most likely tokens, 0 for all.
         top_p: Draw from the smallest set of at least this probability.
         min_p: Draw from tokens at least this likely relative to the best.
+        retriever: Which pages of the cache each query of a rollout reads, null for all; saves time, not memory.
         num_slots: Sequences decoded at the same time, null for all.
         end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
             is prompted in a chat format.
@@ -107,6 +109,7 @@ class SparseGRPO(BlockModule):
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float | None = None,
+        retriever: Retriever | None = None,
         num_slots: int | None = None,
         end_tokens: list[str] | None = None,
         stop_strings: list[str] | None = None,
@@ -163,6 +166,7 @@ class SparseGRPO(BlockModule):
             learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
                 partial_rollout_steps, partial_checkpoint
             ),
+            retriever=retriever,
             val_max_completion_length=val_max_completion_length, optimizer=optimizer, lr_scheduler=lr_scheduler,
             disable_dropout=disable_dropout,
         )  # fmt: skip

@@ -16,8 +16,10 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.arenas import Arenas
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.retrieval import PageCache
 from sparse_rl_lightning.types import NEVER
 
 _PER_SLOT = ("tokens", "seen", "prompt_lengths", "prompt_keys", "sequence_keys")
@@ -34,14 +36,14 @@ class CacheSize:
     max_length: int  # longest sequence in tokens
     state_fields: tuple[str, ...] = ()  # running numbers per entry
     per_head: bool = False  # heads of a slot share its memory unequally
+    retriever: Retriever | None = None  # reads some pages only
+    record_pages: bool = False
 
     def covers(self, other: CacheSize) -> bool:
         """Whether a cache of this size can do the work of the other."""
         slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
         entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
-        same = (other.num_queries, other.state_fields, other.per_head) == (
-            self.num_queries, self.state_fields, self.per_head
-        )  # fmt: skip
+        same = replace(other, num_slots=self.num_slots, max_length=self.max_length, capacities=self.capacities) == self
         return slots and entries and same
 
     def together(self, other: CacheSize) -> CacheSize:
@@ -93,6 +95,9 @@ class SlotCache:
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.prompt_keys = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
+        self.pages = None
+        if size.retriever is not None:
+            self.pages = PageCache(size.retriever, g, slots, size.capacities, length, size.record_pages)
 
     def serves(self, geometry: CacheGeometry, size: CacheSize) -> bool:
         """Whether a rollout of this size can use this memory."""
@@ -100,12 +105,15 @@ class SlotCache:
         same = all(getattr(geometry, name) == getattr(self.geometry, name) for name in sizes)
         # memory made under inference_mode cannot be written outside of it
         writable = torch.is_inference_mode_enabled() or not self.key_pool.is_inference()
-        return same and writable and self.size.covers(size)  # sizes only compare where there are as many layers
+        current = self.pages is None or self.pages.is_current
+        return (
+            same and writable and current and self.size.covers(size)
+        )  # sizes only compare where there are as many layers
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of keys and values: the sum of all capacities times the bytes per entry."""
-        return self.pools.nbytes
+        """Bytes of keys and values, all capacities times the bytes per entry, and of what is kept of pages."""
+        return self.pools.nbytes + (0 if self.pages is None else self.pages.nbytes)
 
     def most_entries(self, layer: int) -> int:
         """What no head of the layer can exceed."""
@@ -117,7 +125,7 @@ class SlotCache:
         self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
         probs: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Write one token per slot, remember its query, and attend over all live entries, itself included.
+        """Write one token per slot, remember its query, and attend over all live entries or the pages that are read.
 
         Args:
             layer: Layer index.
@@ -136,7 +144,10 @@ class SlotCache:
         own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
         key, value = (t.to(kind).contiguous() for t in (key, value))
         ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
-        out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer), probs=probs)
+        if self.pages is not None and self.pages.reads(layer):
+            out = self.pages.attend(layer, pools, slots, own, self.geometry.scale)
+        else:
+            out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer), probs=probs)
         return out.to(query.dtype)
 
     def store(
@@ -171,6 +182,8 @@ class SlotCache:
             self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
             compressor.window, self.seen[:-1], source, self.death[layer : layer + 1],
         )  # fmt: skip
+        if self.pages is not None:
+            self.pages.refresh(layer, self.layers[layer], slots)
 
     # ---------------------------------------------------------------- whole slots
 
@@ -205,6 +218,7 @@ class SlotCache:
         if self.arenas is not None:
             free = torch.tensor(room, device=chosen.device)[:, None]
             self.arenas.move(chosen, self.lengths[:, chosen] + free, self.state_pool)
+        self._refresh_pages(chosen)
 
     def held(self, slots: Tensor) -> Tensor:
         """(n,) live entries of these slots, a mean over layers and heads."""
@@ -230,6 +244,7 @@ class SlotCache:
             getattr(self, name)[:, slot] = content[name]
         for name in _PER_SLOT:
             getattr(self, name)[slot] = content[name]
+        self._refresh_pages(torch.tensor([slot], device=self.key_pool.device))
 
     def fork(self, source: int, destinations: list[int]) -> None:
         """Copy a slot to others: a prompt to all its samples."""
@@ -243,6 +258,14 @@ class SlotCache:
         for name in _PER_SLOT:
             tensor: Tensor = getattr(self, name)
             tensor[there] = tensor[source].clone()
+        if self.pages is not None:
+            self.pages.fork(source, there)
+
+    def _refresh_pages(self, slots: Tensor) -> None:
+        """Entries of these slots (B,) have moved: summarise their pages anew."""
+        for layer, pools in enumerate(self.layers):
+            if self.pages is not None:
+                self.pages.refresh(layer, pools, slots)
 
     def _live_rows(self, slot: int, lengths: Tensor) -> Tensor:
         rows, live = gather_heads(self.pools.offsets[:, slot], lengths, int(lengths.max()))

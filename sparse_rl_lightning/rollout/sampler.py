@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.preparation import check_prompts, default_end_token_ids, eval_mode
+from sparse_rl_lightning.rollout.retrieval import check_retriever
 from sparse_rl_lightning.rollout.run import Progress, Run
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.workspace import Workspace
@@ -39,7 +41,7 @@ class RolloutSampler:
 
     Args:
         model: A transformers causal language model: Qwen2, Qwen3, Llama or another full-attention rotary decoder.
-        compressor: What a full slot keeps; ``FullKV()`` for a dense rollout.
+        compressor: What a full slot keeps; default ``FullKV()``, everything.
         num_slots: Sequences decoded at the same time; further ones wait and take the place of finished ones.
             None gives every sequence its own slot.
         end_token_ids: Tokens that end a completion; default those of the model's generation config.
@@ -52,6 +54,10 @@ class RolloutSampler:
         memory_limit: Bytes that slots may take, or a float up to 1.0 for a share of the free memory: no more slots are
             used than fit. What was chosen and why is logged and stands in :attr:`memory_plan`.
         cuda_graphs: Decode from CUDA graphs on a GPU; where a step cannot be captured it runs eagerly, with a warning.
+        retriever: Which pages of what is kept each query reads; None reads everything. It saves time, not memory, and
+            leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
+        record_pages: Bytes that a record of the pages read may take, ``rollout.pages``; 0 records none. For tests and
+            short runs: it can cost as much as the cache.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -65,7 +71,7 @@ class RolloutSampler:
     def __init__(
         self,
         model: PreTrainedModel,
-        compressor: Compressor,
+        compressor: Compressor | None = None,
         num_slots: int | None = None,
         end_token_ids: Sequence[int] | None = None,
         max_prefill_tokens: int = 16384,
@@ -75,14 +81,25 @@ class RolloutSampler:
         keep_pool: bool = True,
         cuda_graphs: bool = True,
         memory_limit: int | float | None = None,
+        retriever: Retriever | None = None,
+        record_pages: int = 0,
     ) -> None:
         if num_slots is not None and num_slots < 1:
             raise ValueError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
         if max_prefill_tokens < 1:
             raise ValueError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
-        CacheGeometry.of(model)  # refuses models that cannot be served
+        geometry = CacheGeometry.of(model, _kv_dtype(kv_dtype))  # refuses models that cannot be served
         self.model = model
-        self.compressor = compressor
+        self.compressor = compressor or FullKV()
+        self.retriever = retriever
+        self.record_pages = record_pages
+        if record_pages < 0 or (record_pages and retriever is None):
+            raise ValueError(
+                "record_pages is a number of bytes for the pages that a retriever reads, got "
+                f"record_pages={record_pages} and retriever={retriever}."
+            )
+        if retriever is not None:
+            check_retriever(retriever, self.compressor, geometry.num_layers, geometry.kv_dtype, record_pages)
         self.num_slots = num_slots
         self.end_token_ids = default_end_token_ids(model) if end_token_ids is None else list(end_token_ids)
         self.max_prefill_tokens = max_prefill_tokens

@@ -18,7 +18,7 @@ from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.workspace import Workspace
 from sparse_rl_lightning.types import Rollout, tensors_to
 
-_TRACKS = ("logprobs", "behavior", "held", "versions", "topk_ids", "topk_logprobs", "ends", "finished")
+_TRACKS = ("logprobs", "behavior", "held", "read", "versions", "topk_ids", "topk_logprobs", "ends", "finished")
 
 
 class RolloutSession:
@@ -32,7 +32,7 @@ class RolloutSession:
         max_prompt_length: Tokens of the longest prompt there will be.
 
     Raises:
-        ValueError: If the sampler has no ``num_slots``.
+        ValueError: If the sampler has no ``num_slots``, or records the pages it reads.
 
     Example::
 
@@ -45,6 +45,11 @@ class RolloutSession:
     def __init__(self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int) -> None:
         if sampler.num_slots is None:
             raise ValueError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
+        if sampler.record_pages:
+            raise ValueError(
+                "A RolloutSession keeps no record of the pages read, which would have to outlive updates: set "
+                "record_pages of the RolloutSampler to 0."
+            )
         self.sampler, self.params, self.max_prompt_length = sampler, params, max_prompt_length
         self._workspace = Workspace()
         self._broken = False
