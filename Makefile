@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,7 +69,7 @@ cuda-emulate: $(INSTALLED) ## op tests on the CUDA kernels, emulated on the CPU 
 	$(BIN)/python cuda_ext/emulation/build.py $(EMULATED)
 	cd $(EMULATED) && SPARSE_RL_EMULATED=1 PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q \
 		-p no:cacheprovider tests/test_native_attention.py tests/test_native_pages.py tests/test_native_scores.py \
-		tests/test_native_select.py tests/test_native_device.py
+		tests/test_native_select.py tests/test_native_device.py tests/test_float8_ops.py
 
 bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/ops.py
@@ -83,6 +83,10 @@ bench-compressors: $(INSTALLED) $(WARMUP) ## measure what every compressor costs
 
 bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logits against chunks
 	$(BIN)/python benchmarks/learner.py --device cpu
+
+# ARMS="--budgets 30 26 --seeds 0 1" and the like; what is finished below runs/arms is not run again
+bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all corrections on one task, into docs/; an hour
+	$(BIN)/python benchmarks/arms.py --save docs $(ARMS)
 
 lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .

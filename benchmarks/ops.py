@@ -1,6 +1,6 @@
 """Times the ops against the fastest plain PyTorch that computes the same, and prints the ratios as a table.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/ops.py [--device cpu] [--threads 2] [--rounds 15] [--parts ...] [--save DIR]
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/ops.py [--device cpu] [--threads 2] [--rounds 15] [--parts ...] [--save D]
 
 retrieval: a decode step that reads 1024 of 8192 or 16384 tokens by pages, choosing them included, against reading all.
 

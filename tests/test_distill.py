@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_grpo import Recorder, fit, module
+from tiny_grpo import Recorder, fit, likes_a, module
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sparse_rl_lightning import DistillSparse, SparseGRPO
 from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, SparsityAwareRejection
+from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.modules import SparseAdapter
+from sparse_rl_lightning.modules import PretrainedPolicy, SparseAdapter
 from sparse_rl_lightning.types import Rollout
 
 pytest.importorskip("peft", reason="peft is an extra (lora)")
@@ -184,6 +185,11 @@ def test_what_cannot_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SparseAdapter(r=0)
     with pytest.raises(ValueError, match=r"set model\.rescore to true"):
         module(kind=DistillSparse, rescore=False)
+    with pytest.raises(ValueError, match=r"DistillSparse attends .*'flash_attention_2' takes no such mask"):
+        DistillSparse(
+            PretrainedPolicy("some/model", attn_implementation="flash_attention_2"),
+            RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a,
+        )  # fmt: skip
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"pip install 'sparse-rl-lightning\[lora\]'"):
         module(kind=DistillSparse).configure_model()

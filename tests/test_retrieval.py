@@ -80,15 +80,15 @@ def test_a_budget_for_everything_is_dense(architecture: str, retriever: type[Ret
 @each_retriever
 def test_sequence_is_the_same_in_any_batch_slot_and_order(retriever: Retriever) -> None:
     policy = model(eos_token_id=1)
-    params = SamplingParams(num_generations=3, max_completion_length=40, temperature=1.0, seed=11)
+    params = SamplingParams(num_generations=2, max_completion_length=30, temperature=1.0, seed=11)
     whole = RolloutSampler(policy, retriever=retriever).generate(PROMPTS, params)
     dense = RolloutSampler(policy).generate(PROMPTS, params)
     assert not torch.equal(whole.sequences[:, :60], dense.sequences[:, :60]), "everything was read: this proves nothing"
-    for num_slots in (1, 2, 7):  # refills in many orders, groups split over admissions
+    for num_slots in (3, 7):  # refills in other orders, groups split over admissions
         assert_same(whole, RolloutSampler(policy, retriever=retriever, num_slots=num_slots).generate(PROMPTS, params))
-    alone = SamplingParams(num_generations=1, max_completion_length=40, temperature=1.0, seed=11)
-    for prompt, sample in itertools.product(range(len(PROMPTS)), (0, 2)):
-        number = 3 * prompt + sample
+    alone = SamplingParams(num_generations=1, max_completion_length=30, temperature=1.0, seed=11)
+    for number in (1, 3, 6):
+        prompt = number // 2
         one = RolloutSampler(policy, retriever=retriever).generate([PROMPTS[prompt]], alone, sequence_ids=[number])
         assert_same(whole[torch.tensor([number])], one)
 
@@ -183,7 +183,7 @@ def test_a_hybrid_does_not_depend_on_the_batch(retriever: Retriever) -> None:
     policy, compressor = model(), StreamingLLM(**SMALLEST_KV)
     rollouts = [
         RolloutSampler(policy, compressor, slots, retriever=retriever).generate(PROMPTS, PARAMS)
-        for slots in (None, 1, 3)
+        for slots in (None, 3, 7)
     ]
     assert_same(rollouts[0], rollouts[1])
     assert_same(rollouts[0], rollouts[2])
@@ -286,6 +286,7 @@ def test_numbers_that_do_not_fit_are_refused(kind: Any, options: dict[str, Any],
         ({"compressor": SnapKV(24), "record_pages": 10**6}, "SnapKV moves entries to other pages"),
         ({"retriever": None, "record_pages": 5}, "record_pages=5 and retriever=None"),
         ({"record_pages": -1}, "record_pages=-1"),
+        ({"kv_dtype": "fp8"}, "kv_dtype=torch.float8_e4m3fn is too narrow"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(options: dict[str, Any], match: str) -> None:

@@ -54,7 +54,7 @@ def attributes(cache: SlotCache) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_slots", [1, 5])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     "size",
     [

@@ -2,15 +2,17 @@
 // softmax, and the merging of a block's parts.
 #pragma once
 
-#include "device.cuh"
+#include "float8.cuh"
 
 namespace sparse_rl {
 
 constexpr int kHeads = 8;  // query heads per pass over the entries
 
-template <class T>
+// T computes, P is kept in the pools.
+template <class T, class P = T>
 struct Attention {
-  const T *query, *key_pool, *value_pool;
+  const T* query;
+  const P *key_pool, *value_pool;
   T* out;
   float *lse, *probs;  // null where not wanted
   int64_t group, dim, max_length, num_probs, pool_rows;
@@ -26,8 +28,8 @@ template <bool Paged>
 struct Reading {
   int count;
 
-  template <class T>
-  SPARSE_RL_DEVICE static Reading of(const Attention<T>&, const Run& run, int64_t) {
+  template <class T, class P>
+  SPARSE_RL_DEVICE static Reading of(const Attention<T, P>&, const Run& run, int64_t) {
     return {run.length};
   }
 
@@ -40,8 +42,8 @@ struct Reading<true> {
   const int32_t* pages;
 
   // The first negative page ends a list.
-  template <class T>
-  SPARSE_RL_DEVICE static Reading of(const Attention<T>& op, const Run& run, int64_t unit) {
+  template <class T, class P>
+  SPARSE_RL_DEVICE static Reading of(const Attention<T, P>& op, const Run& run, int64_t unit) {
     const int32_t* pages = op.pages + unit * op.width;
     int low = 0, high = run.length > 0 ? op.width : 0;
     while (low < high) {
@@ -97,8 +99,8 @@ struct Merge {
   }
 
   // Results of up to eight heads, once the sums are complete.
-  template <class T>
-  SPARSE_RL_DEVICE void finish(const Attention<T>& op, int64_t first, int count, int length) const {
+  template <class T, class P>
+  SPARSE_RL_DEVICE void finish(const Attention<T, P>& op, int64_t first, int count, int length) const {
     const int dim = static_cast<int>(op.dim);
     for (int i = threadIdx.x; i < count * dim; i += kThreads) {
       const int head = i / dim, d = i % dim;

@@ -5,15 +5,26 @@
 
 namespace sparse_rl {
 
-// `Lanes` lanes read a row of K or V together, each of them `Parts` words of 16 bytes; the groups of lanes take four
-// entries at a time.
-template <class T, int Lanes, int Parts, int Heads_>
+// `Lanes` lanes read a row of K or V together, each of them `Parts` words of 16 bytes of T (as many elements of P); the
+// groups of lanes take four entries at a time.
+template <class T, class P, int Lanes, int Parts, int Heads_>
 struct Strip {
   static constexpr int Width = kWidth<T>, Groups = 32 / Lanes, Keys = 4;
   float query[Heads_][Parts][Width], sums[Heads_][Parts][Width];
   Softmax softmax[Heads_];
 
   SPARSE_RL_DEVICE static int place(int part) { return (part * Lanes + static_cast<int>(threadIdx.x % Lanes)) * Width; }
+
+  SPARSE_RL_DEVICE static void load(bool there, const P* row, int at, float (&x)[Width]) {
+    if constexpr (std::is_same_v<P, T>) {
+      unpack<T>(load_if(there, row, at), x);
+    } else if (there) {
+      load_floats<Width>(row + at, x);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Width; ++i) x[i] = 0;
+    }
+  }
 
   SPARSE_RL_DEVICE void begin(const T* rows, int count, int dim) {
 #pragma unroll
@@ -29,14 +40,14 @@ struct Strip {
   }
 
   SPARSE_RL_DEVICE void dots(
-      const T* keys, const int (&entries)[Keys], int dim, float (&logits)[Heads_][Keys]) const {
+      const P* keys, const int (&entries)[Keys], int dim, float (&logits)[Heads_][Keys]) const {
 #pragma unroll
     for (int k = 0; k < Keys; ++k) {
       float key[Parts][Width];
 #pragma unroll
       for (int p = 0; p < Parts; ++p) {
         const bool there = entries[k] >= 0 && place(p) < dim;
-        unpack<T>(load_if(there, keys + static_cast<int64_t>(entries[k]) * dim, place(p)), key[p]);
+        load(there, keys + static_cast<int64_t>(entries[k]) * dim, place(p), key[p]);
       }
 #pragma unroll
       for (int r = 0; r < Heads_; ++r) {
@@ -49,7 +60,7 @@ struct Strip {
   }
 
   SPARSE_RL_DEVICE void add_values(
-      const T* values, const int (&entries)[Keys], int dim, const float (&shares)[Heads_][Keys],
+      const P* values, const int (&entries)[Keys], int dim, const float (&shares)[Heads_][Keys],
       const float (&factors)[Heads_]) {
 #pragma unroll
     for (int r = 0; r < Heads_; ++r) {
@@ -62,7 +73,7 @@ struct Strip {
       for (int p = 0; p < Parts; ++p) {
         float value[Width];
         const bool there = entries[k] >= 0 && place(p) < dim;
-        unpack<T>(load_if(there, values + static_cast<int64_t>(entries[k]) * dim, place(p)), value);
+        load(there, values + static_cast<int64_t>(entries[k]) * dim, place(p), value);
 #pragma unroll
         for (int r = 0; r < Heads_; ++r) {
 #pragma unroll
@@ -73,14 +84,14 @@ struct Strip {
   }
 };
 
-template <class T, int Lanes, int Parts, int Heads_, bool Paged = false>
-__global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T> op) {
-  using Rows = Strip<T, Lanes, Parts, Heads_>;
+template <class T, class P, int Lanes, int Parts, int Heads_, bool Paged = false>
+__global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) {
+  using Rows = Strip<T, P, Lanes, Parts, Heads_>;
   constexpr int Groups = Rows::Groups, Keys = Rows::Keys, Width = Lanes * Parts * Rows::Width;
   __shared__ Merge<kWarps * Groups, Width> all;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
   const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
-  const T *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
+  const P *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
   const auto reading = Reading<Paged>::of(op, run, blockIdx.x);
   const int part = threadIdx.x / Lanes, dim = static_cast<int>(op.dim);
   for (int64_t g = 0; g < op.group; g += Heads_) {

@@ -2,7 +2,7 @@
 //
 // One block per (row, KV head) takes up to eight query heads of the group at once, so that K and V are read once. Its
 // warps share out the entries by fixed rules and merge in a fixed order: a row's bits depend on nothing but its slot.
-// 16-bit types run on tensor cores (attention_tensor.cuh), float32 on plain FMAs (attention_plain.cuh).
+// 16-bit queries run on tensor cores (attention_tensor.cuh), float32 on plain FMAs (attention_plain.cuh).
 
 #include "attention_launch.cuh"
 
@@ -18,20 +18,22 @@ void decode_attention(
   const int64_t B = heads.num_rows, H = heads.num_heads, D = pool.dim;
   const int64_t Hq = query.dim() == 3 ? query.size(1) : 0;
   const int64_t M = probs.has_value() && probs->dim() == 3 ? probs->size(2) : max_length;
+  const ScalarType kind = computing_type(pool.dtype, query);
   STD_TORCH_CHECK(H > 0 && Hq % H == 0, "query has ", Hq, " heads, expected a multiple of the ", H, " KV heads");
-  check_tensor("query", query, key_pool, pool.dtype, {B, Hq, D});
+  check_tensor("query", query, key_pool, kind, {B, Hq, D});
   check_tensor("value_pool", value_pool, key_pool, pool.dtype, {pool.rows, D});
-  check_tensor("out", out, key_pool, pool.dtype, {B, Hq, D});
+  check_tensor("out", out, key_pool, kind, {B, Hq, D});
   check_tensor("lse", lse, key_pool, ScalarType::Float, {B, Hq});
   check_tensor("probs", probs, key_pool, ScalarType::Float, {B, Hq, M});
   STD_TORCH_CHECK(M >= max_length, "probs has room for ", M, " entries, max_length is ", max_length);
   check_aligned("query", pointer<char>(query));
   check_aligned("value_pool", pointer<char>(value_pool));
 
-  Device::dispatch(pool.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const Attention<T> op{
-        pointer<T>(query), pointer<T>(key_pool), pointer<T>(value_pool), pointer<T>(out), pointer<float>(lse),
+  Device::dispatch(pool.dtype, kind, [&](auto computed, auto stored) {
+    using T = decltype(computed);
+    using P = decltype(stored);
+    const Attention<T, P> op{
+        pointer<T>(query), pointer<P>(key_pool), pointer<P>(value_pool), pointer<T>(out), pointer<float>(lse),
         pointer<float>(probs), Hq / H, D, max_length, M, pool.rows, static_cast<float>(scale), heads};
     launch_attention<false>(op, key_pool);
   });

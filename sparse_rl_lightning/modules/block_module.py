@@ -66,6 +66,7 @@ class BlockModule(GenerationModule):
         self._random_state: dict[str, Any] | None = None
         self._block_state: dict[str, Any] | None = None
         self._check_partial()
+        self._refuse_flash(self.policy_source.attn_implementation)
 
     @property
     def steps_per_rollout(self) -> int:
@@ -113,6 +114,23 @@ class BlockModule(GenerationModule):
         return rows[lengths.index(max(lengths))]
 
     # ---------------------------------------------------------------- Lightning
+
+    def configure_model(self) -> None:
+        """Load the policy, and make it ready for the learner."""
+        first = self.policy is None
+        super().configure_model()
+        if first and self.policy is not None:
+            self.learner.prepare(self.policy)
+
+    def configure_model(self) -> None:
+        """Load the policy, and refuse attention that takes no mask where the learner replays.
+
+        Raises:
+            ValueError: If the policy runs flash attention.
+        """
+        super().configure_model()
+        assert self.policy is not None
+        self._refuse_flash(self.policy.config._attn_implementation)
 
     def on_fit_start(self) -> None:
         """Check that prompts, generations and steps fit together, and say how."""
@@ -224,3 +242,12 @@ class BlockModule(GenerationModule):
                     f"partial_rollout_steps={self.partial.max_steps} does not work with {setting}: {why}, or "
                     "model.partial_rollout_steps to null."
                 )
+
+    def _refuse_flash(self, name: str | None) -> None:
+        """Before a model is loaded or a package asked for, where the source of the policy names its attention."""
+        if self.replays and name is not None and "flash" in name:
+            raise ValueError(
+                f"{type(self).__name__} attends under the sampler's evictions, and attn_implementation={name!r} takes "
+                "no such mask (and dense log-probs of other kernels would bring rounding back into xi). Set the "
+                "policy's attn_implementation to 'sdpa', or train with SparseGRPO."
+            )

@@ -25,6 +25,8 @@ class Learner:
         head_chunk_size: Tokens whose logits exist at the same time.
         head_in_float32: Compute logits in float32 whatever the policy is stored in. The sampler does not: what it
             rounds differently becomes part of the mismatch that is measured.
+        gradient_checkpointing: Keep only the inputs of the policy's layers for the backward pass, and compute each
+            layer again there: less memory for a third more time. Rollouts and rescoring are as without it.
 
     Raises:
         ValueError: If a number is not positive.
@@ -33,6 +35,7 @@ class Learner:
     micro_batch_tokens: int | None = None
     head_chunk_size: int = 512
     head_in_float32: bool = False
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_tokens", "head_chunk_size"):
@@ -44,6 +47,18 @@ class Learner:
     def packs(self) -> bool:
         """Whether micro-batches are packed by tokens."""
         return self.micro_batch_tokens is not None
+
+    def prepare(self, policy: PreTrainedModel) -> None:
+        """Switch gradient checkpointing on, in the form that needs no gradient of the embeddings (frozen under LoRA).
+
+        It works while the policy is in training mode, which it is in no rollout and no rescoring.
+        """
+        if not self.gradient_checkpointing:
+            return
+        name = "activation_checkpointing_enable"  # gradient_checkpointing_enable in older transformers
+        enable = getattr(policy, name, None) or policy.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        policy.disable_input_require_grads()  # a hook on the embeddings, which the sampler calls too
 
     def logprobs(
         self, policy: PreTrainedModel, part: Rollout, temperature: float, replay: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,8 @@ class LoraPolicy(PolicySource):
     ) -> None:
         check_adapter(r, lora_alpha)
         self.base = resolve_policy(policy)
-        self.options = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+        self.attn_implementation = self.base.attn_implementation
+        self.options: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         self.target_modules = target_modules
         self._model: PreTrainedModel | None = None
 
@@ -65,6 +67,15 @@ class _AdaptersOff:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration, which names its attention."""
+        return self.model.config
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Those of the model, for whoever changes their attention."""
+        return self.model.modules()
 
     def get_decoder(self) -> Any:
         """The decoder as a function."""

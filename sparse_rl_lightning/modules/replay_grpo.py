@@ -38,8 +38,8 @@ class ReplayGRPO(SparseGRPO):
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
-        ValueError: If an argument is out of range, there is a retriever, or ``dense`` and ``mixed`` get
-            ``rescore=False``.
+        ValueError: If an argument is out of range, there is a retriever, ``dense`` and ``mixed`` get
+            ``rescore=False``, or the policy is to run flash attention.
     """
 
     replays = keeps_evictions = True
@@ -68,22 +68,6 @@ class ReplayGRPO(SparseGRPO):
         self.replay_objective = replay_objective
         self.alpha = alpha
         self.keeps_evictions = replay_objective != "dense"  # whose loss looks at old log-probs only
-
-    def configure_model(self) -> None:
-        """Load the policy as SparseGRPO does, and refuse attention that takes no mask.
-
-        Raises:
-            ValueError: If the policy runs flash attention.
-        """
-        super().configure_model()
-        assert self.policy is not None
-        name = str(self.policy.config._attn_implementation)
-        if "flash" in name:
-            raise ValueError(
-                f"ReplayGRPO attends under the sampler's evictions, and attn_implementation={name!r} takes no such "
-                "mask (and dense log-probs of other kernels would bring rounding back into xi). Set the policy's "
-                "attn_implementation to 'sdpa', or train with SparseGRPO."
-            )
 
     @torch.no_grad()
     def _rescore(self, scored: ScoredRollout) -> None:

@@ -58,7 +58,8 @@ class SparseGRPO(BlockModule):
         stop_strings: Texts that end a completion, in validation too; it is cut after the token that completes one.
         memory_limit: Memory that slots may take, bytes or (a float up to 1.0) a share of what is free: as many of
             ``num_slots`` are used as fit.
-        kv_dtype: What cached keys and values are kept in, such as ``bfloat16``; null for what the policy computes in.
+        kv_dtype: What cached keys and values are kept in, such as ``bfloat16``, or ``float8_e4m3fn`` for
+            a byte per number; null for what the policy computes in.
         keep_pool: Keep the cache's memory while the learner works; false frees it after every rollout.
         cuda_graphs: Decode from CUDA graphs on a GPU.
         top_logprobs: Log-probs of this many most likely tokens of the sparse policy, for callbacks that read them.

@@ -9,7 +9,8 @@ nothing of it is read or written, except that outputs get zeros. A slot may be l
 the tokens fed to each slot so far: the position of the token being appended, and the death step of what is evicted.
 
 Everything is contiguous and on one device. Pools, queries and their like share one floating type T; scores, sums
-and probabilities are float32 (float64 if T is). Ops return nothing, allocate nothing and do not wait for the device.
+and probabilities are float32 (float64 if T is). Pools may also be float8_e4m3fn whatever T is (ops/float8.py). Ops
+return nothing, allocate nothing and do not wait for the device.
 """
 
 SCHEMAS = {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.backends import flash_attention, overload_for
+from sparse_rl_lightning.ops.float8 import computing_dtype
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
 
@@ -55,7 +56,8 @@ def _check(
 ) -> None:
     pools.check(2)
     check("slots", slots, pools.keys, torch.int64, (None,))
-    check("query", query, pools.keys, pools.keys.dtype, (len(slots), None, pools.keys.shape[1]))
+    dtype = computing_dtype(pools.keys.dtype, query.dtype)
+    check("query", query, pools.keys, dtype, (len(slots), None, pools.keys.shape[1]))
     check_groups("query", query, pools)
     check("lse", lse, pools.keys, accumulation_dtype(query.dtype), query.shape[:2])
     check("probs", probs, pools.keys, accumulation_dtype(query.dtype), (*query.shape[:2], None))

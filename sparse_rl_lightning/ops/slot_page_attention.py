@@ -8,6 +8,7 @@ from torch import Tensor
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups
 from sparse_rl_lightning.ops.slot_attention import attend_rows
+from sparse_rl_lightning.ops.slot_pages import refuse_float8
 
 
 def attend_pages(
@@ -44,6 +45,7 @@ def attend_pages(
     out = torch.empty_like(query)
 
     def check_all() -> None:
+        refuse_float8(pools)
         pools.check(2)
         check("slots", slots, pools.keys, torch.int64, (None,))
         check("query", query, pools.keys, pools.keys.dtype, (len(slots), None, pools.keys.shape[1]))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pages import (
     PageReduction,
@@ -40,6 +41,7 @@ def summarize_pages(
     """
 
     def check_all() -> None:
+        refuse_float8(pools)
         pools.check(2)
         check("slots", slots, pools.keys, torch.int64, (None,))
         _check_summaries(summaries, pools, page_size)
@@ -93,6 +95,7 @@ def select_pages(
     scores = torch.empty(shape, dtype=accumulation_dtype(pools.keys.dtype), device=device)
 
     def check_all() -> None:
+        refuse_float8(pools)
         pools.check(2)
         check("slots", slots, pools.keys, torch.int64, (None,))
         check("query", query, pools.keys, pools.keys.dtype, (rows, None, pools.keys.shape[1]))
@@ -110,6 +113,16 @@ def select_pages(
         num_last, reduction == "max", scores, pages,
     )  # fmt: skip
     return pages, scores
+
+
+def refuse_float8(pools: KVPools) -> None:
+    """Pages are not read from pools of eight bits: their means and bounds would need another type.
+
+    Raises:
+        ValueError: If the pools are float8.
+    """
+    if pools.keys.dtype == FLOAT8:
+        raise ValueError("pages are not read from float8 pools: keep keys and values in bfloat16, float16 or float32.")
 
 
 def _check_summaries(summaries: Tensor, pools: KVPools, page_size: int) -> None:

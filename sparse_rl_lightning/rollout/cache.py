@@ -88,7 +88,7 @@ class SlotCache:
         fields = len(size.state_fields)
         self.state_pool = torch.zeros(len(self.key_pool), fields, device=device) if fields else None
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
-        self.queries = torch.zeros(ring, dtype=g.kv_dtype, device=device)
+        self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
         self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
@@ -101,7 +101,7 @@ class SlotCache:
 
     def serves(self, geometry: CacheGeometry, size: CacheSize) -> bool:
         """Whether a rollout of this size can use this memory."""
-        sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_dtype", "device")
+        sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_dtype", "query_dtype", "device")
         same = all(getattr(geometry, name) == getattr(self.geometry, name) for name in sizes)
         # memory made under inference_mode cannot be written outside of it
         writable = torch.is_inference_mode_enabled() or not self.key_pool.is_inference()
@@ -140,7 +140,7 @@ class SlotCache:
         Returns:
             (R, Hq, D), zeros in padding.
         """
-        pools, kind = self.layers[layer], self.key_pool.dtype
+        pools, kind = self.layers[layer], self.geometry.query_dtype
         own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
         key, value = (t.to(kind).contiguous() for t in (key, value))
         ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops.float8 import to_computed
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.rollout.cache import PackedPrompts, SlotCache
 from sparse_rl_lightning.rollout.trigger import Trigger
@@ -153,6 +154,7 @@ def _state(
     state: dict[str, Tensor],
 ) -> LayerState:  # fmt: skip
     g, own = cache.geometry, _as_range(slots)
+    keys, values = (to_computed(t, g.query_dtype) for t in (keys, values))
     tokens = cache.tokens[own].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
     return LayerState(
         keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),

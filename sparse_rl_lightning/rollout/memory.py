@@ -73,7 +73,8 @@ def slot_bytes(
     Raises:
         ValueError: If ``size.capacities`` does not name every layer.
     """
-    g, kind, capacities, max_length = geometry, geometry.kv_dtype.itemsize, size.capacities, size.max_length
+    g, kind, wide = geometry, geometry.kv_dtype.itemsize, geometry.query_dtype.itemsize
+    capacities, max_length = size.capacities, size.max_length
     if len(capacities) != g.num_layers:
         raise ValueError(
             f"capacities must name each of the {g.num_layers} layers, got {len(capacities)} numbers: "
@@ -89,7 +90,7 @@ def slot_bytes(
         "keys_values": g.bytes_per_entry * g.num_kv_heads * entries,
         "places": INT32 * g.num_kv_heads * entries + (INT64 + 2 * INT32) * heads + arenas,
         "running": FLOAT32 * len(size.state_fields) * g.num_kv_heads * entries,
-        "queries": kind * g.head_dim * recent * g.num_heads * g.num_layers,
+        "queries": wide * g.head_dim * recent * g.num_heads * g.num_layers,
         "deaths": INT32 * max_length * heads,
         "rows": tokens + log + record,
         "pages": 0 if layout is None else layout.summary_bytes,
@@ -99,7 +100,7 @@ def slot_bytes(
         "keys_values": f"keys and values ({rows} x 2 x {g.head_dim} x {kind} bytes)",
         "places": f"positions ({rows} x {INT32} bytes + {heads} x {INT64 + 2 * INT32} + {arenas})",
         "running": f"running numbers ({rows} x {len(size.state_fields)} x {FLOAT32} bytes)",
-        "queries": f"queries ({recent} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x {kind})",
+        "queries": f"queries ({recent} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x {wide})",
         "deaths": f"the eviction record ({max_length:,} tokens x {heads} heads of all layers x {INT32})",
         "rows": f"tokens ({max_length:,} + 4 numbers x {INT64}) and logs ({log + record:,})",
         "pages": "vectors of the pages",

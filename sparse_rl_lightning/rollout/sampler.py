@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
@@ -48,7 +49,9 @@ class RolloutSampler:
         max_prefill_tokens: Prompts are read in batches of at most this many tokens, longer ones in chunks.
         tokenizer: Needed for stop strings only.
         kv_dtype: What keys and values are kept in, e.g. ``torch.bfloat16`` or ``"bfloat16"`` for half the memory of
-            float32; default what the model computes in. Queries are rounded to it too before they meet the keys.
+            float32; default what the model computes in. Queries are rounded to it too before they meet the keys, but
+            not to ``"float8_e4m3fn"`` (or ``"fp8"``), a byte per number: that is for storage only, and saturates at
+            +-448.
         keep_pool: Keep the cache's memory, and copies of weights made for decoding, between calls; False frees them
             for the learner after each.
         memory_limit: Bytes that slots may take, or a float up to 1.0 for a share of the free memory: no more slots are
@@ -239,7 +242,10 @@ class RolloutSampler:
 
 
 def _kv_dtype(kind: torch.dtype | str | None) -> torch.dtype | None:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    known = {
+        "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
+        "float8_e4m3fn": FLOAT8, "fp8": FLOAT8,
+    }  # fmt: skip
     found = known.get(kind) if isinstance(kind, str) else kind
     if kind is not None and found not in known.values():
         raise ValueError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
