@@ -167,12 +167,13 @@ class Outcome:
 
 def page(own: Plan, outcomes: Sequence[Outcome], steps: int, settings: dict[str, Any]) -> str:
     """The table, and a sentence on who won."""
+    steps_of = zip(own.schedule.starts, own.schedule.budgets, strict=True)
+    schedule = ", ".join(f"{budget} from {start} tokens on" for start, budget in steps_of)
     note = (
         f"R-KV, buffer {settings['buffer']}: a fixed budget of {own.fixed}, which reads {own.entries['fixed']:.1f} "
-        f"entries per token, against {dict(zip(own.schedule.starts, own.schedule.budgets, strict=True))} (budget by "
-        f"the length it begins at), which reads {own.entries['schedule']:.1f} and holds a 5th percentile of "
-        f"{own.target:.3g} where any budget does. {steps} optimiser steps of the quickstart on {machine('cpu')} "
-        f"Collapsed: the reward of the last {LAST} rollouts is below {COLLAPSED:g} of the run's best {LAST} in a row."
+        f"entries per token, against {schedule}, which reads {own.entries['schedule']:.1f} and was picked for a 5th "
+        f"percentile of {own.target:.3f}. {steps} optimiser steps of the quickstart. Collapsed: the reward of the last "
+        f"{LAST} rollouts is below {COLLAPSED:g} of the run's best {LAST} in a row. {machine('cpu')}."
     )
     table = Table(
         "Schedule against fixed budget",

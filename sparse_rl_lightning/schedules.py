@@ -210,18 +210,19 @@ class ScheduleFile(LengthSchedule):
 class PublishedSchedule(LengthSchedule):
     """A schedule that Sparrow ships for retrieval with pages of 16 tokens on Qwen3 (arXiv 2606.08446 and its code).
 
-    Budgets count the pages chosen by score; Sparrow reads one first and two last pages besides. The number in the name
-    is the 5th percentile of the acceptance that is held. Of some schedules only the beginning is known here: their last
-    known budget goes on, with a warning.
+    Budgets count the pages chosen by score; Sparrow reads one first and two last pages besides, 48 tokens, which the
+    budget of a retriever here includes: ``reserved=48``. The number in the name is the 5th percentile of the acceptance
+    that is held. Of some schedules only the beginning is known here: their last known budget goes on, with a warning.
 
     Args:
         name: Model and target, such as ``qwen3-1.7b-0.86``.
+        reserved: Tokens to add to every budget.
 
     Raises:
         ValueError: If there is none of this name.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, reserved: int = 0) -> None:
         known = published_schedules()
         if name not in known:
             raise ValueError(f"PublishedSchedule: name must be one of {', '.join(sorted(known))}, got name={name!r}.")
@@ -233,7 +234,7 @@ class PublishedSchedule(LengthSchedule):
                 f"{budgets[-1]}, is used behind them.",
                 stacklevel=2,
             )
-        steps = self.of_bins(budgets, found["bin_size"])
+        steps = self.of_bins([budget + reserved for budget in budgets], found["bin_size"])
         super().__init__(list(steps.starts), list(steps.budgets))
         self.name = name
 

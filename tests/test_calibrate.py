@@ -23,6 +23,7 @@ from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Cell, bootstrap, cells, choose
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.logprobs import hidden_states
+from sparse_rl_lightning.retrievers import Centroid
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.attention import REPLAY, attention_implementation
 from sparse_rl_lightning.testing import tiny_model
@@ -118,6 +119,26 @@ def test_few_tokens_bound_the_tail_from_both_sides(policy: Any, tmp_path: Path) 
     for bound, own in pairs:
         assert bound.tail - 1e-6 <= own.tail <= bound.tail_upper + 1e-6
     assert any(bound.tail < own.tail - 1e-3 for bound, own in pairs)
+
+
+def test_retrieval_is_calibrated_alike(policy: Any, tmp_path: Path) -> None:
+    """Budgets in pages; with all pages read the tail is the ceiling; alone and on top of an evicting cache."""
+    method = Centroid(16, page_size=4, num_dense_layers=0)
+    found = calibrate(sweep(policy, tmp_path / "alone"), method, (12, 16, 24, 48), BINNING, target=0.6)
+    known = [(cells[0], cells[-1]) for cells in zip(*found.table.values(), strict=True) if cells[0] is not None]
+    assert all(whole.tail == pytest.approx(1, abs=1e-4) for _, whole in known)
+    assert min(few.tail for few, _ in known) < 0.6
+    for number, budget in enumerate(found.choice.budgets):
+        cells = {b: own[number] for b, own in found.table.items() if own[number] is not None}
+        if cells:
+            assert budget == min(b for b, own in cells.items() if own.tail >= 0.6)
+    hybrid = sweep(policy, tmp_path / "hybrid", keeps=SnapKV(20, buffer=4, num_sinks=1, window=3))
+    both = calibrate(hybrid, method, (48,), BINNING, target=0.1, check=False)
+    assert min(own.tail for own in both.table[48] if own is not None) < 0.9
+    with pytest.raises(ValueError, match="another method"):
+        sweep(policy, tmp_path / "hybrid").claim(method)
+    with pytest.raises(ValueError, match="page_size=4 does not divide budget=18"):
+        calibrate(hybrid, method, (18,), BINNING)
 
 
 # ---------------------------------------------------------------- going on
@@ -283,6 +304,7 @@ def test_mistakes_end_with_one_line(
         (["--policy=gone/../away"], "no model at 'gone/../away'"),
         (["--compressor=SnapKv"], "Did you mean 'SnapKV'"),
         (["--machine=gone.json"], "there is no file 'gone.json'"),
+        (["--compressor=null"], "give a compressor or a retriever"),
         (["--min_tokens=100000"], "no bin of lengths has enough tokens"),
     ]:
         assert run_console(monkeypatch, "calibrate", "--config", quick, *arguments) in (1, 2)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, Qwen3Config
 from sparse_rl_lightning.budgets import LengthSchedule, PublishedSchedule, Pyramid
 from sparse_rl_lightning.calibration import H200, CostModel, Hardware, ModelShape, Pages, Work, entries_read
 from sparse_rl_lightning.compressors import FullKV, SnapKV, StreamingLLM
+from sparse_rl_lightning.retrievers import Centroid, Quest
 
 TABLES = Path(__file__).parent / "cost_tables.md"
 BUDGETS = (512, 1024, 2048, 4096)
@@ -161,6 +162,13 @@ def test_retrieval_reads_all_of_a_short_sequence_and_its_dense_layers() -> None:
     lengths = torch.arange(71, 91, dtype=torch.float64)
     want = torch.where(lengths <= 80, lengths, (lengths + 3 * (80 + lengths / 16)) / 4)
     torch.testing.assert_close(read, want)
+
+
+def test_pages_of_a_retriever() -> None:
+    assert Pages.of(Centroid(64)) == Pages(LengthSchedule.constant(64), 16, 0.5, 0, 2)
+    assert Pages.of(Quest(64, page_size=8)) == Pages(LengthSchedule.constant(64), 8, 1.0, 0, 2)
+    with pytest.warns(UserWarning, match="is known up to"):
+        assert PublishedSchedule("qwen3-1.7b-0.75", reserved=48).budgets[0] == 560
 
 
 @pytest.mark.filterwarnings("ignore:.*shrinks with length")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.calibration.sweep import Sweep
+from sparse_rl_lightning.calibration.sweep import Method, Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, tail
-from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.retrievers import Retriever
 
 DENSE, CHECK = "dense", "schedule"
 Told = Callable[[str, float], None]
@@ -113,25 +114,25 @@ class Calibration:
 
 def calibrate(
     sweep: Sweep,
-    method: Compressor,
+    method: Method,
     budgets: Sequence[int],
     binning: Binning,
     target: float | None = None,
     check: bool = True,
-    monotone: bool = True,
+    monotone: bool | None = None,
     told: Told | None = None,
 ) -> Calibration:
     """Measure the tail of the acceptance at every budget and pick the cheapest per bin of lengths.
 
     Args:
         sweep: Policy, prompts and how to draw.
-        method: The compressor; its own budget does not count.
+        method: The compressor or the retriever; its own budget does not count.
         budgets: To sweep.
         binning: How tokens are sorted and judged.
         target: The 5th percentile to hold; default 0.86 scaled from Sparrow's ceiling to one's own.
         check: Draw once more under the schedule that was picked, and measure what it holds.
-        monotone: Let no budget be smaller than that of shorter sequences. Evicted tokens do not come back, so a bin
-            that needs little would ruin the next.
+        monotone: Let no budget be smaller than that of shorter sequences; None for compressors only. Evicted tokens do
+            not come back, so a bin that needs little would ruin the next.
         told: Called as the sweep proceeds.
 
     Raises:
@@ -141,7 +142,8 @@ def calibrate(
     methods = {budget: method.with_budget(budget) for budget in _checked(method, budgets)}
     sweep.claim(method)
     found: dict[str, Acceptances] = {}
-    for done, (name, own) in enumerate({DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}.items()):
+    swept: dict[str, Method] = {DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}
+    for done, (name, own) in enumerate(swept.items()):
         found[name] = _acceptances(sweep, name, own, done, told)
     ceiling = tail(found[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
@@ -153,7 +155,8 @@ def calibrate(
     num_bins = (sweep.longest - 1) // binning.bin_size + 1
     judged = {name: _cells(acceptances, binning, num_bins) for name, acceptances in found.items()}
     table = {budget: judged[_name(budget)] for budget in methods}
-    choice = choose(table, target, binning.bin_size, monotone)
+    rises = not isinstance(method, Retriever) if monotone is None else monotone
+    choice = choose(table, target, binning.bin_size, rises)
     checked = None
     if check:
         name = f"{CHECK}_{'_'.join(map(str, (*choice.schedule.starts, *choice.schedule.budgets)))}"[:200]
@@ -167,7 +170,7 @@ def _cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | N
     return cells(found, b.bin_size, num_bins, b.min_tokens, b.resamples, b.seed)
 
 
-def _acceptances(sweep: Sweep, name: str, method: Compressor, done: int, told: Told | None) -> Acceptances:
+def _acceptances(sweep: Sweep, name: str, method: Method, done: int, told: Told | None) -> Acceptances:
     found = sweep.acceptances(name, method, None if told is None else lambda share: told(name, done + share))
     if told is not None:
         told(name, done + 1)
@@ -178,8 +181,8 @@ def _name(budget: int) -> str:
     return f"budget_{budget}"
 
 
-def _checked(method: Compressor, budgets: Sequence[int]) -> list[int]:
-    if not method.evicts:
+def _checked(method: Method, budgets: Sequence[int]) -> list[int]:
+    if not getattr(method, "evicts", True):
         raise ValueError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
     if not budgets or min(budgets) < 1:
         raise ValueError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.trigger import Trigger
 
 
@@ -31,6 +32,12 @@ class Pages:
     metadata: float = 0.5  # of a page, in tokens: 0.5 for a mean key (Sparrow), 1 for minimum and maximum (Quest)
     reserved: int = 0  # tokens that are read besides: Sparrow's first page and two last are 48
     dense_layers: int = 0  # layers that read everything: Sparrow 2
+
+    @classmethod
+    def of(cls, retriever: Retriever) -> Pages:
+        """What a retriever reads; its budget includes the pages that are always read."""
+        r = retriever
+        return cls(r.schedule, r.page_size, metadata=0.5 * r.num_vectors, dense_layers=r.num_dense_layers)
 
     @property
     def schedule(self) -> LengthSchedule:

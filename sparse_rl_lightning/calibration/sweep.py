@@ -19,11 +19,14 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.calibration.table import Acceptances
-from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.types import Rollout
 
 FINGERPRINT = "fingerprint.json"
+Method = Compressor | Retriever
+"""What has a budget."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Sweep:
         folder: For the finished parts.
         prompts_per_part: Prompts that are drawn together and written as one file.
         micro_batch: Sequences per dense forward pass.
+        keeps: What the cache keeps where a retriever is swept, default everything.
         sampler_options: Further arguments of :class:`RolloutSampler`.
 
     Raises:
@@ -49,6 +53,7 @@ class Sweep:
     folder: Path
     prompts_per_part: int = 64
     micro_batch: int = 8
+    keeps: Compressor = field(default_factory=FullKV)
     sampler_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,7 +74,7 @@ class Sweep:
         """Tokens of the longest sequence there can be."""
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
-    def claim(self, method: Compressor) -> None:
+    def claim(self, method: Method) -> None:
         """Say whose sweep the folder holds, or find that it is the same.
 
         Args:
@@ -92,9 +97,7 @@ class Sweep:
                 "this one."
             )
 
-    def acceptances(
-        self, name: str, method: Compressor, progress: Callable[[float], None] | None = None
-    ) -> Acceptances:
+    def acceptances(self, name: str, method: Method, progress: Callable[[float], None] | None = None) -> Acceptances:
         """Every token that is drawn under a method, from files where there are any.
 
         Args:
@@ -105,7 +108,7 @@ class Sweep:
         Raises:
             ValueError: If every completion is nothing but an end token.
         """
-        sampler = RolloutSampler(self.model, method, **self.sampler_options)
+        sampler = self._sampler(method)
         parts = []
         for part in range(self.num_parts):
             path = self._file(name, part)
@@ -123,6 +126,11 @@ class Sweep:
                 "be judged. Check the prompts' format (chat template), the end tokens and the temperature."
             )
         return found
+
+    def _sampler(self, method: Method) -> RolloutSampler:
+        if isinstance(method, Compressor):
+            return RolloutSampler(self.model, method, **self.sampler_options)
+        return RolloutSampler(self.model, self.keeps, retriever=method, **self.sampler_options)
 
     def _draw(self, sampler: RolloutSampler, part: int, told: Callable[[float], None] | None) -> Acceptances:
         first = part * self.prompts_per_part
@@ -150,7 +158,7 @@ class Sweep:
     def _file(self, name: str, part: int) -> Path:
         return self.folder / name / f"part_{part:04d}.safetensors"
 
-    def _fingerprint(self, method: Compressor) -> dict[str, str]:
+    def _fingerprint(self, method: Method) -> dict[str, str]:
         """What must be the same for parts to belong together."""
         weights = hashlib.sha256()
         for name, weight in self.model.state_dict().items():
@@ -159,11 +167,11 @@ class Sweep:
         return {
             "policy": weights.hexdigest(),
             "prompts": hashlib.sha256(repr([list(prompt) for prompt in self.prompts]).encode()).hexdigest(),
-            "method": repr(method.with_budget(_ANY_BUDGET)),
+            "method": repr((method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1)), self.keeps)),
             "sampling": repr((self.params, settings)),
             "prompts_per_part": str(self.prompts_per_part),
         }
 
 
-_ANY_BUDGET = 2**30
-"""In the fingerprint, where the budget does not count."""
+_ANY_BUDGET = 2**24
+"""Tokens or pages in the fingerprint, where the budget does not count."""

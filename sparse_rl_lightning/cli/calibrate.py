@@ -16,17 +16,18 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, Told
 from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibration
-from sparse_rl_lightning.calibration.cost import CostModel, Work
+from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
 from sparse_rl_lightning.calibration.picture import draw
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
-from sparse_rl_lightning.calibration.sweep import Sweep
+from sparse_rl_lightning.calibration.sweep import Method, Sweep
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import writable_folder
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
-from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.policy import PolicySource, resolve_policy
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import default_end_token_ids
 from sparse_rl_lightning.rollout.prompts import encode_prompts
@@ -38,8 +39,9 @@ PARSER: dict[str, Any] = {"as_positional": False, "parser_class": ClearParser, "
 def calibrate(
     policy: str | PolicySource,
     data: PromptDataModule,
-    compressor: Compressor,
     budgets: list[int],
+    compressor: Compressor | None = None,
+    retriever: Retriever | None = None,
     folder: str = "runs/calibrate",
     num_prompts: PositiveInt = 64,
     num_generations: PositiveInt = 8,
@@ -50,7 +52,7 @@ def calibrate(
     min_tokens: PositiveInt = 200,
     target: float | None = None,
     check: bool = True,
-    monotone: bool = True,
+    monotone: bool | None = None,
     resamples: PositiveInt = 200,
     prompts_per_part: PositiveInt = 64,
     micro_batch: PositiveInt = 8,
@@ -70,8 +72,9 @@ def calibrate(
     Args:
         policy: Hugging Face folder, hub name, or a policy source.
         data: Where the prompts are from: its validation rows first, then training rows.
-        compressor: Its own budget does not count, everything else does.
         budgets: Budgets to sweep, in tokens.
+        compressor: Its budget is swept; with a retriever, what evicts beside it.
+        retriever: Its budget is swept.
         folder: For the results and the finished parts.
         num_prompts: Prompts to draw for.
         num_generations: Completions per prompt and budget.
@@ -82,7 +85,8 @@ def calibrate(
         min_tokens: A bin with fewer tokens is not judged.
         target: 5th percentile to hold; null for Sparrow's 0.86 scaled from its ceiling of 0.945 to one's own.
         check: Draw once more with the schedule that was picked.
-        monotone: Let no budget be smaller than that of shorter sequences, since what is evicted does not come back.
+        monotone: Let no budget be smaller than that of shorter sequences, since what is evicted does not come back;
+            null for compressors only.
         resamples: Bootstrap samples behind every confidence interval.
         prompts_per_part: Prompts whose completions are one finished part.
         micro_batch: Sequences per dense forward pass.
@@ -98,6 +102,9 @@ def calibrate(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    method: Method | None = retriever or compressor
+    if method is None:
+        raise ValueError("calibrate: give a compressor or a retriever, whose budget is to be found.")
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).load()
@@ -111,14 +118,15 @@ def calibrate(
     )  # fmt: skip
     options = {"end_token_ids": ends, "num_slots": num_slots, "memory_limit": memory_limit}
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows])
-    sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, options)
+    keeps = compressor if retriever and compressor else FullKV()
+    sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)
     binning = Binning(bin_size, min_tokens, resamples, seed)
     with _bar(1 + len(set(budgets)) + check) as told:
-        found = run_calibration(sweep, compressor, budgets, binning, target, check, monotone, told)
+        found = run_calibration(sweep, method, budgets, binning, target, check, monotone, told)
     found.write(place)
-    _tell(found, place, f"{type(compressor).__name__}, {len(prompts)} prompts x {num_generations}")
+    _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {num_generations}")
     if hardware is not None:
-        _predict(found, compressor, ModelShape.of(model, *[model.dtype.itemsize] * 2), hardware, sweep)
+        _predict(found, method, ModelShape.of(model, *[model.dtype.itemsize] * 2), hardware, sweep)
     return found
 
 
@@ -211,13 +219,20 @@ def _tell(found: Calibration, folder: Path, title: str) -> None:
     say(f"Written: schedule.yaml, table.csv and calibration.json to {folder}")
 
 
-def _predict(found: Calibration, compressor: Compressor, shape: ModelShape, machine: Hardware, sweep: Sweep) -> None:
+def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Hardware, sweep: Sweep) -> None:
     """What the cost model expects of the schedule and of the fixed budget that would be needed in its place."""
     prompt = sum(map(len, sweep.prompts)) // len(sweep.prompts)
     work = Work(len(sweep.prompts) * sweep.params.num_generations, prompt, sweep.params.max_completion_length)
     model = CostModel(shape, machine)
-    speed = {name: model.speedup(compressor.with_budget(budget), work) for name, budget in (
-        ("the schedule", found.schedule), (f"a fixed budget of {found.schedule.maximum}", found.schedule.maximum),
-    )}  # fmt: skip
+    speed = {
+        "the schedule": _speedup(model, method.with_budget(found.schedule), work),
+        f"a fixed budget of {found.schedule.maximum}": _speedup(
+            model, method.with_budget(found.schedule.maximum), work
+        ),
+    }
     told = ", ".join(f"{name} {value:.2f} times" for name, value in speed.items())
     say(f"Predicted speed over dense rollouts of {asdict(work)}: {told}.")
+
+
+def _speedup(model: CostModel, method: Method, work: Work) -> float:
+    return model.speedup(Pages.of(method) if isinstance(method, Retriever) else method, work)

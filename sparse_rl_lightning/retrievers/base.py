@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,6 +53,25 @@ class Retriever(ABC):
                 f"least 0, got page_size={page_size}, num_first_pages={num_first_pages}, "
                 f"num_last_pages={num_last_pages}, num_dense_layers={num_dense_layers}."
             )
+        self.page_size = page_size
+        self.num_first_pages = num_first_pages
+        self.num_last_pages = num_last_pages
+        self.num_dense_layers = num_dense_layers
+        self._set_budget(budget)
+
+    def with_budget(self, budget: int | LengthSchedule) -> Self:
+        """A copy with another budget.
+
+        Raises:
+            ValueError: If it is no whole number of pages, or leaves nothing to choose.
+        """
+        other = copy.copy(self)
+        other._set_budget(budget)
+        return other
+
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        name, page_size = type(self).__name__, self.page_size
+        num_first_pages, num_last_pages = self.num_first_pages, self.num_last_pages
         if isinstance(budget, int) and budget < 1:
             raise ValueError(f"{name}: budget must be a positive number of tokens, got budget={budget}.")
         self.schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
@@ -68,10 +89,6 @@ class Retriever(ABC):
                 f"(num_first_pages + num_last_pages) x page_size = ({num_first_pages} + {num_last_pages}) x "
                 f"{page_size} = {reserved * page_size} tokens. Raise budget or lower one of them."
             )
-        self.page_size = page_size
-        self.num_first_pages = num_first_pages
-        self.num_last_pages = num_last_pages
-        self.num_dense_layers = num_dense_layers
 
     @property
     def budget(self) -> int:
