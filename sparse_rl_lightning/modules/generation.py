@@ -17,7 +17,7 @@ from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rewards import compute_rewards, reward_name
+from sparse_rl_lightning.rewards import compute_rewards, reward_counters, reward_name
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.prompts import encode_prompts
@@ -171,6 +171,7 @@ class GenerationModule(PolicyModule):
             columns,
         )
         scored.reward_table = {reward_name(f): table[:, i] for i, f in enumerate(self.reward_funcs)}
+        scored.reward_counters = reward_counters(self.reward_funcs)
         return rewards.to(scored.rollout.sequences.device)
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
