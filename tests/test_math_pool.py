@@ -16,7 +16,7 @@ from sparse_rl_lightning.rewards.math.checker import COUNTERS
 from sparse_rl_lightning.rewards.math.symbolic import SymbolicPool, needs_math_verify
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
-EASY = (r"\sum_{k=1}^{3}k", "6")
+EASY = ("6", r"\sum_{k=1}^{3}k")  # answer and gold answer
 SLOW = (r"\int_0^1 \sin(\sin(\sin(x^5)))e^{x^x}dx", r"\int_0^1 x^{x^{x^x}}dx")
 
 
@@ -28,13 +28,13 @@ def test_a_pair_that_takes_too_long_costs_its_timeout_and_nothing_else() -> None
     assert pool.compare([SLOW]) == ["timeout"]
     assert 1.0 <= time.monotonic() - start < 1.5
     assert first.process.returncode == -signal.SIGKILL
-    assert pool.compare([EASY, (EASY[0], "7"), EASY]) == ["same", "different", "same"]
+    assert pool.compare([EASY, ("7", EASY[1]), EASY]) == ["same", "different", "same"]
     pool.close()
 
 
 def test_outcomes_keep_their_order_over_several_processes() -> None:
     pool = SymbolicPool(num_workers=2, timeout=20.0)
-    pairs = [(rf"\sum_{{k=1}}^{{{n}}}k", str(total)) for n, total in ((3, 6), (4, 9), (4, 10), (5, 15), (6, 1))]
+    pairs = [(str(total), rf"\sum_{{k=1}}^{{{n}}}k") for n, total in ((3, 6), (4, 9), (4, 10), (5, 15), (6, 1))]
     assert pool.compare(pairs) == ["same", "different", "same", "same", "different"]
     assert len(pool._workers) == 2
     pool.close()
@@ -82,7 +82,7 @@ def test_neither_alarms_nor_signal_handlers_are_touched() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGINT)]
     signal.setitimer(signal.ITIMER_REAL, 250.0)
     try:
-        assert MathChecker(timeout=20.0).check([r"\boxed{\sum_{k=1}^{3}k}"], ["6"]) == [True]
+        assert MathChecker(timeout=20.0).check([r"\boxed{6}"], [EASY[1]]) == [True]
         assert 200.0 < signal.getitimer(signal.ITIMER_REAL)[0] < 250.0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -91,10 +91,17 @@ def test_neither_alarms_nor_signal_handlers_are_touched() -> None:
 
 def test_counters() -> None:
     checker = MathChecker(timeout=1.0)
-    checker.check([r"\boxed{\sum_{k=1}^{3}k}"], ["6"])  # so that the process is there
+    checker.check([r"\boxed{6}"], [EASY[1]])  # so that the process is there
     checker.take_counters()
-    completions = ["none", r"\boxed{}", r"\boxed{5}", rf"\boxed{{{SLOW[0]}}}", rf"\boxed{{{EASY[0]}}}", r"\boxed{\sum}"]
-    assert checker.check(completions, ["5", "5", "5", SLOW[1], "6", "6"]) == [False, False, True, False, True, False]
+    completions = ["none", r"\boxed{}", r"\boxed{5}", rf"\boxed{{{SLOW[0]}}}", r"\boxed{6}", r"\boxed{\sum}"]
+    assert checker.check(completions, ["5", "5", "5", SLOW[1], EASY[1], "n"]) == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     counts = {"checks": 6, "no_box": 2, "fallbacks": 3, "unparsed": 1, "timeouts": 1, "crashes": 0}
     assert checker.take_counters() == counts
     assert checker.take_counters() == dict.fromkeys(COUNTERS, 0)

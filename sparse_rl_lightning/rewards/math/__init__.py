@@ -12,6 +12,7 @@ that are killed when they take too long. Conventions, where mathematics leaves a
 - A list without brackets is a set: its order does not matter, ``1,2`` is ``\{2,1\}``. Neither is the tuple ``(1,2)``.
   ``or`` and ``and`` separate like commas, ``1\pm\sqrt{2}`` is a list of two.
 - Numbers are compared exactly, unless a relative tolerance is given, and then only where one of them is not whole.
+- Where the gold answer is a number, so must the answer be: ``2+3`` is not 5. Elsewhere values count, not their form.
 - Letters stand for positive numbers, where ``|x|`` is written for numbers of any sign; ``e``, ``i`` and ``\pi`` for
   the constants. Words are never read as products of letters.
 """

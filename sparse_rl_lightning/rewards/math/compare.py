@@ -95,6 +95,8 @@ class Comparison:
         if len(trees) != 4 or None in trees:
             return False
         one, two, three, four = (tree for tree in trees if tree is not None)
+        if {three.kind, four.kind} == {"var", "num"}:
+            return False  # x=5 wants x=5
         return same_equation((one, two), (three, four)) or False
 
     def _same_atom(self, first: str, second: str) -> bool | None:
@@ -105,6 +107,8 @@ class Comparison:
             return same_number(one.number, two.number, self.tolerance)
         if one.plain == two.plain:
             return one.plain != ""
+        if two.number is not None:
+            return False  # a number wants a number, not the calculation that ends in it
         if one.tree is not None and two.tree is not None:
             return same_expression(one.tree, two.tree, self.tolerance)
         if not needs_math_verify(first, second):

@@ -10,6 +10,8 @@ import re
 from fractions import Fraction
 from typing import NamedTuple, NoReturn
 
+from sparse_rl_lightning.rewards.math.vocabulary import FUNCTIONS, GREEK, MARKS, PRIMARY
+
 MAX_DEPTH = 24
 """Brackets that may be nested."""
 
@@ -21,26 +23,6 @@ _BELOW = re.compile(r"\{(?:d|\\partial)(?:[a-zA-Z]|\\[a-zA-Z]+)(?:\^(?:[0-9]|\{[
 _TIMES = ("*", "\\cdot", "\\times")
 _BRACKETS = {"{": "}", "(": ")", "[": "]", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _ROUNDED = {"\\lfloor": "floor", "\\lceil": "ceil"}
-_FUNCTIONS = frozenset(
-    f"\\{name}"
-    for name in (
-        *("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"),
-        *("exp", "ln", "log", "lg"),
-    )
-)
-_GREEK = frozenset(
-    f"\\{name}"
-    for name in (
-        *("alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "kappa"),
-        *("lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "hbar", "ell"),
-        *("Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega"),
-    )
-)
-_MARKS = frozenset(
-    f"\\{name}"
-    for name in ("vec", "overrightarrow", "dot", "ddot", "bar", "overline", "hat", "tilde", "mathbb", "mathcal")
-)
-_PRIMARY = frozenset({"\\frac", "\\sqrt", "\\binom", "\\pi", "\\lfloor", "\\lceil"}) | _FUNCTIONS | _GREEK | _MARKS
 
 
 class Node(NamedTuple):
@@ -149,19 +131,19 @@ class _Reader:
     def starts_factor(self) -> bool:
         token = self.token
         opens = token in ("{", "(", "[") or (token == "|" and not self.bars)
-        return bool(token) and (token[0].isalnum() or token[0] == "." or opens or token in _PRIMARY)
+        return bool(token) and (token[0].isalnum() or token[0] == "." or opens or token in PRIMARY)
 
     def factor(self) -> Node:
-        node = self.primary()
+        node, is_raised = self.primary(), False
         while self.token in ("^", "!"):
-            if node.kind == "power" and self.token == "^":
+            if is_raised and self.token == "^":
                 self.refuse()  # x^2^3
             if self.take() == "!":
                 node = Node("factorial", (node,))
             elif node.kind == "var" and (primes := self.primes()):
                 node = Node("var", name=node.name + primes)
             else:
-                node = Node("power", (node, self.script()))
+                node, is_raised = Node("power", (node, self.script())), True
         return node
 
     def primes(self) -> str:
@@ -184,7 +166,7 @@ class _Reader:
             return self.bracketed()
         if self.token.isdigit() and len(self.token) > 1:
             self.refuse()
-        if self.token[:1].isalnum() or self.token in _GREEK or self.token == "\\pi":
+        if self.token[:1].isalnum() or self.token in GREEK or self.token == "\\pi":
             return self.primary(with_script=False)
         self.refuse()
 
@@ -198,11 +180,11 @@ class _Reader:
             return self.bracketed()
         if token == "|":
             return self.absolute()
-        if token in _FUNCTIONS:
+        if token in FUNCTIONS:
             return self.function()
         if token == "\\pi":
             return Node("const", name=self.take())
-        if token.isalpha() or token in _GREEK or token in _MARKS:
+        if token.isalpha() or token in GREEK or token in MARKS:
             return self.name(with_script)
         if token in ("\\frac", "\\binom", "\\sqrt"):
             return self.structure()
@@ -272,7 +254,7 @@ class _Reader:
 
     def name(self, with_script: bool) -> Node:
         name = self.take()
-        if name in _MARKS:
+        if name in MARKS:
             name += self.raw_group().strip("{}")
         if with_script and self.token == "_":
             self.take()
@@ -309,7 +291,7 @@ class _Reader:
         if self.token in _BRACKETS or self.token == "|":
             return self.primary()
         factors = [self.factor()]
-        while self.starts_factor() and self.token not in _FUNCTIONS and self.token not in _BRACKETS:
+        while self.starts_factor() and self.token not in FUNCTIONS and self.token not in _BRACKETS:
             factors.append(self.implicit_factor(after_literal=False))
         if self.token == "/":
             self.refuse()  # \sin x/2
