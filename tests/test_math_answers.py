@@ -103,6 +103,7 @@ DIFFERENT = [
     (r"0.0000001\pi", r"0.0000002\pi"),
     ("0", r"0.0000001\pi"),
     (r"\lfloor\frac{2 n-1}{7}\rfloor", r"\lfloor\frac{2 n-1}{5}\rfloor"),
+    (r"\lfloor\sqrt{n-2}\rfloor", r"\lfloor\sqrt{n-1}\rfloor"),
     # equations
     ("1=2", "3=5"),
     ("41=42", "42"),

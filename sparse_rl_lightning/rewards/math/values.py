@@ -21,7 +21,7 @@ PRECISION = 600
 MAX_BITS = 20_000
 """Bits of a numerator, a denominator or an exponent of two."""
 NUM_POINTS = 3
-NUM_WHOLE_POINTS = 16  # where values are rounded, so that different expressions may agree at some
+NUM_WHOLE_POINTS = 64  # where values are rounded, so that different expressions agree at most points
 
 Value: TypeAlias = Any  # a Fraction, or a number of mpmath
 Point: TypeAlias = Callable[[str], Fraction]  # what each letter stands for
@@ -96,7 +96,10 @@ def _points(kinds: frozenset[str]) -> Iterator[Point]:
         def value(name: str, number: int = number) -> Fraction:
             digest = sha256(f"{number} {name}".encode("utf-8", "backslashreplace")).digest()
             bits = int.from_bytes(digest[:5], "big")
-            size = Fraction(1 + bits % 1000) if whole else Fraction(1, 2) + Fraction(bits, 2**39)
+            size = Fraction(1, 2) + Fraction(bits, 2**39)
+            if whole:  # every number from 3 to 50 in turn, each letter starting at another one, then larger ones
+                first = int.from_bytes(sha256(name.encode("utf-8", "backslashreplace")).digest()[:4], "big")
+                size = Fraction(3 + (first + number) % 48 if number < 48 else 50 + bits % 950)
             return -size if number == count else size
 
         yield value
