@@ -54,7 +54,7 @@ def test_loaders(small: Path) -> None:
 
 def test_another_file_is_said(small: Path) -> None:
     data = MathBenchmarks(str(small))
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="published") as caught:
         data.rows("aime24")
     file, rows = sorted(str(warning.message) for warning in caught)
     assert re.search(r"aime24.jsonl is not the published file: its SHA-256 is not af2b8b", file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
 _TEXT_COMMANDS = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
@@ -55,6 +56,7 @@ def normalize_answer(text: str) -> str:
     return plain_text(tidy(text))
 
 
+@lru_cache(maxsize=4096)  # a group of samples shares its gold answer
 def tidy(text: str) -> str:
     """Everything of the normalisation that keeps a unit recognisable."""
     text = _COMMAND.sub(lambda match: _REPLACED.get(match[0], match[0]), text).translate(_PLAIN)
