@@ -96,7 +96,7 @@ def main() -> None:
     checker = MathChecker(arguments.workers, timeout=10.0)
     table = Table(
         "Checking answers", ["set", "golds", "checks/s", "checks/core-s", "p50 ms", "p99 ms", "worst ms"],
-        f"{machine('cpu')}. Completions of {len(FILLER):,} characters; {arguments.workers} process(es) for math-verify.",
+        f"{machine('cpu')}. Completions of {len(FILLER):,} characters, {arguments.workers} process(es) of math-verify.",
     )  # fmt: skip
     for name, golds in sets.items():
         rate, core_rate, times = measure(cases(golds), checker)

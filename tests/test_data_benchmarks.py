@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmark_files import GOLDS, write_benchmarks
 
-from sparse_rl_lightning.data import MathBenchmarks
+from sparse_rl_lightning.data import ArithmeticTasks, MathBenchmarks
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED
 from sparse_rl_lightning.data.templates import render
 from sparse_rl_lightning.rewards.math import MathChecker, same_answer, verify
@@ -50,6 +50,13 @@ def test_loaders(small: Path) -> None:
     assert [row["answer"] for row in batch] == ["12", "2125", "27"]
     assert {row["benchmark"] for row in next(iter(data.train_dataloader()))} == {"gsm8k_train"}
     assert [row["answer"] for row in data.train_rows()] == ["0", "2", "4", "6"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is not the published file", "ignore:.* rows, the published one")
+def test_training_prompts_may_come_from_elsewhere(small: Path) -> None:
+    data = MathBenchmarks(str(small), train=ArithmeticTasks(num_train=16, num_val=1), val_benchmarks=["aime24"])
+    assert [row["task"] for row in data.train_rows()] == ["sum"] * 16
+    assert [row["benchmark"] for row in data.val_rows()] == ["aime24"]
 
 
 def test_another_file_is_said(small: Path) -> None:

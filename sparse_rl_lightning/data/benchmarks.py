@@ -41,13 +41,14 @@ class MathBenchmarks(PromptDataModule):
     """GSM8K, MATH500, Gaokao2023-En, Minerva, OlympiadBench, AIME24 and AMC23, each one batch of the test loader.
 
     Rows have the columns prompt, answer, question, benchmark, index (the row of the published file) and tolerance.
-    Golds that nothing can be compared with are dropped, and said. Training reads GSM8K's training part, validation
-    the first rows of ``val_benchmarks``.
+    Golds that nothing can be compared with are dropped, and said. Training reads GSM8K's training part or
+    another data module, validation the first rows of ``val_benchmarks``.
 
     Args:
         folder: Folder of the published files, named as in ``data/published.py``; null reads from the hub.
         benchmarks: Which of the seven to test on, null for all.
         prompt_format: ``plain`` as the paper evaluates, ``qwen`` or ``llama`` as it trains.
+        train: Where training prompts come from, null for GSM8K's training part.
         max_rows: Test on the first so many rows of each benchmark only. None takes all.
         val_benchmarks: Validate on these.
         prompts_per_rollout: Prompts per rollout and rank.
@@ -65,6 +66,7 @@ class MathBenchmarks(PromptDataModule):
         folder: str | None = None,
         benchmarks: Sequence[str] | None = None,
         prompt_format: PromptFormat = "plain",
+        train: PromptDataModule | None = None,
         max_rows: int | None = None,
         val_benchmarks: Sequence[str] = ("math500",),
         prompts_per_rollout: int = 16,
@@ -83,6 +85,7 @@ class MathBenchmarks(PromptDataModule):
             raise ValueError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
         render("", prompt_format)  # refuses an unknown one
         self.folder = folder
+        self.train = train
         self.prompt_format = prompt_format
         self.max_rows = max_rows
         self.reports: dict[str, BenchmarkReport] = {}
@@ -101,8 +104,8 @@ class MathBenchmarks(PromptDataModule):
         return self._rows[name]
 
     def train_rows(self) -> list[Row]:
-        """The training part of GSM8K."""
-        return self.rows(GSM8K_TRAIN.name)
+        """The rows of ``train``, or the training part of GSM8K."""
+        return self.rows(GSM8K_TRAIN.name) if self.train is None else self.train.train_rows()
 
     def val_rows(self) -> list[Row]:
         """The first ``max_val_prompts`` rows of every benchmark of ``val_benchmarks``."""

@@ -84,7 +84,8 @@ class SparseGRPO(BlockModule):
         rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
             mismatch metrics, with one optimiser step per rollout, may switch it off.
         learner: Packing by tokens, and memory and precision of the learner's passes.
-        val_max_completion_length: Of validation, null for the same.
+        val_sampling: How validation draws, with a seed of its own; null is greedy.
+        val_max_completion_length: Of greedy validation, null for the same.
         seed: Of the rollouts and of the order of micro-batches.
         optimizer: Makes the optimiser from the parameters.
         lr_scheduler: Makes the learning-rate schedule from the optimiser.
@@ -137,6 +138,7 @@ class SparseGRPO(BlockModule):
         oversampling: float = 1.0,
         rescore: bool = True,
         learner: Learner | None = None,
+        val_sampling: SamplingParams | None = None,
         val_max_completion_length: int | None = None,
         seed: int = 0,
         optimizer: OptimizerCallable = default_optimizer,
@@ -167,9 +169,8 @@ class SparseGRPO(BlockModule):
             learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
                 partial_rollout_steps, partial_checkpoint
             ),
-            retriever=retriever,
-            val_max_completion_length=val_max_completion_length, optimizer=optimizer, lr_scheduler=lr_scheduler,
-            disable_dropout=disable_dropout,
+            retriever=retriever, val_sampling=val_sampling, val_max_completion_length=val_max_completion_length, optimizer=optimizer,
+            lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
             raise ValueError(
