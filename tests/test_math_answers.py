@@ -52,6 +52,12 @@ SAME = [
     ("b > a > c", "c<a<b"),
     (r"x\ge 2", r"2 \leqslant x"),
     (r"x \in [-2,7]", "[-2,7]"),
+    ("x>2", r"(2,\infty)"),
+    (r"k \geqslant 2", r"[2,+\infty)"),
+    (r"y\le\frac12", r"(-\infty,0.5]"),
+    (r"-2\leq x < 1", "[-2,1)"),
+    (r"\{x|-2\leq x < 1\}", "[-2, 1)"),
+    (r"\{x\mid x>0\}", "x>0"),
     # parts
     ("1,-2", "-2, 1"),
     ("1,2", r"\{2,1\}"),
@@ -117,6 +123,11 @@ DIFFERENT = [
     ("a=2,a=3", "b=2,b=3"),
     ("b>a>c", "b<a<c"),
     (r"x\ge 2", "x>2"),
+    ("x>2", r"[2,\infty)"),
+    ("x>2", r"(-\infty,2)"),
+    (r"-2\leq x < 1", "(-2,1]"),
+    ("2>1", r"(1,\infty)"),
+    (r"\{x|x=3k,k\in \mathbb{Z}\}", r"\{x|x=2k,k\in \mathbb{Z}\}"),
     # parts
     ("7,4", "(7,4)"),
     ("(7,4)", "(4,7)"),
@@ -185,7 +196,7 @@ def test_parts_of_an_answer() -> None:
     assert parse_answer("12,34") == Group("list", (Atom("12"), Atom("34")))
     assert parse_answer("(1,234)") == Group("()", (Atom("1"), Atom("234")))
     assert parse_answer("a<b") == parse_answer("b>a") == Group("<", (Atom("a"), Atom("b")))
-    assert parse_answer(r"\{x|x>0\}") == Atom(r"\{x|x>0\}")
+    assert parse_answer(r"\{x|x>0\}") == Group("<", (Atom("0"), Atom("x")))
     assert parse_answer("(x+1)(x-2)") == Atom("(x+1)(x-2)")
 
 

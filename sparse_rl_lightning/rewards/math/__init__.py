@@ -10,6 +10,7 @@ that are killed when they take too long. Conventions, where mathematics leaves a
 - ``1,234`` is 1234, and so is ``1\,234``; ``1 234`` is not a number.
 - ``(E)`` is E. A number base belongs to the number: ``52_8`` is neither 52 nor ``52_5``.
 - A list without brackets is a set: its order does not matter, ``1,2`` is ``\{2,1\}``. Neither is the tuple ``(1,2)``.
+  An inequality is its interval: ``x>2`` is ``(2,\infty)``.
   ``or`` and ``and`` separate like commas, ``1\pm\sqrt{2}`` is a list of two.
 - Numbers are compared exactly, unless a relative tolerance is given, and then only where one of them is not whole.
 - Where the gold answer is a number, so must the answer be: ``2+3`` is not 5. Elsewhere values count, not their form.

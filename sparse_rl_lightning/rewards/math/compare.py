@@ -13,6 +13,7 @@ from sparse_rl_lightning.rewards.math.structure import (
     Answer,
     Atom,
     Group,
+    as_interval,
     has_relation,
     parse_answer,
     without_variable,
@@ -70,6 +71,8 @@ class Comparison:
             return self._same_atom(first.text, second.text)
         if isinstance(first, Atom) or isinstance(second, Atom):
             return False
+        if first.kind != second.kind and (as_interval(first) is None) != (as_interval(second) is None):
+            first, second = as_interval(first) or first, as_interval(second) or second
         if first.kind != second.kind or len(first.items) != len(second.items):
             return False
         if not first.is_ordered:

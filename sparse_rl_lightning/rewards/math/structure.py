@@ -16,6 +16,7 @@ _TOKEN = re.compile(r"\\(?:begin|end)\{[a-z]*\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _FLIPPED = {">": "<", "\\geq": "\\leq"}
 _RELATIONS = frozenset({"=", "<", ">", "\\leq", "\\geq", "\\neq", "\\in"})
+_LESS = frozenset({"<", "\\leq"})
 _LETTER = r"(?:[a-zA-Z]|\\(?!frac|sqrt|text|pi)[a-zA-Z]+)"
 _NAME = re.compile(rf"{_LETTER}(?:_(?:[0-9a-zA-Z]|\{{[^{{}}]*\}}))?(?:\([0-9a-zA-Z,]+\))?")
 
@@ -65,6 +66,20 @@ def without_variable(text: str) -> str:
     return ",".join(sides[1] for sides, _ in parts) if same else text
 
 
+def as_interval(group: Group) -> Group | None:
+    r"""The interval that an inequality such as ``x>2`` or ``-2\leq x<1`` describes, None where it describes none."""
+    signs, items = group.kind.split(" "), group.items
+    if not _LESS.issuperset(signs):
+        return None
+    if len(items) == 3 and _is_name(items[1]):
+        return Group(("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"), (items[0], items[2]))
+    if len(items) == 2 and _is_name(items[0]):
+        return Group("()" if signs[0] == "<" else "(]", (Atom("-\\infty"), items[1]))
+    if len(items) == 2 and _is_name(items[1]):
+        return Group("()" if signs[0] == "<" else "[)", (items[0], Atom("\\infty")))
+    return None
+
+
 def has_relation(text: str) -> bool:
     """Whether a relation stands outside of all brackets."""
     return any(len(_split(part, _RELATIONS)[0]) > 1 for part in _split(text, frozenset(",;"))[0])
@@ -78,6 +93,10 @@ def _parse(text: str, depth: int) -> Answer:
         if 1 < len(pieces) <= MAX_ITEMS:
             return _group(kind, pieces, depth)
     return _relation(text, depth) or _bracketed(text, depth) or _matrix(text, depth) or _both_signs(text, depth)
+
+
+def _is_name(answer: Answer) -> bool:
+    return isinstance(answer, Atom) and bool(_NAME.fullmatch(answer.text))
 
 
 def _relation(text: str, depth: int) -> Answer | None:
@@ -96,8 +115,12 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     inner = "".join(tokens[1:-1])
     pieces, _ = _split(inner, frozenset(",;"))
     if tokens[0] == "\\{":
-        is_rule = len(_split(inner, frozenset("|:"))[0]) > 1  # {x | x > 0}
-        return None if is_rule or tokens[-1] != "\\}" or len(pieces) > MAX_ITEMS else _group("list", pieces, depth)
+        rule, _ = _split(inner, frozenset("|:"))
+        if len(rule) > 1:  # {x | x > 0}
+            return (
+                _relation(rule[1], depth) if len(rule) == 2 and len(pieces) == 1 and _NAME.fullmatch(rule[0]) else None
+            )
+        return None if tokens[-1] != "\\}" or len(pieces) > MAX_ITEMS else _group("list", pieces, depth)
     return _group(tokens[0] + tokens[-1], pieces, depth) if 1 < len(pieces) <= MAX_ITEMS else None
 
 
