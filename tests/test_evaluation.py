@@ -163,6 +163,8 @@ def test_predict_completes_a_file_of_prompts(folder: Path, policy: Path) -> None
     assert [row["prompt"] for row in rows] == ["1+1=", "2+2=", "3"]
     assert all(list(row["completions"]) == ARMS for row in rows)
     assert all(len(texts) == 2 for row in rows for texts in row["completions"].values())
+    with pytest.raises(ValueError, match="Evaluation tests on MathBenchmarks"):
+        main(["test", "--config", file, "--data.init_args.val_path=prompts.jsonl"])
 
 
 # ---------------------------------------------------------------- parts

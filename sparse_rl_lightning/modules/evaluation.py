@@ -7,12 +7,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import writable_folder
 from sparse_rl_lightning.compressors import Compressor, FullKV
@@ -134,6 +134,8 @@ class Evaluation(GenerationModule):
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """One benchmark under every cache."""
+        if "benchmark" not in batch[0]:
+            raise ValueError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
         if self._clock is None:
             self._clock = TimeLeft(self._work_to_do(batch))
         name = benchmark_name(batch)
@@ -143,6 +145,7 @@ class Evaluation(GenerationModule):
                 result = self._evaluate_benchmark(batch, name, arm)
             else:
                 rank_zero_info(f"{name}, {arm}: taken from {self.folder.path}")
+                self._clock.total -= self._work([batch]) // len(self.arms)
             self.results.append(result)
             self.log(f"test/{name}/{arm}", result.accuracy.mean, batch_size=1)
 
@@ -166,15 +169,13 @@ class Evaluation(GenerationModule):
         """The rows, each with its ``completions`` by cache: a list of ``num_samples`` texts."""
         params = self.params(benchmark_name(batch))
         rows = [dict(row) for row in batch]
+        count = params.num_generations
         for arm in self.arms:
-            for start in range(0, len(rows), self.batch_size):
-                part = rows[start : start + self.batch_size]
-                with self.caching(arm) as sampler:
-                    ids = self._ids(part, params, batch_idx)
-                    rollout = sampler.generate(self.encode(part), params, sequence_ids=ids)
-                texts, count = self.texts(rollout), params.num_generations
-                for n, row in enumerate(part):
-                    row.setdefault("completions", {})[arm] = texts[n * count : (n + 1) * count]
+            with self.caching(arm) as sampler:
+                for part, ids in self._parts(rows, params, batch_idx):
+                    texts = self.texts(sampler.generate(self.encode(part), params, sequence_ids=ids))
+                    for n, row in enumerate(part):
+                        row.setdefault("completions", {})[arm] = texts[n * count : (n + 1) * count]
         return rows
 
     on_predict_epoch_end = on_validation_epoch_end = GenerationModule.on_validation_epoch_end
@@ -203,12 +204,9 @@ class Evaluation(GenerationModule):
         checker.take_counters()
         tables: list[Table] = []
         with self.caching(arm) as sampler:
-            for first in range(0, len(rows), self.batch_size):
-                part = rows[first : first + self.batch_size]
-                rollout = sampler.generate(
-                    self.encode(part), params, sequence_ids=self._ids(part, params, benchmark_number(name)),
-                    progress=self._report(f"{name}, {arm}", params),
-                )  # fmt: skip
+            for part, ids in self._parts(rows, params, benchmark_number(name)):
+                report = self._report(f"{name}, {arm}", params)
+                rollout = sampler.generate(self.encode(part), params, sequence_ids=ids, progress=report)
                 assert self._clock is not None
                 self._clock.finished(len(rollout), params.max_completion_length)
                 tables.append(completion_table(part, rollout, self.texts(rollout), checker))
@@ -235,28 +233,31 @@ class Evaluation(GenerationModule):
 
         return report
 
-    def _ids(self, rows: Rows, params: SamplingParams, group: int) -> list[int]:
-        """The numbers of the rows' sequences: of their benchmark or batch, their place in it and the sample."""
+    def _parts(self, rows: Rows, params: SamplingParams, group: int) -> Iterator[tuple[Rows, list[int]]]:
+        """The rows of each rollout, and its sequences' numbers: benchmark or batch, place in it and sample."""
         starts = [group * SEQUENCES_PER_BENCHMARK + int(row.get("index", n)) * 1000 for n, row in enumerate(rows)]
-        return [start + sample for start in starts for sample in range(params.num_generations)]
+        for first in range(0, len(rows), self.batch_size):
+            own = slice(first, first + self.batch_size)
+            yield rows[own], [start + sample for start in starts[own] for sample in range(params.num_generations)]
 
     def _fingerprint(self, rows: Rows, arm: str) -> str:
         name = benchmark_name(rows)
         questions = [[prompt_text(row["prompt"]), str(row["answer"]), row.get("tolerance")] for row in rows]
         return fingerprint(
             weights=self._digest, cache=self.arms[arm], params=self.params(name), questions=questions,
-            end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype, version=__version__,
+            end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype,
+            version=version("sparse-rl-lightning"),
         )  # fmt: skip
 
     def _work_to_do(self, batch: Rows) -> int:
         """Length limits of all sequences of the test loader; of this batch where the loader cannot be looked into."""
         data = getattr(self.trainer.test_dataloaders, "dataset", None)
-        batches = data if isinstance(data, list) and data and isinstance(data[0], list) else [batch]
-        work = 0
-        for rows in batches:
-            params = self.params(benchmark_name(rows))
-            work += len(self.arms) * len(rows) * params.num_generations * params.max_completion_length
-        return work
+        return self._work(data if isinstance(data, list) and data and isinstance(data[0], list) else [batch])
+
+    def _work(self, batches: list[Rows]) -> int:
+        """Length limits of all sequences of some benchmarks, under all caches."""
+        settings = [(len(rows), self.params(benchmark_name(rows))) for rows in batches]
+        return len(self.arms) * sum(n * p.num_generations * p.max_completion_length for n, p in settings)
 
     def _checker(self) -> MathChecker:
         (reward,) = self.reward_funcs

@@ -41,7 +41,7 @@ class TimeLeft:
             done = self.done + progress.finished * limit
             self.tell(
                 f"{where}: {progress.finished}/{progress.total} sequences of this batch, "
-                f"{100 * done / self.total:.0f} % of the evaluation, {self.left(done, now - self._start)}"
+                f"{100 * done / max(1, self.total):.0f} % of the evaluation, {self.left(done, now - self._start)}"
             )
 
     def finished(self, sequences: int, limit: int) -> None:

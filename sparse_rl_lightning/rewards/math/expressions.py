@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple, NoReturn
 
-from sparse_rl_lightning.rewards.math.vocabulary import FUNCTIONS, GREEK, MARKS, PRIMARY
+from sparse_rl_lightning.rewards.math.vocabulary import BRACKETS, FUNCTIONS, GREEK, MARKS, PRIMARY, ROUNDED, TIMES
 
 MAX_DEPTH = 24
 """Brackets that may be nested."""
@@ -20,9 +20,6 @@ _ROMAN = re.compile(r"\\(?:text|textit|mathrm|mathbf|mathit|boldsymbol|bm)\{([a-
 _WORD = re.compile(r"[a-zA-Z' ]{2,}")
 _ABOVE = re.compile(r"\{(?:d|\\partial)(?:\^(?:[0-9]|\{[0-9]\}))?.*\}")
 _BELOW = re.compile(r"\{(?:d|\\partial)(?:[a-zA-Z]|\\[a-zA-Z]+)(?:\^(?:[0-9]|\{[0-9]\}))?\}")
-_TIMES = ("*", "\\cdot", "\\times")
-_BRACKETS = {"{": "}", "(": ")", "[": "]", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
-_ROUNDED = {"\\lfloor": "floor", "\\lceil": "ceil"}
 
 
 class Node(NamedTuple):
@@ -99,7 +96,7 @@ class _Reader:
         is_literal = self.token[:1].isdigit()
         factors = [self.factor()]
         while True:
-            if self.token in _TIMES:
+            if self.token in TIMES:
                 self.take()
                 factors.append(self.signed_factor())
             elif self.token == "/":
@@ -176,7 +173,7 @@ class _Reader:
         token = self.token
         if token[:1].isdigit() or token[:1] == ".":
             return self.number()
-        if token in _BRACKETS:
+        if token in BRACKETS:
             return self.bracketed()
         if token == "|":
             return self.absolute()
@@ -203,9 +200,9 @@ class _Reader:
             self.refuse()
         bars, self.bars = self.bars, 0
         node = self.sum()
-        self.take(_BRACKETS[opening])
+        self.take(BRACKETS[opening])
         self.depth, self.bars = self.depth - 1, bars
-        return Node(_ROUNDED[opening], (node,)) if opening in _ROUNDED else node
+        return Node(ROUNDED[opening], (node,)) if opening in ROUNDED else node
 
     def absolute(self) -> Node:
         self.take("|")
@@ -262,8 +259,8 @@ class _Reader:
         if self.token.startswith("'"):
             name += self.take()
         call = self.tokens[self.place : self.place + 3]
-        is_function = with_script and name not in ("e", "i") and len(call) == 3
-        if is_function and call[0] == "(" and call[2] == ")" and call[1].strip("\\").isalnum():
+        is_called = with_script and name not in ("e", "i") and len(call) == 3 and call[0] == "(" and call[2] == ")"
+        if is_called and call[1].strip("\\").isalnum():
             self.place += 3
             return Node("var", name=f"{name}({call[1]})")
         if name in ("f", "g", "h") and self.token == "(":
@@ -283,15 +280,15 @@ class _Reader:
             if exponent.kind == "neg":
                 self.refuse()  # \sin^{-1}: inverse or power?
         argument = self.argument()
-        node = Node("function", (argument,), name) if base is None else Node("log", (base, argument))
+        node = Node("log", (base, argument)) if base else Node("function", (argument,), name)
         return node if exponent is None else Node("power", (node, exponent))
 
     def argument(self) -> Node:
         """One bracket, or the factors up to the next operator or function."""
-        if self.token in _BRACKETS or self.token == "|":
+        if self.token in BRACKETS or self.token == "|":
             return self.primary()
         factors = [self.factor()]
-        while self.starts_factor() and self.token not in FUNCTIONS and self.token not in _BRACKETS:
+        while self.starts_factor() and self.token not in FUNCTIONS and self.token not in BRACKETS:
             factors.append(self.implicit_factor(after_literal=False))
         if self.token == "/":
             self.refuse()  # \sin x/2

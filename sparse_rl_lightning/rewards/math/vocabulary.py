@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+TIMES = ("*", "\\cdot", "\\times")
+BRACKETS = {"{": "}", "(": ")", "[": "]", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
+ROUNDED = {"\\lfloor": "floor", "\\lceil": "ceil"}
+
 FUNCTIONS = frozenset(
     f"\\{name}"
     for name in (
