@@ -146,19 +146,13 @@ class SparseGRPO(BlockModule):
         disable_dropout: bool = True,
     ) -> None:
         super().__init__(
-            policy,
-            compressor,
-            reward_funcs,
-            reward_weights,
+            policy, compressor, reward_funcs, reward_weights,
             SamplingParams(
                 num_generations=num_generations, max_completion_length=max_completion_length,
                 min_completion_length=min_completion_length, temperature=temperature, top_k=top_k, top_p=top_p,
                 min_p=min_p, top_logprobs=top_logprobs, stop_strings=as_texts(stop_strings), seed=seed,
             ),
-            SamplerOptions(
-                num_slots=num_slots, end_tokens=as_texts(end_tokens), memory_limit=memory_limit, kv_dtype=kv_dtype,
-                keep_pool=keep_pool, cuda_graphs=cuda_graphs,
-            ),
+            SamplerOptions(num_slots, as_texts(end_tokens), memory_limit, kv_dtype, keep_pool, cuda_graphs),
             objective=Objective(
                 loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=epsilon,
                 epsilon_high=epsilon_high, delta=delta, denominator=denominator, beta=beta, kl_estimator=kl_estimator,
@@ -169,8 +163,8 @@ class SparseGRPO(BlockModule):
             learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
                 partial_rollout_steps, partial_checkpoint
             ),
-            retriever=retriever, val_sampling=val_sampling, val_max_completion_length=val_max_completion_length, optimizer=optimizer,
-            lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
+            retriever=retriever, val_sampling=val_sampling, val_max_completion_length=val_max_completion_length,
+            optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
             raise ValueError(
