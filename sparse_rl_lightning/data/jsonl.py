@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row, as_list
 from sparse_rl_lightning.data.files import is_local, read_table
+from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
 
 GSM8K_PATTERN = r"####\s*(\S.*)"
@@ -29,6 +30,7 @@ class JsonlPrompts(PromptDataModule):
         answer_column: Column with the answer, text or a number; null for prompts without, to predict.
         answer_pattern: How to find the bare answer in its column: a regular expression whose last match counts,
             its first group if it has one. ``gsm8k`` stands for the text behind ``####`` without commas.
+        math_answers: Drop rows whose answer the math checker cannot compare with anything, too.
         solution_column: Column that is also passed on, whole, as ``solution``, for supervised training.
         prompt_template: Text around the prompt, for example
             ``"{prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."``. Braces are
@@ -55,6 +57,7 @@ class JsonlPrompts(PromptDataModule):
         prompt_column: str = "prompt",
         answer_column: str | None = "answer",
         answer_pattern: str | None = None,
+        math_answers: bool = False,
         solution_column: str | None = None,
         prompt_template: str | None = None,
         as_chat: bool = False,
@@ -73,6 +76,7 @@ class JsonlPrompts(PromptDataModule):
         self.prompt_column = prompt_column
         self.answer_column = answer_column
         self.answer_pattern = answer_pattern
+        self.math_answers = math_answers
         self.solution_column = solution_column
         self.prompt_template = prompt_template
         self.as_chat = as_chat
@@ -107,18 +111,23 @@ class JsonlPrompts(PromptDataModule):
         rows, dropped = [], []
         for where, record in table:
             row = self._row(where, record)
-            if row["answer"] or self.answer_column is None:
+            if self.answer_column is None or self._is_usable(row["answer"]):
                 rows.append(row)
             else:
                 dropped.append(where.removeprefix(f"{path}, "))
         if dropped:
             named = ", ".join(dropped[:10]) + (", ..." if len(dropped) > 10 else "")
+            uncheckable = " or one that cannot be checked" if self.math_answers else ""
             how = f"column {self.answer_column!r}, answer_pattern {self.answer_pattern!r}"
-            message = f"{path}: dropped {len(dropped)} of {len(table)} rows with an empty answer ({how}): {named}"
+            message = f"{path}: dropped {len(dropped)} of {len(table)} rows with an empty answer"
+            message += f"{uncheckable} ({how}): {named}"
             if not rows:
                 raise ValueError(f"{message}. No row is left: check answer_column and answer_pattern.")
             rank_zero_warn(message)
         return rows
+
+    def _is_usable(self, answer: str) -> bool:
+        return answer != "" and not (self.math_answers and answer_kind(answer) == "uncheckable")
 
     def _row(self, where: str, record: dict[str, Any]) -> Row:
         columns = {
