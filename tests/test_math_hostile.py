@@ -40,7 +40,7 @@ def test_is_not_paid_and_takes_no_time(hostile: Hostile) -> None:
     start = time.process_time()
     boxed = extract_boxed(hostile.completion)
     assert boxed is None or not Comparison().same(boxed, hostile.gold)
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 1.0
     answer_kind(hostile.completion)  # as a gold answer
     boxed_format_reward([], [hostile.completion], [])
     assert time.process_time() - start < 2.0
