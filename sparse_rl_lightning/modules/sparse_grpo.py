@@ -19,6 +19,7 @@ from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.block import RolloutBlock
 from sparse_rl_lightning.modules.block_module import BlockModule
+from sparse_rl_lightning.modules.generation import Rows
 from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
@@ -28,8 +29,6 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
-
-Rows = list[dict[str, Any]]
 
 
 class SparseGRPO(BlockModule):
@@ -145,6 +144,7 @@ class SparseGRPO(BlockModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         disable_dropout: bool = True,
     ) -> None:
+        steps = partial_rollout_steps
         super().__init__(
             policy, compressor, reward_funcs, reward_weights,
             SamplingParams(
@@ -160,9 +160,7 @@ class SparseGRPO(BlockModule):
                 mask_truncated_completions=mask_truncated_completions,
             ),
             steps_per_generation=steps_per_generation, num_iterations=num_iterations, oversampling=oversampling,
-            learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
-                partial_rollout_steps, partial_checkpoint
-            ),
+            learner=learner, partial=None if steps is None else PartialRollouts(steps, partial_checkpoint),
             retriever=retriever, val_sampling=val_sampling, val_max_completion_length=val_max_completion_length,
             optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
