@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-checker lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two c
 # STORIES=FOLDER says where stories260K is, if not where the tests look for it
 bench-compressors: $(INSTALLED) $(WARMUP) ## measure what every compressor costs in quality, into docs/compressors.md
 	$(BIN)/python benchmarks/compressors.py --save docs $(if $(STORIES),--stories $(STORIES))
+
+bench-checker: $(INSTALLED) ## how fast answers are checked; DATA=folder of the published benchmarks
+	$(BIN)/python benchmarks/checker.py $(if $(DATA),--data $(DATA))
 
 bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logits against chunks
 	$(BIN)/python benchmarks/learner.py --device cpu

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseGRPO, SupervisedWarmup
+    from sparse_rl_lightning.modules import DistillSparse, Evaluation, ReplayGRPO, SparseGRPO, SupervisedWarmup
     from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
     from sparse_rl_lightning.types import Rollout
 
@@ -14,6 +14,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DistillSparse",
+    "Evaluation",
     "ReplayGRPO",
     "Rollout",
     "RolloutSampler",
@@ -26,6 +27,7 @@ __all__ = [
 
 _HOMES = {
     "DistillSparse": "modules",
+    "Evaluation": "modules",
     "ReplayGRPO": "modules",
     "Rollout": "types",
     "RolloutSampler": "rollout",

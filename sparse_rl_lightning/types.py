@@ -201,6 +201,7 @@ class ScoredRollout:
     reward_table: dict[str, Tensor]  # (B,) per reward function, NaN where it does not apply
     index: int  # number of this rollout since the start of training
     seconds: dict[str, float] = field(default_factory=dict)  # time of each stage
+    reward_counters: dict[str, float] = field(default_factory=dict)  # what reward functions counted
 
     @property
     def num_generations(self) -> int:

@@ -175,7 +175,9 @@ def test_evaluation_prints_dense_and_sparse_reward(
     expected = {}
     for cache in ("dense", "sparse"):
         scored = cli.model.generate(rows, cli.model.val_sampling, dense=cache == "dense")
-        expected[f"{name}/reward_{cache}"] = sum(map(float, digits_reward(scored.completions))) / len(rows)
+        rewards = digits_reward(scored.completions)
+        expected[f"{name}/reward_{cache}"] = sum(map(float, rewards)) / len(rows)
+        expected[f"{name}/pass@1_{cache}"] = rewards.count(1.0) / len(rows)
         expected[f"{name}/length_{cache}"] = float(scored.rollout.completion_lengths.float().mean())
     assert expected[f"{name}/reward_dense"] != expected[f"{name}/reward_sparse"]
     assert {n: float(value) for n, value in cli.trainer.callback_metrics.items()} == pytest.approx(expected)

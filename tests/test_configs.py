@@ -22,7 +22,7 @@ from sparse_rl_lightning.retrievers import Centroid
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-OTHERS = {"calibrate"}  # not of `fit`: see test_calibrate.py
+OTHERS = {"calibrate", "eval"}  # not of `fit`: see test_calibrate.py and test_evaluation.py
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("**/*.yaml") if path.stem not in OTHERS)
 PAPER_MODELS = {
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B",

@@ -232,3 +232,13 @@ def test_both_forms_of_simplerl_hold_the_same_rows(data_dir: Path) -> None:
             f"<|im_start|>system\n{system['content']}<|im_end|>\n<|im_start|>user\n{user['content']}<|im_end|>\n"
             "<|im_start|>assistant\n"
         )
+
+
+def test_answers_that_cannot_be_checked_are_dropped_where_asked(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    answers = ["5", "", "}{", "1" * 600, r"\\sqrt2"]
+    path.write_text("".join(f'{{"prompt": "p", "answer": "{answer}"}}\n' for answer in answers), encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"dropped 1 of 5 rows with an empty answer \(column.*line 2$"):
+        assert len(JsonlPrompts(str(path)).train_rows()) == 4
+    with pytest.warns(UserWarning, match=r"dropped 3 of 5 rows with an empty answer or one that cannot be checked"):
+        assert [row["answer"] for row in JsonlPrompts(str(path), math_answers=True).train_rows()] == ["5", r"\sqrt2"]

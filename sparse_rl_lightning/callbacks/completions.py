@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import writable_folder
+from sparse_rl_lightning.callbacks.folders import writable_folder, write_parquet
 from sparse_rl_lightning.report.text import number, printable, prompt_text, table
 from sparse_rl_lightning.types import ScoredRollout
 
@@ -70,7 +70,7 @@ class CompletionsTable(RolloutCallback):
         if self.console and self.num_samples:
             say(f"\nRollout {scored.index}\n{_table(columns, self.num_samples, self.width)}\n")
         if self.parquet:
-            _write_parquet(self._folder(trainer) / f"completions_{scored.index:05d}.parquet", columns)
+            write_parquet(self._folder(trainer) / f"completions_{scored.index:05d}.parquet", columns)
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(self.folder or trainer.default_root_dir).expanduser() / "completions"
@@ -112,19 +112,3 @@ def _table(columns: dict[str, list[Any]], num_samples: int, width: int) -> str:
         for prompt, text, reward, advantage, gone in zip(*shown, strict=True)
     ]
     return table([head, *body], "llrr")
-
-
-def _write_parquet(path: Path, columns: dict[str, list[Any]]) -> None:
-    """Write under a temporary name first; text that is no valid Unicode gets escapes."""
-    import pyarrow
-    from pyarrow import parquet
-
-    clean = {name: [_valid(value) for value in values] for name, values in columns.items()}
-    temporary = path.with_name(f".{path.name}")
-    parquet.write_table(pyarrow.table(clean), temporary)
-    temporary.replace(path)
-
-
-def _valid(value: Any) -> Any:
-    """Lone surrogates, which parquet's UTF-8 cannot hold, as escapes."""
-    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value

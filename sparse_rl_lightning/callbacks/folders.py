@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def writable_folder(folder: str | Path, argument: str) -> Path:
@@ -38,3 +40,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(data)
     temporary.replace(path)
+
+
+def write_parquet(path: Path, columns: Mapping[str, list[Any]]) -> None:
+    """Write columns under a temporary name first; text that is no valid Unicode gets escapes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    clean = {name: [_valid(value) for value in values] for name, values in columns.items()}
+    temporary = path.with_name(f".{path.name}")
+    parquet.write_table(pyarrow.table(clean), temporary)
+    temporary.replace(path)
+
+
+def _valid(value: Any) -> Any:
+    """Lone surrogates, which parquet's UTF-8 cannot hold, as escapes."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value

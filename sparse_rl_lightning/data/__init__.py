@@ -2,7 +2,16 @@
 
 from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET, ArithmeticTasks
 from sparse_rl_lightning.data.base import PromptDataModule, Row
+from sparse_rl_lightning.data.benchmarks import MathBenchmarks
 from sparse_rl_lightning.data.jsonl import JsonlPrompts
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 
-__all__ = ["ARITHMETIC_ALPHABET", "ArithmeticTasks", "JsonlPrompts", "PromptDataModule", "RepeatedBlockSampler", "Row"]
+__all__ = [
+    "ARITHMETIC_ALPHABET",
+    "ArithmeticTasks",
+    "JsonlPrompts",
+    "MathBenchmarks",
+    "PromptDataModule",
+    "RepeatedBlockSampler",
+    "Row",
+]

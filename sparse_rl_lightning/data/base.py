@@ -80,7 +80,7 @@ class PromptDataModule(LightningDataModule):
             batch_size=self.prompts_per_rollout,
             sampler=sampler,
             num_workers=0,
-            collate_fn=_as_list,
+            collate_fn=as_list,
             drop_last=True,
         )
 
@@ -91,7 +91,7 @@ class PromptDataModule(LightningDataModule):
         if not self._val:
             return []
         rows = cast("Dataset[list[Row]]", self._val)
-        return DataLoader(rows, batch_size=self.val_batch_size, shuffle=False, num_workers=0, collate_fn=_as_list)
+        return DataLoader(rows, batch_size=self.val_batch_size, shuffle=False, num_workers=0, collate_fn=as_list)
 
     def test_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows."""
@@ -102,5 +102,6 @@ class PromptDataModule(LightningDataModule):
         return self.val_dataloader()
 
 
-def _as_list(rows: Sequence[Row]) -> list[Row]:
+def as_list(rows: Sequence[Row]) -> list[Row]:
+    """The collate function of rows: they stay what they are."""
     return list(rows)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader, Dataset
 
-from sparse_rl_lightning.data.base import PromptDataModule, Row
+from sparse_rl_lightning.data.base import PromptDataModule, Row, as_list
 from sparse_rl_lightning.data.files import is_local, read_table
+from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
 
 GSM8K_PATTERN = r"####\s*(\S.*)"
@@ -25,9 +27,10 @@ class JsonlPrompts(PromptDataModule):
         path: A ``.jsonl``, ``.json`` (one object per line) or ``.parquet`` file, or the name of a hub dataset.
         val_path: The same for validation; the default is ``path`` where ``val_split`` is given, else no validation.
         prompt_column: Column with the prompt.
-        answer_column: Column with the answer, text or a number.
+        answer_column: Column with the answer, text or a number; null for prompts without, to predict.
         answer_pattern: How to find the bare answer in its column: a regular expression whose last match counts,
             its first group if it has one. ``gsm8k`` stands for the text behind ``####`` without commas.
+        math_answers: Drop rows whose answer the math checker cannot compare with anything, too.
         solution_column: Column that is also passed on, whole, as ``solution``, for supervised training.
         prompt_template: Text around the prompt, for example
             ``"{prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."``. Braces are
@@ -52,8 +55,9 @@ class JsonlPrompts(PromptDataModule):
         path: str,
         val_path: str | None = None,
         prompt_column: str = "prompt",
-        answer_column: str = "answer",
+        answer_column: str | None = "answer",
         answer_pattern: str | None = None,
+        math_answers: bool = False,
         solution_column: str | None = None,
         prompt_template: str | None = None,
         as_chat: bool = False,
@@ -72,6 +76,7 @@ class JsonlPrompts(PromptDataModule):
         self.prompt_column = prompt_column
         self.answer_column = answer_column
         self.answer_pattern = answer_pattern
+        self.math_answers = math_answers
         self.solution_column = solution_column
         self.prompt_template = prompt_template
         self.as_chat = as_chat
@@ -96,37 +101,48 @@ class JsonlPrompts(PromptDataModule):
         """All rows of ``val_path`` that have an answer."""
         return [] if self.val_path is None else self._rows(self.val_path, self.val_split)
 
+    def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
+        """The validation rows, or those of ``path`` where there are none."""
+        rows = cast("Dataset[list[Row]]", (self.val_rows() or self.train_rows())[: self.max_val_prompts])
+        return DataLoader(rows, batch_size=self.val_batch_size, shuffle=False, num_workers=0, collate_fn=as_list)
+
     def _rows(self, path: str, split: str) -> list[Row]:
         table = read_table(path, self.config, split)
         rows, dropped = [], []
         for where, record in table:
             row = self._row(where, record)
-            if row["answer"]:
+            if self.answer_column is None or self._is_usable(row["answer"]):
                 rows.append(row)
             else:
                 dropped.append(where.removeprefix(f"{path}, "))
         if dropped:
             named = ", ".join(dropped[:10]) + (", ..." if len(dropped) > 10 else "")
+            uncheckable = " or one that cannot be checked" if self.math_answers else ""
             how = f"column {self.answer_column!r}, answer_pattern {self.answer_pattern!r}"
-            message = f"{path}: dropped {len(dropped)} of {len(table)} rows with an empty answer ({how}): {named}"
+            message = f"{path}: dropped {len(dropped)} of {len(table)} rows with an empty answer"
+            message += f"{uncheckable} ({how}): {named}"
             if not rows:
                 raise ValueError(f"{message}. No row is left: check answer_column and answer_pattern.")
             rank_zero_warn(message)
         return rows
 
+    def _is_usable(self, answer: str) -> bool:
+        return answer != "" and not (self.math_answers and answer_kind(answer) == "uncheckable")
+
     def _row(self, where: str, record: dict[str, Any]) -> Row:
-        columns = {"prompt_column": self.prompt_column, "answer_column": self.answer_column}
-        if self.solution_column is not None:
-            columns["solution_column"] = self.solution_column
+        columns = {
+            "prompt_column": self.prompt_column, "answer_column": self.answer_column,
+            "solution_column": self.solution_column,
+        }  # fmt: skip
         for argument, column in columns.items():
-            if column not in record:
+            if column is not None and column not in record:
                 raise ValueError(
                     f"{where} has no column {column!r} ({argument}). Its columns are: {', '.join(map(repr, record))}."
                 )
         row = {name: _clean(value) for name, value in record.items()}
         if self.solution_column is not None:
             row["solution"] = row[self.solution_column]
-        answer = self._answer(where, row[self.answer_column])
+        answer = "" if self.answer_column is None else self._answer(where, row[self.answer_column])
         return row | {"prompt": self._prompt(where, row[self.prompt_column]), "answer": answer}
 
     def _answer(self, where: str, value: object) -> str:

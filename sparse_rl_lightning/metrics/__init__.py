@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from sparse_rl_lightning.metrics.acceptance import AcceptanceTail, SampledAcceptanceTail
+from sparse_rl_lightning.metrics.accuracy import (
+    Accuracy,
+    accuracy,
+    confidence_interval,
+    mean_accuracy,
+    pass_at_k,
+)
 from sparse_rl_lightning.metrics.beta import BetaFit, fit_beta
 from sparse_rl_lightning.metrics.kv import KVSaving
 from sparse_rl_lightning.metrics.mismatch import EffectiveSampleSize, MismatchKL
@@ -12,6 +19,7 @@ from sparse_rl_lightning.metrics.rollout import rollout_metrics
 
 __all__ = [
     "AcceptanceTail",
+    "Accuracy",
     "BetaFit",
     "EffectiveSampleSize",
     "KVSaving",
@@ -19,7 +27,11 @@ __all__ = [
     "RejectionRate",
     "RepetitionRate",
     "SampledAcceptanceTail",
+    "accuracy",
+    "confidence_interval",
     "fit_beta",
+    "mean_accuracy",
+    "pass_at_k",
     "rejection_rate",
     "repetition_rates",
     "rollout_metrics",

@@ -16,6 +16,7 @@ completions/max_terminated_length           tokens       longest of those
 completions/repetition_rate                 share        4-grams that stood in the same completion before
 rewards/{function}/mean                     reward       mean of one reward function where it applies
 rewards/{function}/std                      reward       its standard deviation over all completions
+rewards/{function}/{counter}                count        what a checker met: no_box, fallbacks, timeouts, crashes, ...
 reward                                      reward       mean of the weighted sum of the reward functions
 reward_std                                  reward       standard deviation within a prompt's samples, mean of it
 frac_reward_zero_std                        share        prompts whose samples all have the same reward
@@ -113,7 +114,8 @@ def _completions(rollout: Rollout) -> dict[str, Tensor]:
 
 
 def _rewards(scored: ScoredRollout) -> dict[str, Tensor]:
-    metrics, device = {}, scored.rollout.sequences.device  # reward functions give CPU tensors
+    device = scored.rollout.sequences.device  # reward functions give CPU tensors
+    metrics = {f"rewards/{name}": torch.tensor(count) for name, count in scored.reward_counters.items()}
     for name, values in {name: values.to(device) for name, values in scored.reward_table.items()}.items():
         metrics[f"rewards/{name}/mean"] = values.nanmean()
         metrics[f"rewards/{name}/std"] = _nanstd(values[None])[0]

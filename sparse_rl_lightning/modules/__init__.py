@@ -1,6 +1,7 @@
 """The LightningModules: what happens to a batch of prompts between the loader and the loss."""
 
 from sparse_rl_lightning.modules.distill import DistillSparse, SparseAdapter
+from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.lora import LoraPolicy
 from sparse_rl_lightning.modules.policy import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
@@ -10,6 +11,7 @@ from sparse_rl_lightning.modules.warmup import SupervisedWarmup
 
 __all__ = [
     "DistillSparse",
+    "Evaluation",
     "Learner",
     "LoadedPolicy",
     "LoraPolicy",

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.modules.generation import Rows
 from sparse_rl_lightning.modules.lora import add_adapter, check_adapter, without_adapters
 from sparse_rl_lightning.modules.objective import Items
-from sparse_rl_lightning.modules.sparse_grpo import Rows, SparseGRPO
+from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.rollout.page_replay import retrieval_logprobs
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout

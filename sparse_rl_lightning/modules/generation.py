@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rewards import compute_rewards, reward_name
+from sparse_rl_lightning.rewards import compute_rewards, reward_counters, reward_name
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.prompts import encode_prompts
@@ -35,9 +36,10 @@ class GenerationModule(PolicyModule):
         compressor: As in SparseGRPO.
         reward_funcs: As in SparseGRPO.
         reward_weights: As in SparseGRPO.
-        sampling: How training rollouts are drawn; validation is greedy, with the same stop strings.
+        sampling: How training rollouts are drawn.
         sampler_options: How both samplers are built.
         retriever: As in SparseGRPO.
+        val_sampling: As in SparseGRPO.
         val_max_completion_length: As in SparseGRPO.
         optimizer: As in SparseGRPO.
         lr_scheduler: As in SparseGRPO.
@@ -54,7 +56,8 @@ class GenerationModule(PolicyModule):
         sampler_options: SamplerOptions,
         *,
         retriever: Retriever | None = None,
-        val_max_completion_length: int | None,
+        val_sampling: SamplingParams | None = None,
+        val_max_completion_length: int | None = None,
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
         disable_dropout: bool,
@@ -70,7 +73,7 @@ class GenerationModule(PolicyModule):
                 "give one number per function."
             )
         self.sampling = sampling
-        self.val_sampling = SamplingParams(
+        self.val_sampling = val_sampling or SamplingParams(
             max_completion_length=val_max_completion_length or sampling.max_completion_length,
             temperature=0.0,
             stop_strings=sampling.stop_strings,
@@ -148,9 +151,12 @@ class GenerationModule(PolicyModule):
 
     def _decoded(self, rollout: Rollout, rows: Rows, index: int, start: float) -> ScoredRollout:
         """The rollout with its text and the time since ``start``."""
+        return ScoredRollout(rollout, rows, self.texts(rollout), {}, index, {"rollout": time.perf_counter() - start})
+
+    def texts(self, rollout: Rollout) -> list[str]:
+        """The completions of a rollout as text."""
         assert self.tokenizer is not None
-        completions = self.tokenizer.batch_decode(completion_ids(rollout), skip_special_tokens=True)
-        return ScoredRollout(rollout, rows, completions, {}, index, {"rollout": time.perf_counter() - start})
+        return self.tokenizer.batch_decode(completion_ids(rollout), skip_special_tokens=True)
 
     def _tell_memory_plan(self, plan: MemoryPlan | None, dense: bool) -> None:
         """Say once per cache how many slots the memory limit allows, while the first rollout is going on."""
@@ -171,24 +177,26 @@ class GenerationModule(PolicyModule):
             columns,
         )
         scored.reward_table = {reward_name(f): table[:, i] for i, f in enumerate(self.reward_funcs)}
+        scored.reward_counters = reward_counters(self.reward_funcs)
         return rewards.to(scored.rollout.sequences.device)
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
-        """Greedy completions with the sparse and with the full cache: what was trained, and what is deployed."""
-        self._evaluate(batch, "val")
+        """Completions with the sparse and with the full cache: what was trained, and what is deployed."""
+        self._evaluate(batch, "val", batch_idx)
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """The same as validation, logged under ``test/``."""
-        self._evaluate(batch, "test")
+        self._evaluate(batch, "test", batch_idx)
 
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
-        """The rows, each with the greedy ``completion`` under the module's compressor."""
-        completions = self.generate(batch, self.val_sampling).completions
-        return [row | {"completion": text} for row, text in zip(batch, completions, strict=True)]
+        """The rows, each with the first ``completion`` under the module's compressor, drawn as in validation."""
+        completions = self.generate(batch, self.val_sampling, index=batch_idx).completions
+        first = completions[:: self.val_sampling.num_generations]
+        return [row | {"completion": text} for row, text in zip(batch, first, strict=True)]
 
-    def _evaluate(self, batch: Rows, stage: str) -> None:
+    def _evaluate(self, batch: Rows, stage: str, index: int) -> None:
         for name in ("dense", "sparse") if self.rolls_out_sparse else ("dense",):
-            scored = self.generate(batch, self.val_sampling, dense=name == "dense")
+            scored = self.generate(batch, self.val_sampling, dense=name == "dense", index=index)
             rewards, rollout = self.reward(scored), scored.rollout
             self.log_dict(
                 {
@@ -199,6 +207,18 @@ class GenerationModule(PolicyModule):
                 batch_size=len(batch),
                 sync_dist=True,
             )
+            self._log_accuracy(scored, f"{stage}/{{}}_{name}")
+
+    def _log_accuracy(self, scored: ScoredRollout, key: str) -> None:
+        """Share of right answers by the first reward function: pass@1, pass@k of several samples, by benchmark."""
+        first = next(iter(scored.reward_table.values()))
+        correct = (first.nan_to_num() == 1).view(len(scored.rows), scored.num_generations)
+        names = [row.get("benchmark") for row in scored.rows]
+        for name in dict.fromkeys([None, *names]):
+            chosen = correct[[name is None or name == other for other in names]]
+            for k, value in accuracy(chosen).pass_at.items():
+                measure = f"pass@{k}" if name is None else f"{name}/pass@{k}"
+                self.log(key.format(measure), value, batch_size=len(chosen), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         """Give the caches back: training rollouts size their own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import Callback
@@ -19,6 +19,7 @@ from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.block import RolloutBlock
 from sparse_rl_lightning.modules.block_module import BlockModule
+from sparse_rl_lightning.modules.generation import Rows
 from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
@@ -28,8 +29,6 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
-
-Rows = list[dict[str, Any]]
 
 
 class SparseGRPO(BlockModule):
@@ -84,7 +83,8 @@ class SparseGRPO(BlockModule):
         rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
             mismatch metrics, with one optimiser step per rollout, may switch it off.
         learner: Packing by tokens, and memory and precision of the learner's passes.
-        val_max_completion_length: Of validation, null for the same.
+        val_sampling: How validation draws, with a seed of its own; null is greedy.
+        val_max_completion_length: Of greedy validation, null for the same.
         seed: Of the rollouts and of the order of micro-batches.
         optimizer: Makes the optimiser from the parameters.
         lr_scheduler: Makes the learning-rate schedule from the optimiser.
@@ -137,26 +137,22 @@ class SparseGRPO(BlockModule):
         oversampling: float = 1.0,
         rescore: bool = True,
         learner: Learner | None = None,
+        val_sampling: SamplingParams | None = None,
         val_max_completion_length: int | None = None,
         seed: int = 0,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         disable_dropout: bool = True,
     ) -> None:
+        steps = partial_rollout_steps
         super().__init__(
-            policy,
-            compressor,
-            reward_funcs,
-            reward_weights,
+            policy, compressor, reward_funcs, reward_weights,
             SamplingParams(
                 num_generations=num_generations, max_completion_length=max_completion_length,
                 min_completion_length=min_completion_length, temperature=temperature, top_k=top_k, top_p=top_p,
                 min_p=min_p, top_logprobs=top_logprobs, stop_strings=as_texts(stop_strings), seed=seed,
             ),
-            SamplerOptions(
-                num_slots=num_slots, end_tokens=as_texts(end_tokens), memory_limit=memory_limit, kv_dtype=kv_dtype,
-                keep_pool=keep_pool, cuda_graphs=cuda_graphs,
-            ),
+            SamplerOptions(num_slots, as_texts(end_tokens), memory_limit, kv_dtype, keep_pool, cuda_graphs),
             objective=Objective(
                 loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=epsilon,
                 epsilon_high=epsilon_high, delta=delta, denominator=denominator, beta=beta, kl_estimator=kl_estimator,
@@ -164,12 +160,9 @@ class SparseGRPO(BlockModule):
                 mask_truncated_completions=mask_truncated_completions,
             ),
             steps_per_generation=steps_per_generation, num_iterations=num_iterations, oversampling=oversampling,
-            learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
-                partial_rollout_steps, partial_checkpoint
-            ),
-            retriever=retriever,
-            val_max_completion_length=val_max_completion_length, optimizer=optimizer, lr_scheduler=lr_scheduler,
-            disable_dropout=disable_dropout,
+            learner=learner, partial=None if steps is None else PartialRollouts(steps, partial_checkpoint),
+            retriever=retriever, val_sampling=val_sampling, val_max_completion_length=val_max_completion_length,
+            optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
             raise ValueError(

@@ -1,7 +1,8 @@
 """Reward functions, with TRL's signature, and the exact answer checker behind them."""
 
-from sparse_rl_lightning.rewards.base import RewardFunction, compute_rewards, reward_name
+from sparse_rl_lightning.rewards.base import RewardFunction, compute_rewards, counting, reward_counters, reward_name
 from sparse_rl_lightning.rewards.functions import (
+    MathReward,
     arithmetic_reward,
     boxed_format_reward,
     boxed_math_reward,
@@ -9,11 +10,14 @@ from sparse_rl_lightning.rewards.functions import (
 )
 
 __all__ = [
+    "MathReward",
     "RewardFunction",
     "arithmetic_reward",
     "boxed_format_reward",
     "boxed_math_reward",
     "compute_rewards",
+    "counting",
+    "reward_counters",
     "reward_name",
     "worked_steps_reward",
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
@@ -61,6 +62,30 @@ def compute_rewards(
     applies = ~per_function.isnan()
     rewards = (per_function.nan_to_num() * factors).sum(dim=1)
     return rewards.masked_fill(~applies.any(dim=1), math.nan), per_function
+
+
+def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
+    """Decorator of a reward function that counts things: ``take()`` gives the counts since its last call."""
+
+    def mark(function: _F) -> _F:
+        setattr(function, "take_counters", take)  # noqa: B010  # a function declares no attributes
+        return function
+
+    return mark
+
+
+def reward_counters(functions: Sequence[RewardFunction]) -> dict[str, float]:
+    """What reward functions have counted since the last call, as ``{function}/{counter}``.
+
+    Args:
+        functions: Reward functions; those with a method ``take_counters() -> dict[str, float]`` count.
+    """
+    return {
+        f"{reward_name(function)}/{name}": float(value)
+        for function in functions
+        if hasattr(function, "take_counters")
+        for name, value in function.take_counters().items()
+    }
 
 
 def reward_name(function: RewardFunction) -> str:

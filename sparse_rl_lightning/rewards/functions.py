@@ -10,20 +10,60 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from sparse_rl_lightning.rewards.base import counting
 from sparse_rl_lightning.rewards.expression import evaluate_expression
-from sparse_rl_lightning.rewards.math import TAIL, extract_boxed, find_last_box, verify
+from sparse_rl_lightning.rewards.math import TAIL, MathChecker, answer_kind, extract_boxed, find_last_box
+from sparse_rl_lightning.rewards.math.checker import default_checker
 
 _MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
 """What may stand behind the final box: the end of a formula and of a sentence."""
 
 
+class MathReward:
+    r"""1 where the last ``\boxed{}`` of the completion is the answer; None where the row has none that can be checked.
+
+    A row may have a ``tolerance``: the largest relative difference of a number that is not whole. Whatever goes wrong
+    pays 0; how often is logged under ``rewards/MathReward/``.
+
+    Args:
+        num_workers: Processes for the few answers that only math-verify can compare.
+        timeout: Seconds such a comparison may take before its process is killed.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    def __init__(self, num_workers: int = 1, timeout: float = 3.0) -> None:
+        self.checker = MathChecker(num_workers, timeout)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        completion_ids: Sequence[Any],
+        answer: Sequence[str],
+        tolerance: Sequence[float] | None = None,
+        **_: Any,
+    ) -> list[float | None]:
+        """The rewards of a batch."""
+        return _math_rewards(self.checker, completions, answer, tolerance)
+
+    def take_counters(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        return self.checker.take_counters()
+
+
+@counting(lambda: default_checker().take_counters())
 def boxed_math_reward(
-    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], answer: Sequence[str], **_: Any
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    completion_ids: Sequence[Any],
+    answer: Sequence[str],
+    tolerance: Sequence[float] | None = None,
+    **_: Any,
 ) -> list[float | None]:
-    r"""1 where the last ``\boxed{}`` of the completion is the answer; None where the row has no answer."""
-    return [
-        float(verify(completion, gold)) if gold else None for completion, gold in zip(completions, answer, strict=True)
-    ]
+    """As ``MathReward`` with its defaults."""
+    return _math_rewards(default_checker(), completions, answer, tolerance)
 
 
 def boxed_format_reward(
@@ -62,6 +102,14 @@ def worked_steps_reward(
     be won by repeating or skipping steps.
     """
     return [_share_of_steps(text, worked) for text, worked in zip(completions, solution, strict=True)]
+
+
+def _math_rewards(
+    checker: MathChecker, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None
+) -> list[float | None]:
+    right = checker.check(completions, [gold or "" for gold in golds], tolerances)
+    usable = {gold: bool(gold) and answer_kind(gold) != "uncheckable" for gold in set(golds)}
+    return [float(paid) if usable[gold] else None for paid, gold in zip(right, golds, strict=True)]
 
 
 def _share_of_steps(completion: str, solution: str) -> float:

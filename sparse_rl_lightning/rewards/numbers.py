@@ -47,14 +47,28 @@ def parse_number(text: str) -> Number | None:
     return None
 
 
-def same_number(first: Number, second: Number) -> bool:
-    """Whether two numbers are exactly equal."""
+def same_number(first: Number, second: Number, tolerance: float = 0.0) -> bool:
+    """Whether two numbers are exactly equal.
+
+    Args:
+        first: One.
+        second: The other.
+        tolerance: Largest relative difference that counts as equal where one of the two is no whole number.
+    """
     if first.mantissa == 0 or second.mantissa == 0:
         return first.mantissa == second.mantissa
     shift = first.exponent - second.exponent
     if abs(shift) > 4 * MAX_LENGTH:  # more orders of magnitude than the digits of two mantissas can bridge
         return False
-    return first.mantissa * Fraction(10) ** shift == second.mantissa
+    ratio = first.mantissa * Fraction(10) ** shift / second.mantissa
+    if ratio == 1 or not tolerance or (is_whole(first) and is_whole(second)):
+        return ratio == 1
+    return abs(ratio - 1) <= Fraction(tolerance)
+
+
+def is_whole(number: Number) -> bool:
+    """Whether a number is a whole one written out, without an exponent."""
+    return number.exponent == 0 and number.mantissa.denominator == 1
 
 
 def _quotient(sign: str, whole: str | None, sign_above: str, above: str, sign_below: str, below: str) -> Number | None:

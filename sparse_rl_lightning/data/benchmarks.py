@@ -1,0 +1,170 @@
+"""MathBenchmarks: the paper's seven benchmarks from their published files, or from the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader, Dataset
+
+from sparse_rl_lightning.data.base import PromptDataModule, Row, as_list
+from sparse_rl_lightning.data.files import read_json_lines, read_table
+from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, question
+from sparse_rl_lightning.data.templates import PromptFormat, render
+from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
+from sparse_rl_lightning.rollout.prompts import valid_unicode
+
+
+@dataclass
+class BenchmarkReport:
+    """What was found when a benchmark was read."""
+
+    name: str
+    num_rows: int
+    is_published: bool | None  # whether file and hash are the published ones, None for the hub
+    kinds: dict[AnswerKind, int] = field(default_factory=dict)  # golds by how they are compared
+    dropped: list[int] = field(default_factory=list)  # rows without a gold answer that can be checked
+
+    def __str__(self) -> str:
+        """One line for the terminal."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items() if kind != "uncheckable")
+        source = {True: "published file", False: "ANOTHER file than the published one", None: "hub"}[self.is_published]
+        dropped = f"; dropped without an answer that can be checked: rows {self.dropped}" if self.dropped else ""
+        return f"{self.name}: {self.num_rows} rows ({source}); gold answers: {kinds}{dropped}"
+
+
+class MathBenchmarks(PromptDataModule):
+    """GSM8K, MATH500, Gaokao2023-En, Minerva, OlympiadBench, AIME24 and AMC23, each one batch of the test loader.
+
+    Rows have the columns prompt, answer, question, benchmark, index (the row of the published file) and tolerance.
+    Golds that nothing can be compared with are dropped, and said. Training reads GSM8K's training part or
+    another data module, validation the first rows of ``val_benchmarks``.
+
+    Args:
+        folder: Folder of the published files, named as in ``data/published.py``; null reads from the hub.
+        benchmarks: Which of the seven to test on, null for all.
+        prompt_format: ``plain`` as the paper evaluates, ``qwen`` or ``llama`` as it trains.
+        train: Where training prompts come from, null for GSM8K's training part.
+        max_rows: Test on the first so many rows of each benchmark only. None takes all.
+        val_benchmarks: Validate on these.
+        prompts_per_rollout: Prompts per rollout and rank.
+        val_batch_size: Prompts per validation batch.
+        max_val_prompts: Validate on the first so many rows of each only. None takes all.
+        seed: Seed of the order of the training prompts.
+
+    Raises:
+        ValueError: If a benchmark or format is unknown, or a number out of range. Reading raises it for a missing or
+            malformed file.
+    """
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        benchmarks: Sequence[str] | None = None,
+        prompt_format: PromptFormat = "plain",
+        train: PromptDataModule | None = None,
+        max_rows: int | None = None,
+        val_benchmarks: Sequence[str] = ("math500",),
+        prompts_per_rollout: int = 16,
+        val_batch_size: int = 64,
+        max_val_prompts: int | None = 64,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(prompts_per_rollout, val_batch_size, max_val_prompts, seed)
+        self.benchmarks = list(PUBLISHED if benchmarks is None else benchmarks)
+        self.val_benchmarks = list(val_benchmarks)
+        for argument, names in (("benchmarks", self.benchmarks), ("val_benchmarks", self.val_benchmarks)):
+            unknown = [name for name in names if name not in PUBLISHED]
+            if unknown:
+                raise ValueError(f"{argument} must be among {', '.join(PUBLISHED)}, got {unknown}.")
+        if max_rows is not None and max_rows < 1:
+            raise ValueError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
+        render("", prompt_format)  # refuses an unknown one
+        self.folder = folder
+        self.train = train
+        self.prompt_format = prompt_format
+        self.max_rows = max_rows
+        self.reports: dict[str, BenchmarkReport] = {}
+        self._rows: dict[str, list[Row]] = {}
+
+    def rows(self, name: str) -> list[Row]:
+        """All rows of a benchmark whose gold answer can be checked; read, audited and reported once.
+
+        Args:
+            name: One of the seven, or ``gsm8k_train``.
+        """
+        if name not in self._rows:
+            published = GSM8K_TRAIN if name == GSM8K_TRAIN.name else PUBLISHED[name]
+            self._rows[name], self.reports[name] = self._read(published)
+            rank_zero_info(str(self.reports[name]))
+        return self._rows[name]
+
+    def train_rows(self) -> list[Row]:
+        """The rows of ``train``, or the training part of GSM8K."""
+        return self.rows(GSM8K_TRAIN.name) if self.train is None else self.train.train_rows()
+
+    def val_rows(self) -> list[Row]:
+        """The first ``max_val_prompts`` rows of every benchmark of ``val_benchmarks``."""
+        return [row for name in self.val_benchmarks for row in self.rows(name)[: self.max_val_prompts]]
+
+    def test_rows(self) -> dict[str, list[Row]]:
+        """The rows to test on, by benchmark."""
+        return {name: self.rows(name)[: self.max_rows] for name in self.benchmarks}
+
+    def val_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
+        """The validation rows in their own order."""
+        if self._val is None:
+            self._val = self.val_rows()
+        rows = cast("Dataset[list[Row]]", self._val)
+        return DataLoader(rows, batch_size=self.val_batch_size, shuffle=False, num_workers=0, collate_fn=as_list)
+
+    def test_dataloader(self) -> DataLoader[list[Row]]:
+        """One batch per benchmark."""
+        batches = list(self.test_rows().values())
+        return DataLoader(cast("Dataset[list[Row]]", batches), batch_size=None, num_workers=0)
+
+    def predict_dataloader(self) -> DataLoader[list[Row]]:
+        """As for tests."""
+        return self.test_dataloader()
+
+    def _read(self, published: Published) -> tuple[list[Row], BenchmarkReport]:
+        records, is_published = self._records(published)
+        golds = [valid_unicode(published.gold(record)) for record in records]
+        audit = audit_golds(golds)
+        report = BenchmarkReport(published.name, len(records), is_published, audit.kinds, audit.uncheckable)
+        if len(records) != published.num_rows:
+            rank_zero_warn(f"{published.name} has {len(records)} rows, the published one {published.num_rows}.")
+        unusable = {*audit.uncheckable, *(n for n, record in enumerate(records) if not question(record).strip())}
+        report.dropped = sorted(unusable)
+        return [
+            self._row(published, index, record, gold)
+            for index, (record, gold) in enumerate(zip(records, golds, strict=True))
+            if index not in unusable
+        ], report
+
+    def _row(self, published: Published, index: int, record: dict[str, Any], gold: str) -> Row:
+        text = valid_unicode(question(record))
+        return {
+            "prompt": render(text, self.prompt_format), "answer": gold, "question": text,
+            "benchmark": published.name, "index": index, "tolerance": published.tolerance,
+        }  # fmt: skip
+
+    def _records(self, published: Published) -> tuple[list[dict[str, Any]], bool | None]:
+        if self.folder is None:
+            name, config, split = published.hub
+            return [record for _, record in read_table(name, config, split)], None
+        path = Path(self.folder).expanduser() / published.file
+        if not path.is_file():
+            raise ValueError(
+                f"There is no {path}. MathBenchmarks reads the published file {published.file} "
+                f"({published.num_rows} rows) from data.folder; give its folder, or null for the hub's "
+                f"{published.hub[0]}, or leave {published.name} out of data.benchmarks."
+            )
+        is_published = hashlib.sha256(path.read_bytes()).hexdigest() == published.sha256
+        if not is_published:
+            rank_zero_warn(f"{path} is not the published file: its SHA-256 is not {published.sha256}.")
+        return [record for _, record in read_json_lines(str(path))], is_published

@@ -1,0 +1,97 @@
+"""Accuracy over several samples per problem: pass@k without bias, and how far the numbers can be trusted.
+
+Letters: P problems, N samples of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Z95 = 1.959963984540054
+"""Standard deviations that hold 95 % of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How many of some problems were solved; ``low`` and ``high`` bound 95 % confidence over the problems."""
+
+    num_problems: int
+    num_samples: int
+    mean: float  # Avg@N, which is Pass@1
+    low: float
+    high: float
+    pass_at: dict[int, float] = field(default_factory=dict)  # k to pass@k
+
+
+def pass_at_k(correct: Tensor, k: int) -> Tensor:
+    """The chance that at least one of k samples is right, without bias: 1 - C(N - c, k) / C(N, k) (arXiv 2107.03374).
+
+    Args:
+        correct: (P, N) bool.
+        k: Between 1 and N.
+
+    Returns:
+        (P,) float64.
+
+    Raises:
+        ValueError: If k is out of range.
+    """
+    num_samples = correct.shape[1]
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must be between 1 and the {num_samples} samples of a problem, got k={k}.")
+    wrong = num_samples - correct.sum(dim=1, dtype=torch.float64)  # (P,)
+    draws = torch.arange(k, dtype=torch.float64, device=correct.device)
+    none_right = ((wrong[:, None] - draws).clamp(min=0) / (num_samples - draws)).prod(dim=1)
+    return 1 - none_right
+
+
+def confidence_interval(scores: Tensor) -> tuple[float, float]:
+    """Bounds of 95 % confidence for the mean of scores between 0 and 1: Wilson's interval over the problems.
+
+    With one sample per problem it is Wilson's interval of a proportion. With several, the number of trials is what
+    the spread between problems is worth, never fewer than there are problems; so it has a width at 0 and 1 too.
+
+    Args:
+        scores: (P,) share of right samples of each problem, P at least 1.
+    """
+    count, mean = len(scores), float(scores.double().mean())
+    spread = float(scores.double().var(correction=0))
+    trials = max(count, count * mean * (1 - mean) / spread) if spread > 0 else count
+    centre = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
+    half = Z95 * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2)) / (1 + Z95**2 / trials)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def accuracy(correct: Tensor) -> Accuracy:
+    """Avg@N with its interval, and pass@k for k = 1, 2, 4, ... and N.
+
+    Args:
+        correct: (P, N) bool.
+
+    Raises:
+        ValueError: If there is no problem or no sample.
+    """
+    if correct.numel() == 0:
+        raise ValueError(f"accuracy needs at least one problem and one sample, got shape {tuple(correct.shape)}.")
+    num_problems, num_samples = correct.shape
+    scores = correct.double().mean(dim=1)
+    steps = {2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples}
+    pass_at = {k: float(pass_at_k(correct, k).mean()) for k in sorted(steps)}
+    return Accuracy(num_problems, num_samples, float(scores.mean()), *confidence_interval(scores), pass_at)
+
+
+def mean_accuracy(parts: Sequence[Accuracy]) -> tuple[float, float, float]:
+    """The unweighted mean over benchmarks, and bounds of 95 % confidence from theirs.
+
+    Args:
+        parts: At least one.
+    """
+    mean = sum(part.mean for part in parts) / len(parts)
+    below = math.sqrt(sum((part.mean - part.low) ** 2 for part in parts)) / len(parts)
+    above = math.sqrt(sum((part.high - part.mean) ** 2 for part in parts)) / len(parts)
+    return mean, max(0.0, mean - below), min(1.0, mean + above)

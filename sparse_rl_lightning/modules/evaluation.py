@@ -1,0 +1,265 @@
+"""Evaluation: benchmarks under the full and under compressed caches, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from sparse_rl_lightning.callbacks.console import say
+from sparse_rl_lightning.callbacks.folders import writable_folder
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.metrics import accuracy, mean_accuracy
+from sparse_rl_lightning.modules.base import default_optimizer
+from sparse_rl_lightning.modules.evaluation_tables import (
+    KV_COLUMNS,
+    Table,
+    benchmark_name,
+    benchmark_number,
+    completion_table,
+    name_arms,
+)
+from sparse_rl_lightning.modules.generation import GenerationModule, Rows
+from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder, fingerprint, weights_digest
+from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
+from sparse_rl_lightning.modules.time_left import TimeLeft
+from sparse_rl_lightning.report.benchmarks import results_picture, results_table
+from sparse_rl_lightning.report.text import prompt_text
+from sparse_rl_lightning.rewards import MathReward
+from sparse_rl_lightning.rewards.math import MathChecker
+from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
+
+SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
+
+
+class Evaluation(GenerationModule):
+    """Accuracy of a policy with the full cache and with any compressors, on ``MathBenchmarks`` (``sparse-rl test``).
+
+    Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and taken up by a later run of
+    the same settings, weights and questions. Sequences draw the same random numbers under every cache and in any
+    batch. The defaults are the paper's (arXiv 2601.10079): temperature 0.8, top-p 0.95.
+
+    Args:
+        policy: A Hugging Face folder or hub name, or a source of models. ``--ckpt_path`` loads a checkpoint into it.
+        compressors: The compressed caches to compare, several budgets of one class too.
+        dense: Evaluate the full cache too.
+        num_samples: Samples per problem; ``num_samples_of`` has the exceptions.
+        max_completion_length: Most tokens of a completion; ``max_completion_length_of`` has the exceptions.
+        num_samples_of: Samples per problem by benchmark.
+        max_completion_length_of: Most tokens of a completion by benchmark.
+        temperature: 0 is greedy.
+        top_p: Draw from the smallest set of at least this probability.
+        top_k: Draw from the k most likely tokens, 0 for all.
+        batch_size: Problems per rollout.
+        num_slots: Sequences decoded at the same time, null for all of a rollout.
+        end_tokens: Tokens that end a completion besides the model's own.
+        stop_strings: Texts that end a completion.
+        memory_limit: Memory that slots may take, bytes or (a float up to 1.0) a share of what is free.
+        kv_dtype: What cached keys and values are kept in; null for what the policy computes in.
+        cuda_graphs: Decode from CUDA graphs on a GPU.
+        check_workers: Processes for answers that only math-verify can compare.
+        seed: Of the samples.
+
+    Raises:
+        ValueError: If there is nothing to evaluate, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        compressors: list[Compressor] | None = None,
+        dense: bool = True,
+        num_samples: int = 1,
+        max_completion_length: int = 8192,
+        num_samples_of: dict[str, int] | None = None,
+        max_completion_length_of: dict[str, int] | None = None,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        top_k: int = 0,
+        batch_size: int = 64,
+        num_slots: int | None = None,
+        end_tokens: list[str] | None = None,
+        stop_strings: list[str] | None = None,
+        memory_limit: int | float | None = None,
+        kv_dtype: str | None = None,
+        cuda_graphs: bool = True,
+        check_workers: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.arms = name_arms([*([FullKV()] if dense else []), *(compressors or [])])
+        if not self.arms or batch_size < 1:
+            raise ValueError(
+                "Evaluation needs dense: true or compressors, and batch_size of at least 1; got "
+                f"{len(self.arms)} caches and batch_size={batch_size}."
+            )
+        super().__init__(
+            policy, next(iter(self.arms.values())), MathReward(check_workers), None,
+            SamplingParams(
+                num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
+                top_p=top_p, top_k=top_k, stop_strings=as_texts(stop_strings), seed=seed,
+            ),
+            SamplerOptions(num_slots, as_texts(end_tokens), memory_limit, kv_dtype, cuda_graphs=cuda_graphs),
+            val_sampling=None, optimizer=default_optimizer, lr_scheduler=None, disable_dropout=True,
+        )  # fmt: skip
+        self.num_samples_of = dict(num_samples_of or {})
+        self.max_completion_length_of = dict(max_completion_length_of or {})
+        self.batch_size = batch_size
+        self.results: list[BenchmarkResult] = []
+        self._clock: TimeLeft | None = None
+
+    def params(self, benchmark: str) -> SamplingParams:
+        """How a benchmark's completions are drawn."""
+        samples = self.num_samples_of.get(benchmark, self.sampling.num_generations)
+        length = self.max_completion_length_of.get(benchmark, self.sampling.max_completion_length)
+        return dataclasses.replace(self.sampling, num_generations=samples, max_completion_length=length)
+
+    # ---------------------------------------------------------------- Lightning
+
+    def on_test_start(self) -> None:
+        """Find out now that results can be written; count what is to be done."""
+        super().on_test_start()
+        if self._world_size > 1:
+            raise ValueError(f"Evaluation runs in one process, got {self._world_size}: set trainer.devices to 1.")
+        writable_folder(self.folder.path, "trainer.default_root_dir")
+        self.results, self._clock = [], None
+        self._digest = weights_digest(self.dense_policy)
+
+    def test_step(self, batch: Rows, batch_idx: int) -> None:
+        """One benchmark under every cache."""
+        if "benchmark" not in batch[0]:
+            raise ValueError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
+        if self._clock is None:
+            self._clock = TimeLeft(self._work_to_do(batch))
+        name = benchmark_name(batch)
+        for arm in self.arms:
+            result = self.folder.load(name, arm, self._fingerprint(batch, arm))
+            if result is None:
+                result = self._evaluate_benchmark(batch, name, arm)
+            else:
+                rank_zero_info(f"{name}, {arm}: taken from {self.folder.path}")
+                self._clock.total -= self._work([batch]) // len(self.arms)
+            self.results.append(result)
+            self.log(f"test/{name}/{arm}", result.accuracy.mean, batch_size=1)
+
+    def on_test_epoch_end(self) -> None:
+        """Table, JSON and picture of everything."""
+        if not self.results:
+            return
+        for arm in self.arms:
+            self.log(f"test/mean/{arm}", mean_accuracy([r.accuracy for r in self.results if r.arm == arm])[0])
+        text = results_table(self.results)
+        say(f"\n{text}\n")
+        self.folder.write("results.txt", text + "\n")
+        stored = [dataclasses.asdict(result) for result in self.results]
+        written = [self.folder.write("results.json", json.dumps(stored, indent=2) + "\n")]
+        picture = results_picture(self.results)
+        if picture is not None:
+            written.append(self.folder.write("results.png", picture))
+        say(f"Written: {', '.join(map(str, written))}")
+
+    def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
+        """The rows, each with its ``completions`` by cache: a list of ``num_samples`` texts."""
+        params = self.params(benchmark_name(batch))
+        rows = [dict(row) for row in batch]
+        count = params.num_generations
+        for arm in self.arms:
+            with self.caching(arm) as sampler:
+                for part, ids in self._parts(rows, params, batch_idx):
+                    texts = self.texts(sampler.generate(self.encode(part), params, sequence_ids=ids))
+                    for n, row in enumerate(part):
+                        row.setdefault("completions", {})[arm] = texts[n * count : (n + 1) * count]
+        return rows
+
+    on_predict_epoch_end = on_validation_epoch_end = GenerationModule.on_validation_epoch_end
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def folder(self) -> ResultFolder:
+        """Where results are."""
+        return ResultFolder(Path(self.trainer.default_root_dir) / "evaluation")
+
+    @contextmanager
+    def caching(self, arm: str) -> Iterator[RolloutSampler]:
+        """A sampler with one of the caches, whose memory is given back afterwards."""
+        policy = self.dense_policy
+        assert self.tokenizer is not None
+        sampler = self.sampler_options.sampler(policy, self.tokenizer, self.arms[arm])
+        try:
+            yield sampler
+        finally:
+            sampler.release()
+
+    def _evaluate_benchmark(self, rows: Rows, name: str, arm: str) -> BenchmarkResult:
+        start, params = time.perf_counter(), self.params(name)
+        checker = self._checker()
+        checker.take_counters()
+        tables: list[Table] = []
+        with self.caching(arm) as sampler:
+            for part, ids in self._parts(rows, params, benchmark_number(name)):
+                report = self._report(f"{name}, {arm}", params)
+                rollout = sampler.generate(self.encode(part), params, sequence_ids=ids, progress=report)
+                assert self._clock is not None
+                self._clock.finished(len(rollout), params.max_completion_length)
+                tables.append(completion_table(part, rollout, self.texts(rollout), checker))
+        columns = {key: [value for table in tables for value in table[key]] for key in tables[0]}
+        correct = torch.tensor(columns["correct"]).view(len(rows), params.num_generations)
+        total = {key: sum(columns[key]) for key in KV_COLUMNS}
+        result = BenchmarkResult(
+            name, arm, self._fingerprint(rows, arm), accuracy(correct),
+            mean_length=sum(columns["length"]) / len(columns["length"]),
+            clipped=1 - sum(columns["finished"]) / len(columns["finished"]),
+            kv_saving_final=1 - total["kv_stored"] / max(1, total["kv_full"]),
+            kv_saving_integral=1 - total["kv_stored_steps"] / max(1, total["kv_full_steps"]),
+            kv_peak_bytes=max(columns.pop("kv_peak_bytes")),
+            seconds=time.perf_counter() - start,
+            counters=checker.take_counters(),
+        )  # fmt: skip
+        self.folder.save(result, {"benchmark": [name] * len(correct.flatten()), **columns})
+        return result
+
+    def _report(self, where: str, params: SamplingParams) -> Callable[[Progress], None]:
+        def report(progress: Progress) -> None:
+            assert self._clock is not None
+            self._clock.report(where, progress, params.max_completion_length)
+
+        return report
+
+    def _parts(self, rows: Rows, params: SamplingParams, group: int) -> Iterator[tuple[Rows, list[int]]]:
+        """The rows of each rollout, and its sequences' numbers: benchmark or batch, place in it and sample."""
+        starts = [group * SEQUENCES_PER_BENCHMARK + int(row.get("index", n)) * 1000 for n, row in enumerate(rows)]
+        for first in range(0, len(rows), self.batch_size):
+            own = slice(first, first + self.batch_size)
+            yield rows[own], [start + sample for start in starts[own] for sample in range(params.num_generations)]
+
+    def _fingerprint(self, rows: Rows, arm: str) -> str:
+        name = benchmark_name(rows)
+        questions = [[prompt_text(row["prompt"]), str(row["answer"]), row.get("tolerance")] for row in rows]
+        return fingerprint(
+            weights=self._digest, cache=self.arms[arm], params=self.params(name), questions=questions,
+            end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype,
+            version=version("sparse-rl-lightning"),
+        )  # fmt: skip
+
+    def _work_to_do(self, batch: Rows) -> int:
+        """Length limits of all sequences of the test loader; of this batch where the loader cannot be looked into."""
+        data = getattr(self.trainer.test_dataloaders, "dataset", None)
+        return self._work(data if isinstance(data, list) and data and isinstance(data[0], list) else [batch])
+
+    def _work(self, batches: list[Rows]) -> int:
+        """Length limits of all sequences of some benchmarks, under all caches."""
+        settings = [(len(rows), self.params(benchmark_name(rows))) for rows in batches]
+        return len(self.arms) * sum(n * p.num_generations * p.max_completion_length for n, p in settings)
+
+    def _checker(self) -> MathChecker:
+        (reward,) = self.reward_funcs
+        assert isinstance(reward, MathReward)
+        return reward.checker

@@ -1,0 +1,63 @@
+"""Names of caches and benchmarks, and the table of completions that an evaluation writes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.modules.generation import Rows
+from sparse_rl_lightning.report.text import prompt_text
+from sparse_rl_lightning.rewards.math import MathChecker, extract_boxed
+from sparse_rl_lightning.types import Rollout
+
+Table: TypeAlias = dict[str, list[Any]]
+KV_COLUMNS = ("kv_stored", "kv_full", "kv_stored_steps", "kv_full_steps")
+
+
+def name_arms(compressors: Sequence[Compressor]) -> dict[str, Compressor]:
+    """A short name for every cache, fit for a folder: ``dense``, ``RKV-512``, and a number where names repeat."""
+    arms: dict[str, Compressor] = {}
+    for compressor in compressors:
+        budget = getattr(compressor, "budget", None)
+        name = type(compressor).__name__ if compressor.evicts else "dense"
+        name = name if budget is None or name == "dense" else f"{name}-{budget}"
+        same = [arm for arm in arms if arm == name or arm.startswith(f"{name}#")]
+        arms[f"{name}#{len(same) + 1}" if same else name] = compressor
+    return arms
+
+
+def benchmark_name(rows: Rows) -> str:
+    """The benchmark that rows belong to; ``data`` where they say none."""
+    return str(rows[0].get("benchmark", "data"))
+
+
+def benchmark_number(name: str) -> int:
+    """A number of a benchmark that does not depend on which others are evaluated."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "big")
+
+
+def completion_table(rows: Rows, rollout: Rollout, texts: Sequence[str], checker: MathChecker) -> Table:
+    """A rollout with its answers checked: column names with a value per completion."""
+    samples = len(texts) // len(rows)
+    repeated = [row for row in rows for _ in range(samples)]
+    assert rollout.kv is not None
+    return {
+        "index": [int(row.get("index", n)) for n, row in enumerate(rows) for _ in range(samples)],
+        "sample": list(range(samples)) * len(rows),
+        "prompt": [prompt_text(row["prompt"]) for row in repeated],
+        "completion": list(texts),
+        "answer": [str(row["answer"]) for row in repeated],
+        "extracted": [extract_boxed(text) for text in texts],
+        "correct": checker.check(
+            texts, [str(row["answer"]) for row in repeated], [float(row.get("tolerance") or 0.0) for row in repeated]
+        ),
+        "length": rollout.completion_lengths.tolist(),
+        "finished": rollout.finished.tolist(),
+        "kv_stored": rollout.kv.stored.tolist(),
+        "kv_full": rollout.kv.full.tolist(),
+        "kv_stored_steps": rollout.kv.stored_integral.tolist(),
+        "kv_full_steps": rollout.kv.full_integral.tolist(),
+        "kv_peak_bytes": [rollout.kv.peak_bytes] * len(texts),
+    }

@@ -1,0 +1,112 @@
+"""Results of an evaluation on disk: what was measured under which settings, so that a later run can take them up."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks.folders import write_parquet, write_whole
+from sparse_rl_lightning.metrics import Accuracy
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """One benchmark under one cache."""
+
+    benchmark: str
+    arm: str  # the cache: dense, or a compressor with its budget
+    fingerprint: str  # of everything that decides the result
+    accuracy: Accuracy
+    mean_length: float  # tokens
+    clipped: float  # share of completions cut off by the length limit
+    kv_saving_final: float  # share of KV tokens not stored at the end of the sequences
+    kv_saving_integral: float  # the same over all decode steps
+    kv_peak_bytes: int
+    seconds: float
+    counters: dict[str, int] = field(default_factory=dict)  # of the answer checker
+
+    @property
+    def measure(self) -> str:
+        """``Pass@1``, or ``Avg@32``."""
+        samples = self.accuracy.num_samples
+        return "Pass@1" if samples == 1 else f"Avg@{samples}"
+
+
+class ResultFolder:
+    """A JSON and a parquet file for every benchmark and cache; the JSON is written last and says that both are whole.
+
+    Args:
+        path: The folder, created when something is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def load(self, benchmark: str, arm: str, fingerprint: str) -> BenchmarkResult | None:
+        """A finished result of the same settings, None if there is none."""
+        try:
+            stored = json.loads(self._file(benchmark, arm, "json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if stored.get("fingerprint") != fingerprint:
+            return None
+        counts = stored["accuracy"]
+        counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}
+        return BenchmarkResult(**stored | {"accuracy": Accuracy(**counts)})
+
+    def save(self, result: BenchmarkResult, completions: Mapping[str, list[Any]]) -> None:
+        """Write both files.
+
+        Args:
+            result: What was measured.
+            completions: Columns with a value per completion.
+        """
+        path = self._file(result.benchmark, result.arm, "json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_parquet(path.with_suffix(".parquet"), completions)
+        write_whole(path, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        """Write another file and return where."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / name, content)
+        return self.path / name
+
+    def _file(self, benchmark: str, arm: str, suffix: str) -> Path:
+        return self.path / arm / f"{benchmark}.{suffix}"
+
+
+def fingerprint(**settings: Any) -> str:
+    """A hash of settings: plain values, dataclasses, tensors and objects with attributes of these kinds."""
+    return hashlib.sha256(json.dumps(_plain(settings), sort_keys=True).encode()).hexdigest()
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """A hash of about a hundred values of every parameter: any training step changes some of them."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        values = flat[:: max(1, flat.numel() // 100)].float().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return hashlib.sha256(value.detach().float().cpu().numpy().tobytes()).hexdigest()
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    state = {name: item for name, item in getattr(value, "__dict__", {}).items() if not callable(item)}
+    return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **_plain(state)}

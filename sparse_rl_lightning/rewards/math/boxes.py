@@ -1,0 +1,55 @@
+r"""Finding the last ``\boxed{}`` of a text by one scan of its end."""
+
+from __future__ import annotations
+
+import re
+
+TAIL = 8_000
+"""Characters at the end of a completion that are searched for a box."""
+MAX_BOX = 512
+"""Characters a boxed answer may have; benchmark golds have at most 210."""
+MAX_NESTING = 20
+"""Braces that a boxed answer may nest."""
+
+_BRACE = re.compile(r"(\\boxed\s*\{)|\\.|([{}])", re.DOTALL)
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""The content of the last ``\boxed{}``, or None where there is none that counts.
+
+    A box inside another is part of it. A box that is empty, longer than ``MAX_BOX``, nested deeper than
+    ``MAX_NESTING`` or not closed does not count, and neither does any box before it.
+    """
+    tail = text[-TAIL:]
+    span = find_last_box(tail)
+    if span is None:
+        return None
+    content = tail[span[1] : span[2]].strip()
+    return content if content and is_within_limits(content) else None
+
+
+def find_last_box(text: str) -> tuple[int, int, int] | None:
+    r"""Where the last ``\boxed{}`` begins, its content begins and its content ends; None if it is not closed."""
+    open_braces: list[tuple[int, int] | None] = []  # None for a brace that is not a box's
+    last: tuple[int, int, int] | None = None
+    for match in _BRACE.finditer(text):
+        box, brace = match.groups()
+        if box:
+            open_braces.append(match.span())
+        elif brace == "{":
+            open_braces.append(None)
+        elif brace and open_braces and (opened := open_braces.pop()):
+            last = (*opened, match.start())
+    unclosed = max((opened[0] for opened in open_braces if opened), default=-1)
+    return last if last and last[0] > unclosed else None
+
+
+def is_within_limits(answer: str) -> bool:
+    """Whether an answer is short enough and its braces are nested flat enough to be looked at."""
+    if len(answer) > MAX_BOX:
+        return False
+    depth = deepest = 0
+    for match in _BRACE.finditer(answer):
+        depth += (match[0][-1] == "{" and match[0] != "\\{") - (match[0] == "}")
+        deepest = max(deepest, depth)
+    return deepest <= MAX_NESTING

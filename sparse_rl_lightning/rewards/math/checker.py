@@ -1,0 +1,101 @@
+"""Checking completions against gold answers, one or many at a time, and counting what went wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+from sparse_rl_lightning.rewards.math.boxes import extract_boxed
+from sparse_rl_lightning.rewards.math.compare import Comparison, Pair
+from sparse_rl_lightning.rewards.math.symbolic import SymbolicPool
+
+COUNTERS = ("checks", "no_box", "fallbacks", "unparsed", "timeouts", "crashes")
+"""What a checker counts: completions, those without a box that counts, those that math-verify was asked about, and of
+its answers those it did not understand, that took too long, and in which its process died."""
+
+_FAILURES = {"unparsed": "unparsed", "timeout": "timeouts", "crash": "crashes"}
+
+
+class MathChecker:
+    r"""Compares the last ``\boxed{}`` of completions with bare gold answers; whatever goes wrong is a wrong answer.
+
+    Numbers, expressions, lists, intervals and matrices are decided in this process, within milliseconds. Sums,
+    integrals and limits go to math-verify, in processes that are started when they are first needed.
+
+    Args:
+        num_workers: Processes for math-verify.
+        timeout: Seconds after which a comparison by math-verify is ended and counts as wrong.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(self, num_workers: int = 1, timeout: float = 3.0) -> None:
+        self.pool = SymbolicPool(num_workers, timeout)
+        self._counts: Counter[str] = Counter()
+
+    def check(
+        self, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
+    ) -> list[bool]:
+        """Whether each completion has its gold answer in its last box.
+
+        Args:
+            completions: B texts, hostile ones too.
+            golds: B bare answers.
+            tolerances: B relative tolerances of numbers, default none.
+        """
+        boxed = [extract_boxed(completion) for completion in completions]
+        self._counts.update(checks=len(boxed), no_box=boxed.count(None))
+        return self.same(["" if box is None else box for box in boxed], golds, tolerances)
+
+    def same(
+        self, answers: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
+    ) -> list[bool]:
+        """Whether each bare answer is its gold answer; arguments as in :meth:`check`."""
+        triples = list(zip(answers, golds, tolerances or [0.0] * len(golds), strict=True))
+        comparisons = [Comparison(tolerance) for _, _, tolerance in triples]
+        verdicts = [c.same(answer, gold) for c, (answer, gold, _) in zip(comparisons, triples, strict=True)]
+        open_cases = [index for index, verdict in enumerate(verdicts) if verdict is None]
+        known = self._ask([pair for index in open_cases for pair in comparisons[index].missing])
+        for index in open_cases:
+            answer, gold, tolerance = triples[index]
+            verdicts[index] = Comparison(tolerance, known).same(answer, gold)
+        self._counts.update(fallbacks=len(open_cases))
+        return [verdict is True for verdict in verdicts]
+
+    def take_counters(self) -> dict[str, int]:
+        """What was counted since the last call, every name of ``COUNTERS``."""
+        counts, self._counts = self._counts, Counter()
+        return {name: counts[name] for name in COUNTERS}
+
+    def close(self) -> None:
+        """End the processes; they are started again when they are needed."""
+        self.pool.close()
+
+    def _ask(self, pairs: Sequence[Pair]) -> dict[Pair, bool]:
+        unique = list(dict.fromkeys(pairs))
+        outcomes = self.pool.compare(unique) if unique else []
+        self._counts.update(_FAILURES[outcome] for outcome in outcomes if outcome in _FAILURES)
+        return {pair: outcome == "same" for pair, outcome in zip(unique, outcomes, strict=True)}
+
+
+@lru_cache(maxsize=1)
+def default_checker() -> MathChecker:
+    """The checker of the reward functions that are plain functions, one per process."""
+    return MathChecker()
+
+
+def verify(completion: str, gold: str) -> bool:
+    r"""Whether the last balanced ``\boxed{}`` of a completion holds the gold answer.
+
+    Args:
+        completion: What the policy wrote; hostile text of any length is fine.
+        gold: The bare answer, without a box. An empty gold matches nothing.
+    """
+    return default_checker().check([completion], [gold])[0]
+
+
+def same_answer(answer: str, gold: str) -> bool:
+    """Whether two bare answers are the same, by the conventions of this package."""
+    return default_checker().same([answer], [gold])[0]

@@ -1,0 +1,152 @@
+"""Whether two bare answers are the same, part by part; what only math-verify can tell is collected, not asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from sparse_rl_lightning.rewards.math.boxes import is_within_limits
+from sparse_rl_lightning.rewards.math.expressions import Node
+from sparse_rl_lightning.rewards.math.structure import (
+    Answer,
+    Atom,
+    Group,
+    as_interval,
+    has_relation,
+    parse_answer,
+    without_variable,
+)
+from sparse_rl_lightning.rewards.math.symbolic import needs_math_verify
+from sparse_rl_lightning.rewards.math.text import plain_text, split_unit, tidy
+from sparse_rl_lightning.rewards.math.values import readable, same_equation, same_expression
+from sparse_rl_lightning.rewards.numbers import Number, parse_number, same_number
+
+MAX_PAIRS = 4
+"""Pairs of expressions that one answer may send to math-verify."""
+
+Pair: TypeAlias = tuple[str, str]
+"""An expression of the answer and one of the gold answer."""
+
+
+class Reading(NamedTuple):
+    """What a single expression is."""
+
+    plain: str  # normalised text
+    number: Number | None
+    unit: str
+    tree: Node | None  # None where it cannot be read
+
+
+class Comparison:
+    """Compares one answer with one gold answer.
+
+    Args:
+        tolerance: Largest relative difference of two numbers of which one is not whole.
+        known: What math-verify has said about pairs of expressions.
+    """
+
+    def __init__(self, tolerance: float = 0.0, known: Mapping[Pair, bool] | None = None) -> None:
+        self.tolerance = tolerance
+        self.known = known or {}
+        self.missing: list[Pair] = []
+
+    def same(self, answer: str, gold: str) -> bool | None:
+        """Whether they are the same; None where math-verify must be asked about the pairs in ``missing``."""
+        if not (is_within_limits(answer) and is_within_limits(gold)):
+            return False
+        first, second = tidy(answer), tidy(gold)
+        if not (plain_text(first) and plain_text(second)):
+            return False
+        if has_relation(first) != has_relation(second):
+            first, second = without_variable(first), without_variable(second)
+        if plain_text(first) == plain_text(second):
+            return True
+        verdict = self._same(parse_answer(first), parse_answer(second))
+        return False if len(self.missing) > MAX_PAIRS else verdict
+
+    def _same(self, first: Answer, second: Answer) -> bool | None:
+        if isinstance(first, Atom) and isinstance(second, Atom):
+            return self._same_atom(first.text, second.text)
+        if isinstance(first, Atom) or isinstance(second, Atom):
+            return False
+        if first.kind != second.kind and (as_interval(first) is None) != (as_interval(second) is None):
+            first, second = as_interval(first) or first, as_interval(second) or second
+        if first.kind != second.kind or len(first.items) != len(second.items):
+            return False
+        if not first.is_ordered:
+            return self._same_in_any_order(list(first.items), list(second.items))
+        verdict = _all([self._same(a, b) for a, b in zip(first.items, second.items, strict=True)])
+        return self._same_equation(first, second) if first.kind == "=" and not verdict else verdict
+
+    def _same_in_any_order(self, first: list[Answer], second: list[Answer]) -> bool | None:
+        verdicts: list[bool | None] = []
+        for item in first:
+            found = [self._same(item, other) for other in second]
+            best = found.index(True) if True in found else found.index(None) if None in found else -1
+            if best < 0:
+                return False
+            verdicts.append(found[best])
+            del second[best]
+        return _all(verdicts)
+
+    def _same_equation(self, first: Group, second: Group) -> bool | None:
+        if all(self._same(a, b) for a, b in zip(first.items, second.items[::-1], strict=True)):
+            return True
+        trees = [read_atom(item.text).tree for item in (*first.items, *second.items) if isinstance(item, Atom)]
+        if len(trees) != 4 or None in trees:
+            return False
+        one, two, three, four = (tree for tree in trees if tree is not None)
+        if {three.kind, four.kind} == {"var", "num"}:
+            return False  # x=5 wants x=5
+        return same_equation((one, two), (three, four)) or False
+
+    def _same_atom(self, first: str, second: str) -> bool | None:
+        one, two = read_atom(first), read_atom(second)
+        if one.unit and two.unit and one.unit != two.unit:
+            return False
+        if one.number is not None and two.number is not None:
+            return same_number(one.number, two.number, self.tolerance)
+        if one.plain == two.plain:
+            return one.plain != ""
+        if two.number is not None:
+            return False  # a number wants a number, not the calculation that ends in it
+        if one.tree is not None and two.tree is not None:
+            return same_expression(one.tree, two.tree, self.tolerance)
+        if not needs_math_verify(first, second):
+            return False
+        pair = first, second
+        if pair not in self.known:
+            self.missing.append(pair)
+        return self.known.get(pair)
+
+
+@lru_cache(maxsize=4096)
+def read_atom(text: str) -> Reading:
+    """What a tidied expression is, with its unit split off where a number or a constant stands before it."""
+    value, unit = split_unit(text)
+    number, tree = _read(value)
+    if unit and number is None and (tree is None or _has_letters(tree)):
+        value, unit = text, ""  # no quantity with a unit, but a product or a phrase
+        number, tree = _read(text)
+    return Reading(plain_text(value), number, unit, tree)
+
+
+def _read(text: str) -> tuple[Number | None, Node | None]:
+    number = parse_number(text)
+    if number is None:
+        return None, readable(text)
+    small = abs(number.exponent) <= 2000
+    value = number.mantissa * Fraction(10) ** number.exponent if small else None
+    return number, None if value is None else Node("num", value=value)
+
+
+def _has_letters(tree: Node) -> bool:
+    return tree.kind == "var" or any(map(_has_letters, tree.parts))
+
+
+def _all(verdicts: list[bool | None]) -> bool | None:
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True

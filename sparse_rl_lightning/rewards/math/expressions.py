@@ -1,0 +1,299 @@
+r"""Reading a single LaTeX expression as a tree, or refusing it: nothing is guessed and nothing is evaluated here.
+
+What mathematics leaves open is refused: ``x^53`` (is the exponent 5?), ``a/bc``, ``1\frac{1}{2}x``, ``\sin x/2``,
+``f(x+1)``, words. A refused expression is still compared as text.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple, NoReturn
+
+from sparse_rl_lightning.rewards.math.vocabulary import BRACKETS, FUNCTIONS, GREEK, MARKS, PRIMARY, ROUNDED, TIMES
+
+MAX_DEPTH = 24
+"""Brackets that may be nested."""
+
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[a-zA-Z]|'+|[-+*/^_(){}\[\]|!]|\s+", re.DOTALL)
+_ROMAN = re.compile(r"\\(?:text|textit|mathrm|mathbf|mathit|boldsymbol|bm)\{([a-zA-Z])\}")
+_WORD = re.compile(r"[a-zA-Z' ]{2,}")
+_ABOVE = re.compile(r"\{(?:d|\\partial)(?:\^(?:[0-9]|\{[0-9]\}))?.*\}")
+_BELOW = re.compile(r"\{(?:d|\\partial)(?:[a-zA-Z]|\\[a-zA-Z]+)(?:\^(?:[0-9]|\{[0-9]\}))?\}")
+
+
+class Node(NamedTuple):
+    """An operation on other nodes, or a leaf: ``num`` with its value, ``var`` or ``const`` with its name."""
+
+    kind: str
+    parts: tuple[Node, ...] = ()
+    name: str = ""
+    value: Fraction = Fraction(0)
+
+
+class Unreadable(ValueError):
+    """An expression that this reader refuses."""
+
+
+def read_expression(text: str) -> Node:
+    """The tree of an expression.
+
+    Args:
+        text: As :func:`~sparse_rl_lightning.rewards.math.text.tidy` leaves it.
+
+    Raises:
+        Unreadable: If anything in it is unknown or may be read in two ways.
+    """
+    text = _ROMAN.sub(r"\1", text)
+    if _WORD.fullmatch(text):
+        raise Unreadable("a word")
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != text:
+        raise Unreadable("an unknown character")
+    reader = _Reader([token for token in tokens if not token.isspace()])
+    node = reader.sum()
+    if reader.token:
+        raise Unreadable(f"{reader.token!r} after the end")
+    return node
+
+
+class _Reader:
+    """Recursive descent; every method reads what its name says and leaves ``token`` at what follows."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens
+        self.place = 0
+        self.depth = 0
+        self.bars = 0
+
+    @property
+    def token(self) -> str:
+        return self.tokens[self.place] if self.place < len(self.tokens) else ""
+
+    def take(self, wanted: str | None = None) -> str:
+        token = self.token
+        if not token or wanted not in (None, token):
+            self.refuse()
+        self.place += 1
+        return token
+
+    def refuse(self) -> NoReturn:
+        raise Unreadable(f"{self.token!r} at token {self.place}")
+
+    # ---------------------------------------------------------------- operators
+
+    def sum(self) -> Node:
+        terms = [self.signed_product()]
+        while self.token in ("+", "-"):
+            terms.append(self.signed_product())
+        return terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
+
+    def signed_product(self) -> Node:
+        sign = self.take() if self.token in ("+", "-") else "+"
+        return Node("neg", (self.product(),)) if sign == "-" else self.product()
+
+    def product(self) -> Node:
+        is_literal = self.token[:1].isdigit()
+        factors = [self.factor()]
+        while True:
+            if self.token in TIMES:
+                self.take()
+                factors.append(self.signed_factor())
+            elif self.token == "/":
+                self.take()
+                factors.append(Node("inverse", (self.signed_factor(),)))
+                if self.starts_factor():
+                    self.refuse()  # a/bc
+            elif self.starts_factor():
+                factors.append(self.implicit_factor(after_literal=is_literal and len(factors) == 1))
+            else:
+                return factors[0] if len(factors) == 1 else Node("product", tuple(factors))
+
+    def signed_factor(self) -> Node:
+        if self.token == "-":
+            self.take()
+            return Node("neg", (self.factor(),))
+        return self.factor()
+
+    def implicit_factor(self, after_literal: bool) -> Node:
+        is_digit = self.token[0].isdigit() or self.token[0] == "."
+        if is_digit and self.tokens[self.place - 1] not in (")", "]"):
+            self.refuse()  # x2
+        is_fraction = self.token == "\\frac"
+        factor = self.factor()
+        if after_literal and is_fraction and factor.kind == "product" and _is_number(factor):
+            self.refuse()  # a mixed number inside of an expression
+        return factor
+
+    def starts_factor(self) -> bool:
+        token = self.token
+        opens = token in ("{", "(", "[") or (token == "|" and not self.bars)
+        return bool(token) and (token[0].isalnum() or token[0] == "." or opens or token in PRIMARY)
+
+    def factor(self) -> Node:
+        node, is_raised = self.primary(), False
+        while self.token in ("^", "!"):
+            if is_raised and self.token == "^":
+                self.refuse()  # x^2^3
+            if self.take() == "!":
+                node = Node("factorial", (node,))
+            elif node.kind == "var" and (primes := self.primes()):
+                node = Node("var", name=node.name + primes)
+            else:
+                node, is_raised = Node("power", (node, self.script())), True
+        return node
+
+    def primes(self) -> str:
+        r"""The primes of ``x^{\prime\prime}``, "" where another exponent follows."""
+        end = self.place + 1
+        while end < len(self.tokens) and self.tokens[end] == "\\prime":
+            end += 1
+        count = end - self.place - 1
+        if self.token == "\\prime":
+            self.take()
+            return "'"
+        if self.token != "{" or count == 0 or self.tokens[end : end + 1] != ["}"]:
+            return ""
+        self.place = end + 1
+        return "'" * count
+
+    def script(self) -> Node:
+        """An exponent: a group, or one token of one character."""
+        if self.token == "{":
+            return self.bracketed()
+        if self.token.isdigit() and len(self.token) > 1:
+            self.refuse()
+        if self.token[:1].isalnum() or self.token in GREEK or self.token == "\\pi":
+            return self.primary(with_script=False)
+        self.refuse()
+
+    # ---------------------------------------------------------------- operands
+
+    def primary(self, with_script: bool = True) -> Node:
+        token = self.token
+        if token[:1].isdigit() or token[:1] == ".":
+            return self.number()
+        if token in BRACKETS:
+            return self.bracketed()
+        if token == "|":
+            return self.absolute()
+        if token in FUNCTIONS:
+            return self.function()
+        if token == "\\pi":
+            return Node("const", name=self.take())
+        if token.isalpha() or token in GREEK or token in MARKS:
+            return self.name(with_script)
+        if token in ("\\frac", "\\binom", "\\sqrt"):
+            return self.structure()
+        self.refuse()
+
+    def number(self) -> Node:
+        token = self.take()
+        if self.token == "_" or token == ".":
+            self.refuse()  # a number base
+        return Node("num", value=Fraction(token.rstrip(".")))
+
+    def bracketed(self) -> Node:
+        opening = self.take()
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.refuse()
+        bars, self.bars = self.bars, 0
+        node = self.sum()
+        self.take(BRACKETS[opening])
+        self.depth, self.bars = self.depth - 1, bars
+        return Node(ROUNDED[opening], (node,)) if opening in ROUNDED else node
+
+    def absolute(self) -> Node:
+        self.take("|")
+        if self.bars:
+            self.refuse()
+        self.bars = 1
+        node = self.sum()
+        self.bars = 0
+        self.take("|")
+        return Node("abs", (node,))
+
+    def structure(self) -> Node:
+        command = self.take()
+        if command == "\\sqrt":
+            degree = self.bracketed() if self.token == "[" else Node("num", value=Fraction(2))
+            return Node("root", (degree, self.group()))
+        if command == "\\frac" and (derivative := self.derivative()):
+            return derivative
+        above, below = self.group(), self.group()
+        if command == "\\binom":
+            return Node("binomial", (above, below))
+        return Node("product", (above, Node("inverse", (below,))))
+
+    def derivative(self) -> Node | None:
+        r"""``\frac{dy}{dt}`` is a name of its own."""
+        start = self.place
+        raw = [self.raw_group(), self.raw_group()]
+        if _ABOVE.fullmatch(raw[0]) and _BELOW.fullmatch(raw[1]):
+            return Node("var", name="".join(raw))
+        self.place = start
+        return None
+
+    def group(self) -> Node:
+        if self.token != "{":
+            self.refuse()
+        return self.bracketed()
+
+    def raw_group(self) -> str:
+        """The tokens of a group as they stand, or one token."""
+        start, depth = self.place, 0
+        while True:
+            token = self.take()
+            depth += (token == "{") - (token == "}")
+            if depth <= 0:
+                return "".join(self.tokens[start : self.place])
+
+    def name(self, with_script: bool) -> Node:
+        name = self.take()
+        if name in MARKS:
+            name += self.raw_group().strip("{}")
+        if with_script and self.token == "_":
+            self.take()
+            name += f"_{self.raw_group().strip('{}')}"
+        if self.token.startswith("'"):
+            name += self.take()
+        call = self.tokens[self.place : self.place + 3]
+        is_called = with_script and name not in ("e", "i") and len(call) == 3 and call[0] == "(" and call[2] == ")"
+        if is_called and call[1].strip("\\").isalnum():
+            self.place += 3
+            return Node("var", name=f"{name}({call[1]})")
+        if name in ("f", "g", "h") and self.token == "(":
+            self.refuse()
+        return Node("const" if name in ("e", "i") else "var", name=name)
+
+    def function(self) -> Node:
+        name = self.take()
+        base: Node | None = None
+        if name in ("\\log", "\\lg") and self.token == "_":
+            self.take()
+            base = self.script() if self.token == "{" or len(self.token) == 1 else self.number()
+        exponent: Node | None = None
+        if self.token == "^":
+            self.take()
+            exponent = self.script()
+            if exponent.kind == "neg":
+                self.refuse()  # \sin^{-1}: inverse or power?
+        argument = self.argument()
+        node = Node("log", (base, argument)) if base else Node("function", (argument,), name)
+        return node if exponent is None else Node("power", (node, exponent))
+
+    def argument(self) -> Node:
+        """One bracket, or the factors up to the next operator or function."""
+        if self.token in BRACKETS or self.token == "|":
+            return self.primary()
+        factors = [self.factor()]
+        while self.starts_factor() and self.token not in FUNCTIONS and self.token not in BRACKETS:
+            factors.append(self.implicit_factor(after_literal=False))
+        if self.token == "/":
+            self.refuse()  # \sin x/2
+        return factors[0] if len(factors) == 1 else Node("product", tuple(factors))
+
+
+def _is_number(node: Node) -> bool:
+    return all(part.kind == "num" or (part.kind == "inverse" and part.parts[0].kind == "num") for part in node.parts)

@@ -1,0 +1,184 @@
+"""What an answer is made of: lists, sets, tuples, intervals, matrices and relations of single expressions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from sparse_rl_lightning.rewards.numbers import parse_number
+
+MAX_ITEMS = 64
+"""Parts an answer may have; a longer one is compared as text."""
+
+_TOKEN = re.compile(r"\\(?:begin|end)\{[a-z]*\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_FLIPPED = {">": "<", "\\geq": "\\leq"}
+_RELATIONS = frozenset({"=", "<", ">", "\\leq", "\\geq", "\\neq", "\\in"})
+_LESS = frozenset({"<", "\\leq"})
+_LETTER = r"(?:[a-zA-Z]|\\(?!frac|sqrt|text|pi)[a-zA-Z]+)"
+_NAME = re.compile(rf"{_LETTER}(?:_(?:[0-9a-zA-Z]|\{{[^{{}}]*\}}))?(?:\([0-9a-zA-Z,]+\))?")
+
+
+@dataclass(frozen=True)
+class Atom:
+    """An expression without parts."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Several answers together. A ``list`` (a set, or commas) and a ``union`` have no order, everything else has."""
+
+    kind: str
+    items: tuple[Answer, ...]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the places of the items matter."""
+        return self.kind not in ("list", "union")
+
+
+Answer: TypeAlias = Atom | Group
+
+
+@lru_cache(maxsize=4096)
+def parse_answer(text: str) -> Answer:
+    """The parts of an answer, and their parts.
+
+    Args:
+        text: As :func:`~sparse_rl_lightning.rewards.math.text.tidy` leaves it.
+    """
+    return _parse(text, depth=0)
+
+
+def without_variable(text: str) -> str:
+    r"""The right side of ``x=...`` or ``x\in...``, and of each part of a list where all name the same variable.
+
+    Anything else comes back as it is, so ``41=42`` is not 42.
+    """
+    parts = [_split(part, frozenset({"=", "\\in"})) for part in _split(text, frozenset(",;"))[0]]
+    if any(len(sides) != 2 or not _NAME.fullmatch(sides[0]) for sides, _ in parts):
+        return text
+    same = len({(sides[0], *signs) for sides, signs in parts}) == 1
+    return ",".join(sides[1] for sides, _ in parts) if same else text
+
+
+def as_interval(group: Group) -> Group | None:
+    r"""The interval that an inequality such as ``x>2`` or ``-2\leq x<1`` describes, None where it describes none."""
+    signs, items = group.kind.split(" "), group.items
+    if not _LESS.issuperset(signs):
+        return None
+    if len(items) == 3 and _is_name(items[1]):
+        return Group(("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"), (items[0], items[2]))
+    if len(items) == 2 and _is_name(items[0]):
+        return Group("()" if signs[0] == "<" else "(]", (Atom("-\\infty"), items[1]))
+    if len(items) == 2 and _is_name(items[1]):
+        return Group("()" if signs[0] == "<" else "[)", (items[0], Atom("\\infty")))
+    return None
+
+
+def has_relation(text: str) -> bool:
+    """Whether a relation stands outside of all brackets."""
+    return any(len(_split(part, _RELATIONS)[0]) > 1 for part in _split(text, frozenset(",;"))[0])
+
+
+def _parse(text: str, depth: int) -> Answer:
+    if depth > 4 or parse_number(text) is not None:
+        return Atom(text)
+    for separators, kind in ((frozenset(",;"), "list"), (frozenset({"\\cup"}), "union")):
+        pieces, _ = _split(text, separators)
+        if 1 < len(pieces) <= MAX_ITEMS:
+            return _group(kind, pieces, depth)
+    return _relation(text, depth) or _bracketed(text, depth) or _matrix(text, depth) or _both_signs(text, depth)
+
+
+def _is_name(answer: Answer) -> bool:
+    return isinstance(answer, Atom) and bool(_NAME.fullmatch(answer.text))
+
+
+def _relation(text: str, depth: int) -> Answer | None:
+    sides, signs = _split(text, _RELATIONS)
+    if len(sides) == 1:
+        return None
+    if signs[0] in _FLIPPED:
+        sides, signs = sides[::-1], [_FLIPPED.get(sign, sign) for sign in signs[::-1]]
+    return _group(" ".join(signs), sides, depth)
+
+
+def _bracketed(text: str, depth: int) -> Answer | None:
+    tokens = _TOKEN.findall(text)
+    if len(tokens) < 3 or tokens[0] not in ("(", "[", "\\{") or _closing(tokens) != len(tokens) - 1:
+        return None
+    inner = "".join(tokens[1:-1])
+    pieces, _ = _split(inner, frozenset(",;"))
+    if tokens[0] == "\\{":
+        rule, _ = _split(inner, frozenset("|:"))
+        if len(rule) > 1:  # {x | x > 0}
+            return (
+                _relation(rule[1], depth) if len(rule) == 2 and len(pieces) == 1 and _NAME.fullmatch(rule[0]) else None
+            )
+        return None if tokens[-1] != "\\}" or len(pieces) > MAX_ITEMS else _group("list", pieces, depth)
+    return _group(tokens[0] + tokens[-1], pieces, depth) if 1 < len(pieces) <= MAX_ITEMS else None
+
+
+def _matrix(text: str, depth: int) -> Answer | None:
+    match = _MATRIX.fullmatch(text)
+    if match is None or match[1] == "vmatrix":
+        return None
+    body = match[2].removesuffix("\\\\")
+    rows = [_split(row, frozenset("&"))[0] for row in _split(body, frozenset({"\\\\"}))[0]]
+    if len({len(row) for row in rows}) > 1 or len(rows) * len(rows[0]) > MAX_ITEMS:
+        return None
+    return _group(f"matrix {len(rows)}", [cell for row in rows for cell in row], depth)
+
+
+def _both_signs(text: str, depth: int) -> Answer:
+    if text.count("\\pm") != 1 or "\\mp" in text:
+        return Atom(text)
+    before, after = text.split("\\pm")
+    return Group("list", (Atom(f"{before}+{after.strip()}".lstrip("+")), Atom(f"{before}-{after.strip()}")))
+
+
+def _group(kind: str, pieces: list[str], depth: int) -> Group:
+    items: list[Answer] = []
+    for piece in pieces:
+        item = _parse(piece, depth + 1)
+        if kind == "list" and isinstance(item, Group) and item.kind == "list" and "\\pm" in piece:
+            items.extend(item.items)
+        else:
+            items.append(item)
+    return Group(kind, tuple(items))
+
+
+def _split(text: str, separators: frozenset[str]) -> tuple[list[str], list[str]]:
+    """The pieces of a text between separators that stand outside of all brackets, and those separators."""
+    pieces, found, start, depth = [""], [], 0, 0
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token in separators and depth == 0:
+            pieces[-1] = text[start : match.start()].strip()
+            pieces.append("")
+            found.append(token)
+            start = match.end()
+        depth += _step(token)
+    pieces[-1] = text[start:].strip()
+    return pieces, found
+
+
+def _closing(tokens: list[str]) -> int:
+    """The place of the bracket that closes the first token; -1 where none does."""
+    depth = 0
+    for place, token in enumerate(tokens):
+        depth += _step(token)
+        if depth == 0:
+            return place
+    return -1
+
+
+def _step(token: str) -> int:
+    if token in ("{", "(", "[", "\\{", "\\lfloor", "\\lceil") or token.startswith("\\begin{"):
+        return 1
+    return -(token in ("}", ")", "]", "\\}", "\\rfloor", "\\rceil") or token.startswith("\\end{"))

@@ -1,0 +1,187 @@
+"""math-verify at arm's length: in processes of its own, with a memory limit, killed when a pair takes too long.
+
+The processes run a script that imports math-verify and nothing of this package: they start in a second, hold some
+70 MB, never import the user's program, and neither threads nor alarms are used on this side. A process that dies or
+has to be killed costs its own pair and is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Outcome: TypeAlias = Literal["same", "different", "unparsed", "timeout", "crash"]
+
+START_SECONDS = 60.0
+"""How long a process may take to import math-verify on a busy machine."""
+MEMORY_LIMIT = 2 * 1024**3
+"""Bytes of address space of a process."""
+
+_SCRIPT = Path(__file__).with_name("worker.py")
+_COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
+_ASKED_FOR = frozenset({"\\sum", "\\prod", "\\int", "\\lim"})
+_UNSAFE = frozenset(
+    {"\\text", "\\mathrm", "\\mbox", "\\operatorname", "\\{", "\\}", "\\begin", "\\end", "\\pm", "\\in"}
+)
+
+
+def needs_math_verify(first: str, second: str) -> bool:
+    """Whether math-verify may know more than we do: a sum, product, integral or limit, and nothing it misreads."""
+    one, two = set(_COMMAND.findall(first)), set(_COMMAND.findall(second))
+    return bool((one | two) & _ASKED_FOR) and not (one | two) & _UNSAFE
+
+
+class SymbolicPool:
+    """Processes that compare pairs of expressions with math-verify.
+
+    Args:
+        num_workers: Processes.
+        timeout: Seconds after which a pair's process is killed.
+        memory_limit: Bytes of address space of a process.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    def __init__(self, num_workers: int = 1, timeout: float = 3.0, memory_limit: int = MEMORY_LIMIT) -> None:
+        if num_workers < 1 or not timeout > 0:
+            raise ValueError(
+                f"num_workers must be at least 1 and timeout above 0 seconds, got num_workers={num_workers}, "
+                f"timeout={timeout}."
+            )
+        self.num_workers = num_workers
+        self.timeout = timeout
+        self.memory_limit = memory_limit
+        self._begin()
+
+    def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
+        """The outcome of every pair (answer, gold), in their order."""
+        if os.getpid() != self._owner:  # a fork: the processes are our parent's
+            self._begin()
+        with self._lock:
+            return self._compare(pairs)
+
+    def close(self) -> None:
+        """End the processes; the next call starts new ones."""
+        _end(self._workers, self._owner)
+
+    def _begin(self) -> None:
+        self._workers: list[_Worker] = []
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end, self._workers, self._owner)  # at the latest when Python ends
+
+    def _compare(self, pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
+        outcomes: list[Outcome] = ["crash"] * len(pairs)
+        waiting = list(range(len(pairs)))[::-1]
+        busy: dict[_Worker, int] = {}
+        while waiting or busy:
+            while waiting and len(busy) < self.num_workers:
+                index = waiting.pop()
+                worker = self._idle_worker(busy)
+                if worker.send(pairs[index], self.timeout):
+                    busy[worker] = index
+                else:
+                    self._drop(worker)
+            for worker in _ready(busy):
+                outcomes[busy.pop(worker)] = outcome = worker.receive()
+                if outcome in ("timeout", "crash"):
+                    self._drop(worker)
+        return outcomes
+
+    def _idle_worker(self, busy: dict[_Worker, int]) -> _Worker:
+        idle = [worker for worker in self._workers if worker not in busy]
+        if not idle:
+            idle = [_Worker(self.memory_limit, self.timeout)]
+            self._workers.extend(idle)
+        return idle[0]
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.kill()
+        self._workers.remove(worker)
+
+
+class _Worker:
+    def __init__(self, memory_limit: int, timeout: float) -> None:
+        # -P: the script's folder holds modules with names of the standard library
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_SCRIPT), str(memory_limit), str(timeout)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self.deadline = 0.0
+        self.is_started = False
+        self.line = b""
+
+    @property
+    def pipe(self) -> int:
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def send(self, pair: tuple[str, str], timeout: float) -> bool:
+        """Hand a pair over; False if the process is gone."""
+        assert self.process.stdin is not None
+        self.deadline = time.monotonic() + timeout + (0.0 if self.is_started else START_SECONDS)
+        self.timeout = timeout
+        try:
+            self.process.stdin.write(json.dumps(pair).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            return False
+        return True
+
+    def is_done(self) -> bool:
+        """Whether there is an outcome: an answer, an end, or a deadline that has passed."""
+        return self.line.endswith(b"\n") or self.line == b"end" or time.monotonic() > self.deadline
+
+    def read(self) -> None:
+        """Take what the process has written."""
+        data = os.read(self.pipe, 4096)
+        self.line = self.line + data if data else b"end"
+        if not self.is_started and self.line.startswith(b"ready\n"):
+            self.is_started = True
+            self.line = self.line.removeprefix(b"ready\n")
+            self.deadline = time.monotonic() + self.timeout
+
+    def receive(self) -> Outcome:
+        """The outcome."""
+        line, self.line = self.line, b""
+        known: dict[bytes, Outcome] = {b"same\n": "same", b"different\n": "different", b"unparsed\n": "unparsed"}
+        return known.get(line, "crash") if line else "timeout"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # unwritten bytes for a dead process
+                    pass
+
+
+def _end(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() == owner:
+        while workers:
+            workers.pop().kill()
+
+
+def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
+    """Wait until at least one process has an outcome."""
+    while not (done := [worker for worker in busy if worker.is_done()]) and busy:
+        with selectors.DefaultSelector() as selector:
+            for worker in busy:
+                selector.register(worker.pipe, selectors.EVENT_READ, worker)
+            wait = min(worker.deadline for worker in busy) - time.monotonic()
+            for key, _ in selector.select(max(0.0, wait) + 0.001):
+                key.data.read()
+    return done

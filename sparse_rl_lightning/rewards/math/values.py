@@ -1,0 +1,266 @@
+"""Whether two expressions have the same value: computed exactly where possible, at a few points of their letters.
+
+Sums, products and whole powers of fractions stay fractions. Roots, functions and constants are computed to
+``PRECISION`` bits. Two expressions that agree at every point to nearly all of these bits are the same; two that are
+not differ at the first point already. Values that would be huge are refused before they are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, TypeAlias
+
+from sparse_rl_lightning.rewards.math.expressions import Node, Unreadable, read_expression
+
+PRECISION = 600
+"""Bits of a value that is no fraction."""
+MAX_BITS = 20_000
+"""Bits of a numerator, a denominator or an exponent of two."""
+NUM_POINTS = 3
+NUM_WHOLE_POINTS = 64  # where values are rounded, so that different expressions agree at most points
+
+Value: TypeAlias = Any  # a Fraction, or a number of mpmath
+Point: TypeAlias = Callable[[str], Fraction]  # what each letter stands for
+
+_SLOW = 8  # factorials of other than whole numbers in one expression
+
+
+@lru_cache(maxsize=4096)
+def readable(text: str) -> Node | None:
+    """The tree of an expression, None where it cannot be read."""
+    try:
+        return read_expression(text)
+    except Unreadable:
+        return None
+
+
+def same_expression(first: Node, second: Node, tolerance: float = 0.0) -> bool | None:
+    """Whether two expressions are equal, whatever their letters stand for; None if that cannot be told.
+
+    Args:
+        first: Tree of one.
+        second: Tree of the other.
+        tolerance: Largest relative difference of two constants.
+    """
+    kinds = _leaves(first) | _leaves(second)
+    try:
+        for point in _points(kinds):
+            values = evaluate(first, point), evaluate(second, point)
+            if not _close(*values, 0.0 if "var" in kinds else tolerance):
+                return False
+    except (ArithmeticError, ValueError):  # Unreadable among them
+        return None
+    return True
+
+
+def same_equation(first: tuple[Node, Node], second: tuple[Node, Node]) -> bool | None:
+    """Whether two equations say the same: the difference of one's sides is the other's times a constant.
+
+    Args:
+        first: Both sides of one.
+        second: Both sides of the other.
+    """
+    one, two = (Node("sum", (left, Node("neg", (right,)))) for left, right in (first, second))
+    if "var" not in _leaves(one) & _leaves(two):
+        return None  # 1=2 says nothing of anything
+    factor: Value = None
+    try:
+        for point in _points(_leaves(one) | _leaves(two)):
+            ratio = _Evaluation(point).ratio(one, two)
+            if factor is not None and not _close(ratio, factor):
+                return False
+            factor = ratio
+    except (ArithmeticError, ValueError):
+        return None
+    return bool(factor != 0)
+
+
+def _leaves(node: Node) -> frozenset[str]:
+    """The kinds of all nodes of a tree."""
+    return frozenset({node.kind}).union(*map(_leaves, node.parts))
+
+
+def _points(kinds: frozenset[str]) -> Iterator[Point]:
+    """Numbers for all letters, the same in every process: between 1/2 and 5/2, whole ones where values are rounded.
+
+    Where absolute values are taken, the last point has negative numbers.
+    """
+    whole, signs = bool(kinds & {"floor", "ceil"}), "abs" in kinds
+    count = NUM_WHOLE_POINTS if whole else NUM_POINTS
+    for number in range(count + signs):
+
+        def value(name: str, number: int = number) -> Fraction:
+            digest = sha256(f"{number} {name}".encode("utf-8", "backslashreplace")).digest()
+            bits = int.from_bytes(digest[:5], "big")
+            size = Fraction(1, 2) + Fraction(bits, 2**39)
+            if whole:  # every number from 3 to 50 in turn, each letter starting at another one, then larger ones
+                first = int.from_bytes(sha256(name.encode("utf-8", "backslashreplace")).digest()[:4], "big")
+                size = Fraction(3 + (first + number) % 48 if number < 48 else 50 + bits % 950)
+            return -size if number == count else size
+
+        yield value
+
+
+def evaluate(node: Node, point: Point) -> Value:
+    """The value of an expression at a point.
+
+    Raises:
+        ArithmeticError: If it is undefined there.
+        ValueError: If it is too large to be computed.
+    """
+    return _Evaluation(point).value(node)
+
+
+class _Evaluation:
+    def __init__(self, point: Point) -> None:
+        self.point = point
+        self.slow = _SLOW
+        self.mp = _context()
+
+    def value(self, node: Node) -> Value:
+        if node.kind == "num":
+            return node.value
+        if node.kind == "var":
+            return self.point(node.name)
+        if node.kind == "const":
+            return self.mp.mpc(0, 1) if node.name == "i" else +(self.mp.e if node.name == "e" else self.mp.pi)
+        values = [self.value(part) for part in node.parts]
+        operation = getattr(self, node.kind)
+        return self.checked(operation(node.name, *values) if node.name else operation(*values))
+
+    def checked(self, value: Value) -> Value:
+        if isinstance(value, Fraction):
+            bits = max(value.numerator.bit_length(), value.denominator.bit_length())
+        else:
+            if not self.mp.isfinite(value):
+                raise Unreadable("no finite number")
+            bits = 0 if value == 0 else abs(self.mp.mag(value))
+        if bits > MAX_BITS:
+            raise Unreadable("too large")
+        return value
+
+    def ratio(self, first: Node, second: Node) -> Value:
+        return self.product(self.value(first), self.inverse(self.value(second)))
+
+    def sum(self, *terms: Value) -> Value:
+        total = terms[0]
+        for term in terms[1:]:
+            total = self.checked(self.same_kind(total, term, lambda a, b: a + b))
+        return total
+
+    def product(self, *factors: Value) -> Value:
+        total = factors[0]
+        for factor in factors[1:]:
+            total = self.checked(self.same_kind(total, factor, lambda a, b: a * b))
+        return total
+
+    def neg(self, value: Value) -> Value:
+        return -value
+
+    def inverse(self, value: Value) -> Value:
+        return 1 / value
+
+    def power(self, base: Value, exponent: Value) -> Value:
+        if isinstance(exponent, Fraction) and exponent.denominator == 1 and isinstance(base, Fraction):
+            bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+            if base in (1, -1, 0) or bits * abs(exponent) <= MAX_BITS:
+                if base == 0 and exponent <= 0:
+                    raise ZeroDivisionError
+                return base ** (int(exponent) % 2 if base == -1 else int(exponent))
+        base, exponent = self.number(base), self.number(exponent)
+        if base == 0:
+            return self.mp.mpf(0) if self.mp.re(exponent) > 0 else self.inverse(base)
+        if self.mp.mag(exponent) > 40 or abs(exponent * self.mp.log(base)) > MAX_BITS:
+            raise Unreadable("too large")
+        return self.mp.power(base, exponent)
+
+    def root(self, degree: Value, value: Value) -> Value:
+        if isinstance(value, Fraction) and value < 0 and isinstance(degree, Fraction) and degree % 2 == 1:
+            return -self.root(degree, -value)
+        exact = _exact_root(value, degree)
+        return exact if exact is not None else self.power(value, self.inverse(degree))
+
+    def function(self, name: str, value: Value) -> Value:
+        value = self.number(value)
+        limit = MAX_BITS / 2 if name in ("\\exp", "\\sinh", "\\cosh", "\\tanh") else 2.0**64
+        if abs(value) > limit and name not in ("\\ln", "\\log", "\\lg"):
+            raise Unreadable("too large")
+        own = {"\\lg": "log10", "\\ln": "log", "\\arcsin": "asin", "\\arccos": "acos", "\\arctan": "atan"}
+        return getattr(self.mp, own.get(name, name[1:]))(value)
+
+    def log(self, base: Value, value: Value) -> Value:
+        return self.function("\\ln", value) / self.function("\\ln", base)
+
+    def abs(self, value: Value) -> Value:
+        return abs(value)
+
+    def floor(self, value: Value) -> Value:
+        return self.rounded(value, math.floor)
+
+    def ceil(self, value: Value) -> Value:
+        return self.rounded(value, math.ceil)
+
+    def rounded(self, value: Value, rounding: Callable[[Value], int]) -> Value:
+        if isinstance(value, Fraction):
+            return Fraction(rounding(value))
+        near = self.mp.nint(self.mp.re(value))
+        if self.mp.im(value) != 0 or abs(value - near) < 2.0**-200:
+            raise Unreadable("too near to a whole number to be rounded")
+        return Fraction(int(self.mp.floor(value)) + (rounding is math.ceil))
+
+    def factorial(self, value: Value) -> Value:
+        if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 1500:
+            return Fraction(math.factorial(int(value)))
+        self.slow -= 1
+        value = self.number(value)
+        if self.slow < 0 or abs(value) > 1500:
+            raise Unreadable("too large")
+        return self.mp.gamma(value + 1)
+
+    def binomial(self, above: Value, below: Value) -> Value:
+        if all(isinstance(v, Fraction) and v.denominator == 1 and 0 <= v <= 1500 for v in (above, below)):
+            return Fraction(math.comb(int(above), int(below)))
+        rest = self.factorial(self.sum(above, -below))
+        return self.number(self.factorial(above)) / self.number(self.product(self.factorial(below), rest))
+
+    def number(self, value: Value) -> Value:
+        """A fraction as a number of mpmath."""
+        return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+    def same_kind(self, first: Value, second: Value, operation: Callable[[Value, Value], Value]) -> Value:
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return operation(first, second)
+        return operation(self.number(first), self.number(second))
+
+
+def _exact_root(value: Value, degree: Value) -> Fraction | None:
+    """The root of a fraction where it is a fraction."""
+    if degree != 2 or not isinstance(value, Fraction) or value < 0:
+        return None
+    above, below = math.isqrt(value.numerator), math.isqrt(value.denominator)
+    return Fraction(above, below) if above**2 == value.numerator and below**2 == value.denominator else None
+
+
+def _close(first: Value, second: Value, tolerance: float = 0.0) -> bool:
+    if isinstance(first, Fraction) and isinstance(second, Fraction) and not tolerance:
+        return first == second
+    evaluation = _Evaluation(lambda _: Fraction(0))
+    first, second = evaluation.number(first), evaluation.number(second)
+    allowed = max(abs(first), abs(second)) * (tolerance or evaluation.mp.mpf(2) ** (-2 * PRECISION // 3))
+    # zero against the rest of a cancellation has no relative size
+    vanishing = evaluation.mp.mpf(2) ** (-5 * PRECISION // 6)
+    return bool(abs(first - second) <= allowed or max(abs(first), abs(second)) < vanishing)
+
+
+@lru_cache(maxsize=1)
+def _context() -> Any:
+    """A context of mpmath with a precision of its own, which no other user of mpmath changes or notices."""
+    from mpmath.ctx_mp import MPContext
+
+    context = MPContext()
+    context.prec = PRECISION
+    return context

@@ -1,0 +1,73 @@
+"""The process behind ``SymbolicPool``: reads pairs of expressions, writes what math-verify says of each.
+
+Run as a script, so that it imports math-verify and nothing else; it ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+PARSING_SECONDS = 2
+
+
+def main(memory_limit: int, timeout: float) -> None:
+    """Answer line by line.
+
+    Args:
+        memory_limit: Bytes of address space.
+        timeout: Seconds of processor time per pair, in case nobody is left to kill us.
+    """
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    import math_verify  # noqa: F401
+
+    _write("ready")
+    for line in sys.stdin.buffer:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = int(used.ru_utime + used.ru_stime + timeout) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        answer, gold = json.loads(line)
+        _write(compare(answer, gold))
+
+
+def compare(answer: str, gold: str) -> str:
+    """``same``, ``different``, or ``unparsed`` where one of them is not understood as a whole."""
+    from math_verify import verify
+
+    try:
+        target, source = read(answer), read(gold)
+        if target is None or source is None:
+            return "unparsed"
+        return "same" if verify(source, target, float_rounding=30, timeout_seconds=PARSING_SECONDS) else "different"
+    except MemoryError:
+        return "crash"  # not our word for an outcome: the process is replaced
+    except BaseException as error:  # math-verify's own timeout is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        return "unparsed"
+
+
+def read(text: str) -> object | None:
+    """math-verify's expression, None if it is text, or if a letter was lost or made up on the way."""
+    import sympy
+    from math_verify import LatexExtractionConfig, parse
+
+    found = parse(f"${text}$", [LatexExtractionConfig()], "no_fallback", "first_match", parsing_timeout=PARSING_SECONDS)
+    if not found or not isinstance(found[0], sympy.Basic) or found[0].has(sympy.core.function.AppliedUndef):
+        return None
+    written = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text))) - {"e", "i", "d"}
+    known = {str(symbol.name) for symbol in found[0].atoms(sympy.Symbol)} - {"e", "i", "d"}
+    return found[0] if written == {name for name in known if len(name) == 1} else None
+
+
+def _write(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,42 @@
+"""The checker's benchmark: its made-up sets are right, it prints what it promises, and rational answers are quick."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparse_rl_lightning.rewards.math import MathChecker
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "checker.py"
+
+
+def test_a_quick_run_prints_rates_and_percentiles(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--quick", "--save", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    page = (tmp_path / "checker-cpu.md").read_text(encoding="utf-8")
+    assert "| set | golds | checks/s | checks/core-s | p50 ms | p99 ms | worst ms |" in page
+    rows = re.findall(r"^\| (\w+) \| (\d+) \| [\d,]+ \| [\d,]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    assert [(name, count) for name, count, *_ in rows] == [("rationals", "100"), ("symbolic", "2")]
+    assert all(float(p50) <= float(p99) <= float(worst) for *_, p50, p99, worst in rows)
+
+
+def test_rational_answers_are_checked_faster_than_two_thousand_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processor seconds of one core; each gold answer once right, once wrong, nothing parsed before."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import checker as benchmark
+
+    golds = benchmark.rationals(1000)
+    found = benchmark.cases(golds)
+    own = MathChecker()
+    benchmark.forget()
+    start = time.process_time()
+    right = own.check([completion for completion, _ in found], [gold for _, gold in found])
+    assert len(found) / (time.process_time() - start) > 2000
+    assert all(right[:1000])
+    assert sum(right[1000:]) < 10  # neighbours that happen to be equal
+    assert own.take_counters()["fallbacks"] == 0

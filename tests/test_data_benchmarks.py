@@ -1,0 +1,170 @@
+"""The seven benchmarks: formats and defects by small files of their own, counts and hashes by the published ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from benchmark_files import GOLDS, write_benchmarks
+
+from sparse_rl_lightning.data import ArithmeticTasks, MathBenchmarks
+from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED
+from sparse_rl_lightning.data.templates import render
+from sparse_rl_lightning.rewards.math import MathChecker, same_answer, verify
+
+DROPPED = {"gaokao2023en": [167, 192]}
+COUNTS = {
+    "gsm8k": 1319, "math500": 500, "gaokao2023en": 385, "minerva_math": 272, "olympiadbench": 675, "aime24": 30,
+    "amc23": 40, "gsm8k_train": 7473,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write_benchmarks(tmp_path / "data")
+
+
+# ---------------------------------------------------------------- formats
+
+
+@pytest.mark.filterwarnings("ignore:.*is not the published file", "ignore:.* rows, the published one")
+def test_golds_come_out_of_every_format(small: Path) -> None:
+    data = MathBenchmarks(str(small))
+    assert {name: [row["answer"] for row in rows] for name, rows in data.test_rows().items()} == GOLDS
+    assert [row["index"] for row in data.rows("gaokao2023en")] == [0, 2]
+    assert data.reports["gaokao2023en"].dropped == [1]
+    assert data.reports["gaokao2023en"].kinds == {"parts": 1, "uncheckable": 1, "number": 1}
+    assert "rows [1]" in str(data.reports["gaokao2023en"])
+    assert {row["tolerance"] for row in data.rows("minerva_math")} == {1e-4}
+    assert {row["tolerance"] for name in GOLDS if name != "minerva_math" for row in data.rows(name)} == {0.0}
+
+
+@pytest.mark.filterwarnings("ignore:.*is not the published file", "ignore:.* rows, the published one")
+def test_loaders(small: Path) -> None:
+    data = MathBenchmarks(str(small), max_rows=1, val_benchmarks=["gsm8k", "amc23"], prompts_per_rollout=2)
+    batches = list(data.test_dataloader())
+    assert [[row["benchmark"] for row in batch] for batch in batches] == [[name] for name in GOLDS]
+    (batch,) = data.val_dataloader()
+    assert [row["answer"] for row in batch] == ["12", "2125", "27"]
+    assert {row["benchmark"] for row in next(iter(data.train_dataloader()))} == {"gsm8k_train"}
+    assert [row["answer"] for row in data.train_rows()] == ["0", "2", "4", "6"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is not the published file", "ignore:.* rows, the published one")
+def test_training_prompts_may_come_from_elsewhere(small: Path) -> None:
+    data = MathBenchmarks(str(small), train=ArithmeticTasks(num_train=16, num_val=1), val_benchmarks=["aime24"])
+    assert [row["task"] for row in data.train_rows()] == ["sum"] * 16
+    assert [row["benchmark"] for row in data.val_rows()] == ["aime24"]
+
+
+def test_another_file_is_said(small: Path) -> None:
+    data = MathBenchmarks(str(small))
+    with pytest.warns(UserWarning, match="published") as caught:
+        data.rows("aime24")
+    file, rows = sorted(str(warning.message) for warning in caught)
+    assert re.search(r"aime24.jsonl is not the published file: its SHA-256 is not af2b8b", file)
+    assert rows == "aime24 has 1 rows, the published one 30."
+    assert data.reports["aime24"].is_published is False
+
+
+def test_a_missing_file_names_what_to_do(small: Path) -> None:
+    (small / "amc23.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"amc23.jsonl \(40 rows\) from data.folder.*math-ai/amc23.*leave amc23 out"):
+        MathBenchmarks(str(small)).rows("amc23")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"benchmarks": ["gsm9k"]}, "benchmarks must be among gsm8k, math500"),
+        ({"val_benchmarks": ["gsm8k_train"]}, "val_benchmarks must be among"),
+        ({"max_rows": 0}, "max_rows must be at least 1"),
+        ({"prompt_format": "chatml"}, "prompt_format must be plain, qwen or llama"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MathBenchmarks(**arguments)
+
+
+@pytest.mark.parametrize("value", ["[broken", "['1', '2']", "3", ["4", "5"], None])
+def test_olympiad_answers_of_any_shape(value: object) -> None:
+    gold = PUBLISHED["olympiadbench"].gold({"final_answer": value, "answer": "6"})
+    assert gold == {"[broken": "", "['1', '2']": "1,2", "3": "3"}.get(str(value), "6" if value is None else "4,5")
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_templates() -> None:
+    plain = "Q? Please reason step by step, and put your final answer within \\boxed{}.\n\n"
+    assert render("Q?", "plain") == plain
+    asked = "Q?\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+    system = "You are a helpful assistant."
+    assert render("Q?", "llama") == [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+    assert render("Q?", "qwen") == (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_templates_are_those_of_the_papers_own_data(data_dir: Path) -> None:
+    for file, prompt_format in (
+        ("simplelr_qwen_level3to5.sample.jsonl", "qwen"), ("simplelr_level3to5.sample.jsonl", "llama")
+    ):  # fmt: skip
+        for line in (data_dir / file).read_bytes().split(b"\n")[:400]:
+            prompt = json.loads(line)["prompt"]
+            user = prompt if isinstance(prompt, str) else prompt[1]["content"]
+            problem = re.search(r"(?:<\|im_start\|>user\n|\A)((?:(?!<\|im_start).)*?)\nPlease reason step", user, re.S)
+            assert problem is not None
+            assert render(problem[1], prompt_format) == prompt
+
+
+# ---------------------------------------------------------------- the published files
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_published_counts_hashes_and_golds(data_dir: Path, name: str, recwarn: pytest.WarningsRecorder) -> None:
+    data = MathBenchmarks(str(data_dir))
+    rows, report = data.rows(name), data.reports[name]
+    assert report.num_rows == COUNTS[name] == (GSM8K_TRAIN if name == "gsm8k_train" else PUBLISHED[name]).num_rows
+    assert report.is_published is True
+    assert report.dropped == DROPPED.get(name, [])
+    assert len(rows) == COUNTS[name] - len(report.dropped)
+    assert not [warning for warning in recwarn if "published" in str(warning.message)]
+    failed = [row["answer"] for row in rows if not verify(rf"Thus $\boxed{{{row['answer']}}}$.", row["answer"])]
+    assert failed == []
+    if name in ("gsm8k", "gsm8k_train", "aime24", "amc23"):
+        assert report.kinds == {"number": COUNTS[name]}
+    if name == "gaokao2023en":
+        assert rows[107]["answer"] == "145"
+
+
+def test_golds_of_an_independent_copy(data_dir: Path) -> None:
+    """The same 272 problems with answers in LaTeX; many rows of that copy hold another problem's answer."""
+    lines = (data_dir / "minerva_math_alt_golds.jsonl").read_bytes().splitlines()
+    copies = [json.loads(line)["answers"] for line in lines]
+    rows = MathBenchmarks(str(data_dir)).rows("minerva_math")
+    checker = MathChecker()
+    agreed = sum(
+        any(checker.same(answers, [row["answer"]] * len(answers))) for row, answers in zip(rows, copies, strict=True)
+    )
+    assert agreed >= 229
+
+
+def test_one_changed_digit_or_sign_is_never_the_answer(data_dir: Path) -> None:
+    """Every gold answer of the seven sets, each digit raised by one and each sign turned; zero has no sign."""
+    data, paid, count = MathBenchmarks(str(data_dir)), [], 0
+    for name in PUBLISHED:
+        for row in data.rows(name)[:400]:
+            gold = row["answer"]
+            spots = [match.start() for match in re.finditer(r"[0-9+-]", gold)][:8]
+            for spot in spots:
+                changed = {"+": "-", "-": "+"}.get(gold[spot]) or str((int(gold[spot]) + 1) % 10)
+                near = gold[:spot] + changed + gold[spot + 1 :]
+                count += 1
+                if same_answer(near, gold):
+                    paid.append((near, gold))
+    assert count > 4000
+    assert paid == []

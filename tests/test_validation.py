@@ -1,0 +1,79 @@
+"""Validation during training: the measures of the evaluation, greedy or sampled, beside the training's randomness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tiny_grpo import ALPHABET, Rows, fit, module, weights
+
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.metrics import pass_at_k
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.rollout import SamplingParams
+
+SAMPLED = SamplingParams(num_generations=4, max_completion_length=6, temperature=1.0, seed=77)
+
+
+class Named(PromptDataModule):
+    """Six rows of two benchmarks, three to a batch."""
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return Rows().train_rows()
+
+    def val_rows(self) -> list[dict[str, Any]]:
+        return [{"prompt": ALPHABET[i:], "answer": "a", "benchmark": "one" if i < 4 else "two"} for i in range(6)]
+
+
+def has_a(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    return [float("a" in text) for text in completions]
+
+
+def validated(grpo: SparseGRPO, data: PromptDataModule) -> dict[str, float]:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    return dict(trainer.validate(grpo, datamodule=data, verbose=False)[0])
+
+
+def test_greedy_validation_reports_pass_at_1_by_cache_and_benchmark() -> None:
+    metrics = validated(module(has_a), Named(val_batch_size=3))
+    for cache in ("dense", "sparse"):
+        assert metrics[f"val/pass@1_{cache}"] == pytest.approx(metrics[f"val/reward_{cache}"])
+        whole = (4 * metrics[f"val/one/pass@1_{cache}"] + 2 * metrics[f"val/two/pass@1_{cache}"]) / 6
+        assert metrics[f"val/pass@1_{cache}"] == pytest.approx(whole)
+    assert not any("pass@2" in name for name in metrics)
+
+
+def test_sampled_validation_has_pass_at_k_without_bias() -> None:
+    grpo, data = module(has_a, val_sampling=SAMPLED), Named(val_batch_size=6)
+    metrics = validated(grpo, data)
+    scored = grpo.generate(data.val_rows(), SAMPLED, dense=True)
+    correct = torch.tensor(has_a([], scored.completions)).view(6, 4) == 1
+    assert 0 < correct.float().mean() < 1
+    for k in (1, 2, 4):
+        assert metrics[f"val/pass@{k}_dense"] == pytest.approx(float(pass_at_k(correct, k).mean()))
+
+
+def test_batches_of_a_sampled_validation_draw_different_numbers() -> None:
+    class Twins(Named):
+        def val_rows(self) -> list[dict[str, Any]]:
+            return [{"prompt": ALPHABET, "answer": "a"}] * 2
+
+    drawn: list[str] = []
+
+    def remembers(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        drawn.extend(completions)
+        return [0.0] * len(completions)
+
+    validated(module(remembers, val_sampling=SAMPLED), Twins(val_batch_size=1))
+    dense = drawn[:4], drawn[8:12]
+    assert dense[0] != dense[1]
+
+
+@pytest.mark.parametrize("val_sampling", [None, SAMPLED])
+def test_validation_leaves_training_as_it_is(val_sampling: SamplingParams | None) -> None:
+    with_validation, without = module(val_sampling=val_sampling), module(val_sampling=val_sampling)
+    fit(with_validation, 3, limit_val_batches=1.0, val_check_interval=1)
+    fit(without, 3)
+    assert torch.equal(weights(with_validation), weights(without))
