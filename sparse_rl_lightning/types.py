@@ -161,6 +161,7 @@ class ScoredRollout:
     reward_table: dict[str, Tensor]  # (B,) per reward function, NaN where it does not apply
     index: int  # number of this rollout since the start of training
     seconds: dict[str, float] = field(default_factory=dict)  # time of each stage
+    reward_failures: dict[str, int] = field(default_factory=dict)  # samples that each reward function could not judge
 
     @property
     def num_generations(self) -> int:

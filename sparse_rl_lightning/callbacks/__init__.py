@@ -5,9 +5,11 @@ from __future__ import annotations
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.dry_run import DryRun
+from sparse_rl_lightning.callbacks.empty_rollouts import EmptyRollouts
 from sparse_rl_lightning.callbacks.export import ExportPolicy
 from sparse_rl_lightning.callbacks.mismatch_split import MismatchSplit
 from sparse_rl_lightning.callbacks.opsm import OPSM
+from sparse_rl_lightning.callbacks.preemption import Preemption
 from sparse_rl_lightning.callbacks.presets import (
     MIS,
     TIS,
@@ -18,9 +20,12 @@ from sparse_rl_lightning.callbacks.presets import (
     SequenceTIS,
 )
 from sparse_rl_lightning.callbacks.progress import RolloutProgress
+from sparse_rl_lightning.callbacks.rank_watch import RankWatch
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
+from sparse_rl_lightning.callbacks.step_guard import StepGuard
 from sparse_rl_lightning.callbacks.summary import RunSummary
+from sparse_rl_lightning.callbacks.zero_sharding import ZeroSharding
 
 __all__ = [
     "MIS",
@@ -28,11 +33,14 @@ __all__ = [
     "TIS",
     "CompletionsTable",
     "DryRun",
+    "EmptyRollouts",
     "ExportPolicy",
     "GeometricTIS",
     "IcePop",
     "ImportanceReweighting",
     "MismatchSplit",
+    "Preemption",
+    "RankWatch",
     "RolloutCallback",
     "RolloutProgress",
     "RunSummary",
@@ -40,4 +48,6 @@ __all__ = [
     "SequenceMaskTIS",
     "SequenceTIS",
     "SparsityAwareRejection",
+    "StepGuard",
+    "ZeroSharding",
 ]

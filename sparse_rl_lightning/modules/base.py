@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
+from sparse_rl_lightning.sharding import is_sharded, whole_weights
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
@@ -44,6 +48,13 @@ class PolicyModule(LightningModule):
         self.policy: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
+
+    def setup(self, stage: str) -> None:
+        """Have single-file checkpoints written durably, unless the trainer was given a way of its own."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+            if type(strategy.checkpoint_io) is TorchCheckpointIO:
+                strategy.checkpoint_io = DurableCheckpointIO()
 
     def configure_model(self) -> None:
         """Load the policy once, whoever asks first."""
@@ -101,11 +112,19 @@ class PolicyModule(LightningModule):
             )
 
     def export(self, folder: str | Path) -> None:
-        """Write policy and tokenizer as a plain Hugging Face folder (safetensors)."""
+        """Write policy and tokenizer as a plain Hugging Face folder (safetensors).
+
+        On several ranks all call this, and rank zero writes.
+        """
         assert self.policy is not None
         assert self.tokenizer is not None
-        self.policy_source.exported(self.policy).save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        is_zero = self._trainer is None or self.global_rank == 0
+        state = None
+        if is_sharded(self.policy):
+            state = {n: v.detach().to("cpu", copy=True) for n, v in whole_weights(self.policy) if is_zero}
+        if is_zero:
+            self.policy_source.exported(self.policy).save_pretrained(folder, state_dict=state)
+            self.tokenizer.save_pretrained(folder)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T, V) logits of the dense policy, for trying things out."""

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.advantages import ScaleRewards, group_advantages, informative_groups
+from sparse_rl_lightning.advantages import ScaleRewards, informative_groups
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
@@ -23,6 +23,7 @@ from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
 from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.modules.ranks import advantages_of_rank
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import eval_mode
@@ -43,6 +44,8 @@ class SparseGRPO(BlockModule):
         compressor: What a full slot of the rollout cache keeps.
         reward_funcs: Reward functions with TRL's signature, a single one or several.
         reward_weights: Factor of each reward function, default 1.
+        reward_timeout: Seconds that a reward function may take for a rollout. Samples on which it takes longer, or
+            raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
         num_generations: Samples per prompt, at least 2.
         max_completion_length: Most tokens of a completion.
         min_completion_length: End tokens are forbidden before.
@@ -100,6 +103,7 @@ class SparseGRPO(BlockModule):
         # the list first: jsonargparse saves a list of functions only as the union's first member
         reward_funcs: list[Callable[..., list[float | None]]] | Callable[..., list[float | None]],
         reward_weights: list[float] | None = None,
+        reward_timeout: float | None = None,
         num_generations: int = 8,
         max_completion_length: int = 256,
         min_completion_length: int = 0,
@@ -163,8 +167,8 @@ class SparseGRPO(BlockModule):
             learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
                 partial_rollout_steps, partial_checkpoint
             ),
-            val_max_completion_length=val_max_completion_length, optimizer=optimizer, lr_scheduler=lr_scheduler,
-            disable_dropout=disable_dropout,
+            reward_timeout=reward_timeout, val_max_completion_length=val_max_completion_length, optimizer=optimizer,
+            lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
             raise ValueError(
@@ -189,6 +193,7 @@ class SparseGRPO(BlockModule):
         """Everything that happens to a block of prompts before the first loss, in this order."""
         self._dispatch("on_rollout_start", rows)
         scored = self.draw(rows)  # sparse policy
+        self._dispatch("on_rollout_drawn", scored)
         self._rescore(scored)  # dense policy
         self._score(scored)  # rewards and advantages
         self._dispatch("on_rollout_scored", scored)  # rejection, reweighting, tables
@@ -197,15 +202,11 @@ class SparseGRPO(BlockModule):
 
     def _loss(self, part: Rollout, items: Items) -> Tensor:
         """The micro-batch's share of its optimiser step's loss, and the metrics of the policy update."""
-        output, logprobs = self.micro_batch_loss(part, items)
-        if not bool(output.loss.isfinite()):
-            worst = (~logprobs.isfinite()).any(dim=1).nonzero().flatten().tolist()
-            raise ValueError(
-                f"The loss of rollout {self.num_rollouts - 1} is {output.loss.item()}; sequences of the micro-batch "
-                f"with log-probs that are not finite: {worst or 'none'}. Lower the learning rate or check the weights."
-            )
+        output, _ = self.micro_batch_loss(part, items)
         self.log_dict(output.metrics, batch_size=len(part))
-        return output.loss * self._accumulate  # Lightning divides by it
+        if items.policy is None:  # every micro-batch by itself: Lightning takes the mean of them
+            return output.loss
+        return output.loss * self._accumulate * self._world_size  # trainer and strategy divide by both
 
     def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
         """The learner's forward pass: the loss with its metrics, and the log-probs (B, T) it comes from."""
@@ -243,7 +244,8 @@ class SparseGRPO(BlockModule):
     def _score(self, scored: ScoredRollout) -> None:
         start, rollout = time.perf_counter(), scored.rollout
         rollout.rewards = self.reward(scored)
-        rollout.advantages = group_advantages(rollout.rewards, self.num_generations, self.scale_rewards)
+        trainer = self.trainer if self._world_size > 1 else None
+        rollout.advantages = advantages_of_rank(rollout.rewards, self.num_generations, self.scale_rewards, trainer)
         rollout.keep = rollout.completion_mask.clone()
         scored.seconds["rewards"] = time.perf_counter() - start
 
@@ -254,7 +256,7 @@ class SparseGRPO(BlockModule):
         rollout.evictions = rollout.evictions if self.keeps_evictions else None
         rollout = self._most_informative(rollout, len(rows)) if self.oversampling > 1 else rollout
         plan = self.plan(len(rollout) // self.num_generations)
-        block = RolloutBlock(plan, rollout, self.num_rollouts, self.seed, self.objective.items)
+        block = RolloutBlock(plan, rollout, self.num_rollouts, self.seed, self.count_items)
         self.num_rollouts += 1
         return block
 
@@ -277,10 +279,11 @@ class SparseGRPO(BlockModule):
     # ---------------------------------------------------------------- Lightning
 
     def configure_callbacks(self) -> list[Callback]:
-        """A dry run of the worst case before training, unless the trainer has one."""
-        from sparse_rl_lightning.callbacks.dry_run import DryRun  # it needs this package
+        """What every run has, unless the trainer has its own: DryRun, ZeroSharding and the guards against faults."""
+        from sparse_rl_lightning.callbacks import defaults  # it needs this package
 
-        return [] if any(isinstance(c, DryRun) for c in self.trainer.callbacks) else [DryRun()]  # type: ignore[attr-defined]
+        given = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [kind() for kind in defaults.CALLBACKS if not any(isinstance(c, kind) for c in given)]
 
     def configure_model(self) -> None:
         """Load the policy, and the reference policy where the objective needs one."""
