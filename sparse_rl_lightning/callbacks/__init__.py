@@ -24,6 +24,7 @@ from sparse_rl_lightning.callbacks.rank_watch import RankWatch
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
 from sparse_rl_lightning.callbacks.step_guard import StepGuard
+from sparse_rl_lightning.callbacks.step_times import StepTimes
 from sparse_rl_lightning.callbacks.summary import RunSummary
 from sparse_rl_lightning.callbacks.zero_sharding import ZeroSharding
 
@@ -49,5 +50,6 @@ __all__ = [
     "SequenceTIS",
     "SparsityAwareRejection",
     "StepGuard",
+    "StepTimes",
     "ZeroSharding",
 ]
