@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-reliability lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ bench-compressors: $(INSTALLED) $(WARMUP) ## measure what every compressor costs
 
 bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logits against chunks
 	$(BIN)/python benchmarks/learner.py --device cpu
+
+bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, about two hours
+	$(BIN)/python benchmarks/reliability.py --save benchmarks/results/reliability-cpu.md
 
 lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .
