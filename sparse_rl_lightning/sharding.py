@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -40,6 +41,24 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
 
     context: AbstractContextManager[Any] = zero.GatheredParameters(parameters, modifier_rank=modifier)
     return context
+
+
+def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard a module's policy with FSDP2: decoder layers one by one, everything else when a step of the module runs.
+
+    Args:
+        module: Holds the policy and the steps that use it, ``training_step`` and the like.
+        policy: A causal language model of transformers.
+        mesh: One-dimensional, of the ranks that share the weights.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    decoder: Any = policy.get_decoder()
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        register_fsdp_forward_method(module, step)
 
 
 def own_bytes(model: nn.Module) -> int:

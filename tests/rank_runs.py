@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from tiny_grpo import Recorder, Rows, module
+from torch.distributed.tensor import DTensor
 
-from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback, SparsityAwareRejection
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.sharding import whole_weights
 from sparse_rl_lightning.strategies import SparseRLDeepSpeed, zero_config
@@ -77,7 +79,20 @@ class Sampled(Recorder):
         pass
 
 
+class Poison(RolloutCallback):
+    """Spoils one sequence of the first rollout on the last rank only."""
+
+    edits = True
+
+    def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
+        if scored.index == 0 and trainer.global_rank == trainer.world_size - 1:
+            assert scored.rollout.weights is not None
+            scored.rollout.weights[0] *= float("nan")
+
+
 def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if isinstance(parameter.grad, DTensor):
+        return parameter.grad.full_tensor()
     if parameter.grad is not None and not hasattr(parameter, "_hp_mapping") and not hasattr(parameter, "ds_id"):
         return parameter.grad
     from deepspeed.utils import safe_get_full_grad
@@ -90,6 +105,8 @@ def strategy(name: str, world_size: int) -> Any:
         config = zero_config(int(name[4]), offload_optimizer=name.endswith("offload"))
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # all of a tiny model is small
         return SparseRLDeepSpeed(config=config)
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
     return name if world_size > 1 else "auto"
 
 
@@ -103,6 +120,8 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     callbacks: list[Any] = [
         SparsityAwareRejection(threshold=0.5), ImportanceReweighting(clip_max=1.5, normalize="batch"), tap, sampled
     ]  # fmt: skip
+    if job.get("poison"):
+        callbacks.append(Poison())
     if job.get("checkpoints"):
         callbacks.append(
             ModelCheckpoint(job["checkpoints"], every_n_train_steps=1, save_last=True, enable_version_counter=False)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from rank_runs import STEPS, TRAINER, run, train
 from safetensors.torch import load_file
+from tiny_grpo import module
 
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -36,6 +37,7 @@ def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
             {"name": f"live-{name}", "strategy": name, "checkpoints": whole},
             {"name": f"part-{name}", "strategy": name, "checkpoints": parts, "trainer": {"max_steps": 3}},
             {"name": f"rest-{name}", **last},
+            {"name": f"poison-{name}", "strategy": name, "poison": True, "trainer": {"max_steps": 3}},
         ]
     kept = {"checkpoints": str(folder / "ddp-kept"), "trainer": {"max_steps": 3}}
     jobs += [
@@ -113,15 +115,16 @@ def test_resume_with_another_stage(together: Outcomes) -> None:
     assert "the optimiser starts anew" in text(together)
 
 
-def test_only_zero3_gathers(together: Outcomes) -> None:
+def test_only_sharded_weights_are_gathered(together: Outcomes) -> None:
     for name in STRATEGIES:
         metrics, weights = together[name]["metrics"], together[name]["weights"]
         whole = sum(value.nbytes for value in weights.values())
-        sharded = name == "zero3"
+        sharded = name in ("zero3", "fsdp2")
         assert ("sharding/shadow_bytes" in metrics) == sharded
-        assert metrics["sharding/parameter_bytes"] == (whole / 2 if sharded else whole)
+        # of FSDP2 a step is inside the outermost unit, whose weights are whole then
+        assert metrics["sharding/parameter_bytes"] == pytest.approx(whole / 2 if sharded else whole, rel=0.05)
         assert metrics["sharding/wait_seconds"] >= 0
-        assert metrics["sharding/optimizer_bytes"] == (0 if name == "ddp" else whole / 2)  # SGD has no state of its own
+        assert metrics["sharding/optimizer_bytes"] == (whole / 2 if name.startswith("zero") else 0)  # SGD has no state of its own
     assert together["zero3"]["metrics"]["sharding/shadow_bytes"] == whole
     assert together["zero3"]["metrics"]["sharding/gather_seconds"] > 0
 
@@ -144,3 +147,15 @@ def test_checkpoint_folder(together: Outcomes) -> None:
 
 def text(together: Outcomes) -> str:
     return (Path(together["folder"]["path"]) / "rank0.txt").read_text()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_bad_gradient_on_one_rank_is_skipped_on_all(name: str, together: Outcomes) -> None:
+    """Both steps of the first rollout are skipped, so the third is the first that counts, from the initial weights."""
+    outcome = together[f"poison-{name}"]
+    assert outcome["metrics"]["skipped_steps"] == 2
+    initial = dict(module().dense_policy.named_parameters())
+    for key, value in outcome["weights"].items():
+        assert bool(value.isfinite().all())
+        assert not torch.equal(value, initial[key])
+        assert float((value - initial[key]).norm()) <= 0.5 * TRAINER["gradient_clip_val"] + 1e-6, "more than one step"

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 
@@ -91,4 +92,6 @@ class StepGuard(Callback):
 
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """One norm per gradient, infinite or NaN if anything in it is."""
-    return list(torch._foreach_norm(gradients, torch.inf)) if gradients else []
+    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    own = [gradient for gradient in own if gradient.numel()]  # of a small weight a rank may hold nothing
+    return list(torch._foreach_norm(own, torch.inf)) if own else []

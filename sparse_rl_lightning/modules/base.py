@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
-from sparse_rl_lightning.sharding import is_sharded, whole_weights
+from sparse_rl_lightning.sharding import is_sharded, shard_fully, whole_weights
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
@@ -70,6 +70,22 @@ class PolicyModule(LightningModule):
         self.policy.train()
         if self.without_dropout:
             disable_dropout(self.policy)
+        self.on_policy_loaded()
+        if self._device_mesh is not None:
+            self._shard_fully()
+
+    def on_policy_loaded(self) -> None:
+        """Called once, while the policy is still whole on every rank."""
+
+    def _shard_fully(self) -> None:
+        assert self.policy is not None
+        assert self.device_mesh is not None
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            raise ValueError(
+                "ModelParallelStrategy: tensor parallelism is not supported. Set tensor_parallel_size to 1 and "
+                "data_parallel_size to the number of ranks."
+            )
+        shard_fully(self, self.policy, self.device_mesh["data_parallel"])
 
     def on_fit_start(self) -> None:
         """Give rotary positions their precision back, which ``precision: bf16-true`` takes away with the weights'."""

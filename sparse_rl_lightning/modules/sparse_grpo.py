@@ -285,11 +285,9 @@ class SparseGRPO(BlockModule):
         given = self.trainer.callbacks  # type: ignore[attr-defined]
         return [kind() for kind in defaults.CALLBACKS if not any(isinstance(c, kind) for c in given)]
 
-    def configure_model(self) -> None:
-        """Load the policy, and the reference policy where the objective needs one."""
-        first = self.policy is None
-        super().configure_model()
-        if first and self.objective.beta > 0:
+    def on_policy_loaded(self) -> None:
+        """Load the reference policy where the objective needs one."""
+        if self.objective.beta > 0:
             self._reference = [self.policy_source.load_reference()]
 
     def on_fit_start(self) -> None:
