@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-reliability lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-reliability lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +57,8 @@ sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and und
 	cd $(SANITIZED) && SPARSE_RL_BUILD=cpu SPARSE_RL_CFLAGS="$(SANITIZER)" $(abspath $(BIN))/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && PYTHONPATH=. OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py \
-		tests/test_native_select.py tests/test_native_torch.py tests/test_native_errors.py tests/test_native_loaded.py
+		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/test_native_attention.py tests/test_native_pages.py \
+		tests/test_native_scores.py tests/test_native_select.py tests/test_native_torch.py tests/test_native_errors.py tests/test_native_loaded.py
 
 cuda-check: $(INSTALLED) ## compile the CUDA kernels where nvcc is; fails on warnings and spilled registers
 	$(BIN)/python cuda_ext/check.py
@@ -68,8 +68,8 @@ cuda-emulate: $(INSTALLED) ## op tests on the CUDA kernels, emulated on the CPU 
 	rm -rf $(EMULATED) && mkdir -p $(EMULATED) && cp pyproject.toml $(EMULATED)/
 	$(BIN)/python cuda_ext/emulation/build.py $(EMULATED)
 	cd $(EMULATED) && SPARSE_RL_EMULATED=1 PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q \
-		-p no:cacheprovider tests/test_native_attention.py tests/test_native_scores.py tests/test_native_select.py \
-		tests/test_native_device.py
+		-p no:cacheprovider tests/test_native_attention.py tests/test_native_pages.py tests/test_native_scores.py \
+		tests/test_native_select.py tests/test_native_device.py tests/test_float8_ops.py
 
 bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/ops.py
@@ -83,6 +83,10 @@ bench-compressors: $(INSTALLED) $(WARMUP) ## measure what every compressor costs
 
 bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logits against chunks
 	$(BIN)/python benchmarks/learner.py --device cpu
+
+# ARMS="--budgets 30 26 --seeds 0 1" and the like; what is finished below runs/arms is not run again
+bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all corrections on one task, into docs/; an hour
+	$(BIN)/python benchmarks/arms.py --save docs $(ARMS)
 
 bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, about two hours
 	$(BIN)/python benchmarks/reliability.py --save benchmarks/results/reliability-cpu.md

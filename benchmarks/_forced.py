@@ -46,10 +46,10 @@ class TimedCompression(Compression):
 
     clock: Clock = field(default_factory=Clock)
 
-    def compress(self, cache: SlotCache, slots: list[int]) -> None:
+    def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
         """Cut and count."""
         start = time.perf_counter()
-        super().compress(cache, slots)
+        super().compress(cache, slots, lengths, room)
         self.clock.cuts.append((time.perf_counter() - start) / len(slots))
         self.clock.events += len(slots)
 
@@ -108,8 +108,9 @@ def forced_logits(
     geometry = CacheGeometry.of(model)
     params = SamplingParams(max_completion_length=length - prompt_length, seed=seed)
     compression = TimedCompression(compressor, geometry.num_layers)
+    capacities = compression.trigger.capacities(prompt_length, length)
     size = CacheSize(
-        count, compression.capacities(prompt_length, length), compressor.num_queries, length, compressor.state_fields,
+        count, capacities, compressor.num_queries, length, compressor.state_fields,
         compressor.evicts and compressor.budget_rule.splits_heads,
     )  # fmt: skip
     cache = SlotCache(geometry, size)

@@ -152,10 +152,10 @@ def _best_last(results: dict[str, Results]) -> list[str]:
     return sorted((name for name in score if name not in (DENSE, FLOOR)), key=score.__getitem__)
 
 
-def insert(page: Path, text: str) -> None:
+def insert(page: Path, text: str, begin: str = BEGIN) -> None:
     """Replace what stands between the markers of a page; a page without them gets both at its end."""
     before = page.read_text(encoding="utf-8") if page.exists() else ""
-    head, _, rest = before.partition(BEGIN)
+    head, _, rest = before.partition(begin)
     _, _, tail = rest.partition(END)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail or chr(10)}", encoding="utf-8")
+    page.write_text(f"{head}{begin}\n\n{text}\n\n{END}{tail or chr(10)}", encoding="utf-8")

@@ -1,6 +1,8 @@
 """Times the ops against the fastest plain PyTorch that computes the same, and prints the ratios as a table.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/ops.py [--device cpu] [--threads 2] [--rounds 15] [--save DIR]
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/ops.py [--device cpu] [--threads 2] [--rounds 15] [--parts ...] [--save D]
+
+retrieval: a decode step that reads 1024 of 8192 or 16384 tokens by pages, choosing them included, against reading all.
 
 Own op and rivals take turns within every round, so a busy machine slows all of them; a ratio is the median of the
 rounds' ratios. "share" is the time of a plain sum (attention: reading) or copy (eviction: reading and writing) of as
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from _retrieval import retrieval_rows
 from _table import machine
 from _timing import SHAPES, Bench, Call, Row, label, table
 from torch import Tensor
@@ -24,6 +27,8 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.backends import flash_obstacle
 from sparse_rl_lightning.ops.select import compaction_order, select_entries
+
+PARTS = ("attention", "redundancy", "eviction", "retrieval")
 
 
 def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 1) -> KVPools:
@@ -153,12 +158,23 @@ def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
     )  # fmt: skip
 
 
+def rows_of(part: str, bench: Bench, dtype: torch.dtype, quick: bool) -> list[Row]:
+    """The lines of one of :data:`PARTS`."""
+    if part == "attention":
+        return [bench_attention(bench, name, dtype) for name in SHAPES]
+    if part == "redundancy":
+        return [bench_redundancy(bench, dtype, kind) for kind in ("moderate", "no", "great")]
+    return [bench_eviction(bench, dtype)] if part == "eviction" else retrieval_rows(bench, dtype, quick)
+
+
 def main() -> None:
     """Measure everything and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help="retrieval in toy sizes: seconds, numbers without meaning")
     parser.add_argument("--save", type=Path, help="folder for the table as <device>.md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -166,9 +182,8 @@ def main() -> None:
     bench = Bench(args.device, args.rounds)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        rows += [bench_attention(bench, name, dtype) for name in SHAPES]
-        rows += [bench_redundancy(bench, dtype, kind) for kind in ("moderate", "no", "great")]
-        rows.append(bench_eviction(bench, dtype))
+        for part in args.parts:
+            rows += rows_of(part, bench, dtype, args.quick)
     text = f"{machine(args.device)}\n\n{table(rows)}"
     print(text)
     if args.save:

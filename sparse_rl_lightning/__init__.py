@@ -6,13 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO, SupervisedWarmup
+    from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseGRPO, SupervisedWarmup
     from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
     from sparse_rl_lightning.types import Rollout
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "DistillSparse",
     "ReplayGRPO",
     "Rollout",
     "RolloutSampler",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DistillSparse": "modules",
     "ReplayGRPO": "modules",
     "Rollout": "types",
     "RolloutSampler": "rollout",

@@ -1,4 +1,4 @@
-"""Budget rules: how the tokens that a compressor keeps are shared out between layers and heads.
+"""Budgets: how many tokens a sequence of a length keeps, and how layers and heads share them.
 
 A rule knows no scoring method and no compressor knows its rule. ``budget`` is a mean: every rule keeps about
 ``budget`` tokens per layer and KV head, so a rule moves memory around and does not add any.
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.select import rank_entries
+from sparse_rl_lightning.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
+
+__all__ = ["Adaptive", "BudgetRule", "LengthSchedule", "PublishedSchedule", "Pyramid", "ScheduleFile", "Uniform"]
 
 
 class BudgetRule:
@@ -24,7 +27,7 @@ class BudgetRule:
         """Tokens per KV head of each layer, a mean over its heads: what the memory is sized by.
 
         Args:
-            budget: The compressor's budget.
+            budget: The compressor's budget, or one of its schedule.
             num_layers: Layers of the model.
             minimum: Tokens of every head that are never evicted, sinks and window.
 
@@ -36,18 +39,21 @@ class BudgetRule:
         """
         return [budget] * num_layers
 
-    def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int, minimum: int) -> Tensor:
+    def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int | Tensor, minimum: int) -> Tensor:
         """Tokens that each head keeps at this compression; their sum is at most ``layer_budget`` times the heads.
 
         Args:
             scores: (S, H, N) float, higher is kept; a slot's heads may be compared, slots may not.
             candidates: (S, H, N) bool, the live entries that compete: neither sinks nor window.
-            layer_budget: The layer's number of :meth:`layer_budgets`.
+            layer_budget: The layer's number of :meth:`layer_budgets`; where a schedule gives slots different ones,
+                (S,) int64.
             minimum: Tokens of every head that are kept besides the candidates.
 
         Returns:
             (S, H) int32.
         """
+        if isinstance(layer_budget, Tensor):
+            return layer_budget.to(scores.device, torch.int32)[:, None].expand(scores.shape[:2]).contiguous()
         return torch.full(scores.shape[:2], layer_budget, dtype=torch.int32, device=scores.device)
 
     def __repr__(self) -> str:
@@ -130,8 +136,10 @@ class Adaptive(BudgetRule):
             )
         return budgets
 
-    def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int, minimum: int) -> Tensor:
+    def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int | Tensor, minimum: int) -> Tensor:
         """The minimum, plus how many of a head's candidates are among the best of its layer."""
+        if isinstance(layer_budget, Tensor):
+            layer_budget = layer_budget.to(scores.device).view(-1, 1, 1)
         floor = layer_budget // 5 if self.floor is None else self.floor
         num_free = (layer_budget - minimum) * scores.shape[1]
         ranked = scores.masked_fill(~candidates, -torch.inf)

@@ -117,6 +117,21 @@ def logprobs_of_logits(
     return logprobs, log_total - weighted / total, peak.squeeze(-1), log_total
 
 
+def logprobs_of_ids(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of several tokens for each of some rows of logits.
+
+    Args:
+        logits: (n, V).
+        ids: (n, K) token ids.
+        temperature: Divides the logits.
+
+    Returns:
+        (n, K), at least float32.
+    """
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return scaled.gather(-1, ids) - scaled.logsumexp(dim=-1, keepdim=True)
+
+
 def _of_logits(
     logs: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> Tensor:

@@ -6,6 +6,8 @@ never all at once: the head runs on ``chunk_size`` tokens at a time, in the forw
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sparse_rl_lightning.chunked_head import ChunkedLogprobs, logprobs_of_logits
+from sparse_rl_lightning.chunked_head import ChunkedLogprobs, logprobs_of_ids, logprobs_of_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,19 +53,55 @@ def sequence_logprobs(
     Raises:
         ValueError: If a token to return has nothing before it, or shapes, temperature or chunk size are wrong.
     """
-    if mask.dtype != torch.bool or mask.shape != sequences.shape:
-        raise ValueError(
-            f"mask must be bool with the shape of sequences {tuple(sequences.shape)}, got {mask.dtype} "
-            f"{tuple(mask.shape)}."
-        )
-    if bool(mask[:, 0].any()):
-        raise ValueError("mask[:, 0] must be False: the first token of a sequence has no probability.")
+    _check_mask(sequences, mask)
     hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
     logprobs, entropy = token_logprobs(
         model.get_output_embeddings(), hidden, sequences[mask], temperature, chunk_size, head_in_float32
     )
     empty = logprobs.new_zeros(mask.shape)
     return empty.masked_scatter(mask, logprobs), empty.masked_scatter(mask, entropy)
+
+
+@torch.no_grad()
+def logprobs_at(
+    model: PreTrainedModel,
+    sequences: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+    chunk_size: int = 512,
+    head_in_float32: bool = False,
+    **attention_kwargs: object,
+) -> Tensor:
+    """Log-probabilities of any K tokens in the place of every token of ``mask``, without gradient.
+
+    Args:
+        model: As in :func:`sequence_logprobs`.
+        sequences: (B, T) token ids, right-padded.
+        ids: (B, T, K) tokens to ask for; those at index t are candidates for token t.
+        mask: (B, T) bool, as in :func:`sequence_logprobs`.
+        temperature: Divides the logits.
+        chunk_size: Tokens whose logits exist at the same time.
+        head_in_float32: As in :func:`sequence_logprobs`.
+        **attention_kwargs: As in :func:`sequence_logprobs`.
+
+    Returns:
+        (B, T, K), at least float32, 0 outside ``mask``.
+
+    Raises:
+        ValueError: As :func:`sequence_logprobs`, or if ``ids`` does not fit the sequences.
+    """
+    _check_mask(sequences, mask)
+    _check_settings(temperature, chunk_size)
+    if ids.ndim != 3 or ids.shape[:2] != sequences.shape:
+        raise ValueError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
+    hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
+    logits_of = _head(model.get_output_embeddings(), head_in_float32)
+    pairs = zip(torch.split(hidden, chunk_size), torch.split(ids[mask], chunk_size), strict=True)
+    found = torch.cat([logprobs_of_ids(logits_of(rows), asked, temperature) for rows, asked in pairs])
+    logprobs = found.new_zeros(ids.shape)
+    logprobs[mask] = found
+    return logprobs
 
 
 def hidden_states(model: PreTrainedModel, sequences: Tensor, **attention_kwargs: object) -> Tensor:
@@ -113,10 +151,7 @@ def token_logprobs(
     Raises:
         ValueError: If ``temperature`` or ``chunk_size`` is not positive.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
+    _check_settings(temperature, chunk_size)
     if _is_plain_linear(lm_head):
         dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else _product_dtype(hidden)
         weight, bias = lm_head.weight, lm_head.bias
@@ -132,6 +167,23 @@ def token_logprobs(
     columns = zip(*chunks, strict=True)
     logprobs, entropy = (torch.cat(column) for column in columns)
     return logprobs, entropy
+
+
+def _check_mask(sequences: Tensor, mask: Tensor) -> None:
+    if mask.dtype != torch.bool or mask.shape != sequences.shape:
+        raise ValueError(
+            f"mask must be bool with the shape of sequences {tuple(sequences.shape)}, got {mask.dtype} "
+            f"{tuple(mask.shape)}."
+        )
+    if bool(mask[:, 0].any()):
+        raise ValueError("mask[:, 0] must be False: the first token of a sequence has no probability.")
+
+
+def _check_settings(temperature: float, chunk_size: int) -> None:
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -154,10 +206,21 @@ def _call(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: floa
 
 
 def _call_in_float32(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    return logprobs_of_logits(_head(lm_head, head_in_float32=True)(hidden), targets, temperature)[:2]
+
+
+def _head(lm_head: nn.Module, head_in_float32: bool) -> Callable[[Tensor], Tensor]:
+    """From hidden states to logits; weights of a narrower type are copied once."""
+    if not head_in_float32:
+        return lm_head
     wide = {
         name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in lm_head.named_parameters()
     }
+    return partial(_logits_in_float32, lm_head, wide)
+
+
+def _logits_in_float32(lm_head: nn.Module, wide: dict[str, Tensor], hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         states = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        logits = functional_call(lm_head, wide, (states,))
-    return logprobs_of_logits(logits, targets, temperature)[:2]
+        logits: Tensor = functional_call(lm_head, wide, (states,))
+    return logits

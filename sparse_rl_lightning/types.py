@@ -6,15 +6,17 @@ S slots, H KV heads, Hq query heads, N entries of a slot, D head dimension, A qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.evictions import NEVER as NEVER
 from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
+from sparse_rl_lightning.page_record import PageRecord as PageRecord
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ class KVUsage:
     full: Tensor  # (B,) entries a full cache holds there
     stored_integral: Tensor  # (B,) entry-steps
     full_integral: Tensor  # (B,)
-    peak_bytes: int  # allocated key and value pools: sum of capacities x bytes per entry
+    peak_bytes: int  # allocated key and value pools, sum of capacities x bytes per entry, and what is kept of pages
     full_peak_bytes: int  # the same slots sized for the longest prompt + max_completion_length
     prefill_peak_bytes: int  # staging beside the pools while prompts are read
+    read_integral: Tensor | None = None  # (B,) entry-steps read, under retrieval; else what is stored
 
     @property
     def saving_final(self) -> float:
@@ -72,13 +75,31 @@ class KVUsage:
 
     @property
     def saving_integral(self) -> float:
-        """Share of KV tokens not stored, averaged over the decode steps (what decode attention did not read)."""
+        """Share of KV tokens not stored, averaged over the decode steps."""
         full = self.full_integral.sum()
         return 1.0 - float(self.stored_integral.sum() / full) if full > 0 else 0.0
 
+    @property
+    def read_share(self) -> float:
+        """Share of the KV tokens of a full cache that decode attention read, over all decode steps."""
+        full = self.full_integral.sum()
+        read = self.stored_integral if self.read_integral is None else self.read_integral
+        return float(read.sum() / full) if full > 0 else 1.0
+
     def __getitem__(self, index: Tensor | slice) -> KVUsage:
-        per_sequence = ("stored", "full", "stored_integral", "full_integral")
-        return replace(self, **{name: getattr(self, name)[index] for name in per_sequence})
+        per_sequence: dict[str, Any] = {n: value[index] for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **per_sequence)
+
+    @classmethod
+    def cat(cls, usages: Sequence[KVUsage]) -> Self:
+        """All sequences in the order given; bytes are those of the cache that took most."""
+        columns = {f.name: [getattr(usage, f.name) for usage in usages] for f in fields(cls)}
+        read = columns.pop("read_integral")
+        joined: dict[str, Any] = {n: max(v) if n.endswith("bytes") else torch.cat(v) for n, v in columns.items()}
+        if any(one is not None for one in read):  # the others read all that they store
+            stored = columns["stored_integral"]
+            joined["read_integral"] = torch.cat([s if r is None else r for r, s in zip(read, stored, strict=True)])
+        return cls(**joined)
 
 
 @dataclass
@@ -97,7 +118,8 @@ class Rollout:
     topk_ids: Tensor | None = None  # (B, T, K) the sparse policy's most likely tokens, when asked for
     topk_logprobs: Tensor | None = None  # (B, T, K)
     policy_versions: Tensor | None = None  # (B, T) int32 which version drew each token, in partial rollouts
-    evictions: EvictionRecord | None = None
+    evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not say what was seen
+    pages: PageRecord | None = None  # that every query read, where a sampler records them
     kv: KVUsage | None = None
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
     ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
@@ -132,6 +154,22 @@ class Rollout:
         size = max(1, len(self) // count)
         return [self[start : start + size] for start in range(0, len(self), size)]
 
+    @classmethod
+    def cat(cls, rollouts: Sequence[Rollout]) -> Self:
+        """All sequences in the order given, shorter ones padded on the right; the parts of a rollout give it back.
+
+        Raises:
+            ValueError: If there are none, or a field is known in some of them only.
+        """
+        known = [{f.name for f in fields(cls) if getattr(rollout, f.name) is not None} for rollout in rollouts]
+        partly = sorted({n for names in known for n in names if any(n not in others for others in known)})
+        if partly or not known:
+            raise ValueError(
+                "Rollouts to join must know the same fields, got "
+                f"{f'{partly} in some of them only' if known else 'no rollouts'}."
+            )
+        return cls(**{name: _joined([getattr(rollout, name) for rollout in rollouts]) for name in known[0]})
+
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on ``device``."""
         return self.from_state(tensors_to(self.state(), device))
@@ -146,6 +184,8 @@ class Rollout:
         state = dict(state)
         if "evictions" in state:
             state["evictions"] = EvictionRecord(**state["evictions"])
+        if "pages" in state:
+            state["pages"] = PageRecord(**state["pages"])
         if "kv" in state:
             state["kv"] = KVUsage(**state["kv"])
         return cls(**state)
@@ -177,8 +217,19 @@ class LossOutput:
     metrics: dict[str, Tensor]  # each ()
 
 
+def _joined(values: Sequence[Any]) -> Any:
+    """The sequences of all values; where there is a second dimension it is that of tokens."""
+    if not isinstance(values[0], Tensor):
+        return type(values[0]).cat(values)
+    if values[0].ndim == 1:
+        return torch.cat(list(values))
+    length = max(value.shape[1] for value in values)
+    behind = (0, 0) * (values[0].ndim - 2)
+    return torch.cat([F.pad(value, (*behind, 0, length - value.shape[1])) for value in values])
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, EvictionRecord):
+    if isinstance(value, EvictionRecord | PageRecord):
         return value.state()
     if isinstance(value, KVUsage):
         return {f.name: getattr(value, f.name) for f in fields(value)}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.pages import list_pages
 from sparse_rl_lightning.types import NEVER
 
 EMULATED = os.environ.get("SPARSE_RL_EMULATED") == "1"  # the CPU library holds the CUDA kernels: make cuda-emulate
@@ -130,7 +131,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return 1e-5 if dtype == torch.float32 else 1e-2
 
 
-LAYERS, SLOTS, HEADS, DIM, CAPACITY, GROUP = 2, 3, 2, 16, 12, 3
+LAYERS, SLOTS, HEADS, DIM, CAPACITY, GROUP, PAGE = 2, 3, 2, 16, 12, 3, 2
 
 
 class Case:
@@ -166,6 +167,10 @@ class Case:
         self.death = torch.full((LAYERS, SLOTS, HEADS, 3 * CAPACITY), NEVER, dtype=torch.int32)
         self.state = torch.randn(len(self.pools.keys), 1, generator=g)
         self.source = copy(self.pools)
+        self.summaries = normal(SLOTS, HEADS, 2, CAPACITY // PAGE, DIM)
+        self.limits = torch.full((SLOTS,), 3, dtype=torch.int32)
+        counts = -(-self.layer.lengths[self.slots.clamp(min=0)] // PAGE)
+        self.pages = list_pages(torch.arange(CAPACITY // PAGE) < counts.unsqueeze(-1), CAPACITY // PAGE)
         self.sources, self.destinations = torch.tensor([0, -1, 2]), torch.tensor([1, 0, 2])
         for name, value in vars(self).items():
             if isinstance(value, Tensor | KVPools):
@@ -192,6 +197,11 @@ class Case:
             "select_and_store": lambda: ops.select_and_store(
                 self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, self.source, death),
             "fork": lambda: ops.fork(self.pools, self.sources, self.destinations, ring, death, state),
+            "summarize_pages": lambda: ops.summarize_pages(self.layer, self.slots, PAGE, self.summaries),
+            "select_pages": lambda: ops.select_pages(
+                self.layer, self.slots, self.query, self.summaries, self.limits, PAGE, 1, 1, "max", 4)[0],
+            "page_attention": lambda: ops.attend_pages(
+                self.layer, self.slots, self.query, self.pages, PAGE, 0.3, lse=lse),
         }  # fmt: skip
 
     def tensors(self) -> list[Tensor]:

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("", "__main__", "cli", "doctor"),
     ("callbacks", "checkpoints", "data", "modules", "report", "strategies"),
     (
+        "acceptance",
         "advantages",
         "calibration",
         "chunked_head",
@@ -32,9 +33,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sharding",
         "testing",
     ),
-    ("budgets", "compressors"),
+    ("budgets", "compressors", "retrievers", "schedules"),
     ("ops",),
-    ("evictions", "types"),
+    ("evictions", "page_record", "types"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "strategies"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

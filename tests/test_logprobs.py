@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from sparse_rl_lightning.logprobs import hidden_states, sequence_logprobs, token_logprobs
+from sparse_rl_lightning.logprobs import hidden_states, logprobs_at, sequence_logprobs, token_logprobs
 
 LENGTHS = (9, 6, 4)
 PROMPTS = (3, 2, 1)
@@ -162,3 +162,72 @@ def test_bad_input_is_refused() -> None:
         sequence_logprobs(model, sequences, mask, temperature=0)
     with pytest.raises(ValueError, match="chunk_size=0"):
         sequence_logprobs(model, sequences, mask, chunk_size=0)
+
+
+# ---------------------------------------------------------------- at other tokens than those of the sequence
+
+
+def asked(k: int = 5) -> Tensor:
+    """(3, 9, K) different tokens for every place."""
+    return torch.rand(3, max(LENGTHS), 31, generator=torch.Generator().manual_seed(3)).argsort(-1)[..., :k]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_size", [1, 4, 512])
+def test_logprobs_at_are_those_of_a_plain_forward(temperature: float, chunk_size: int) -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    ids = asked()
+    found = logprobs_at(model, sequences, ids, mask, temperature, chunk_size)
+    expected = torch.zeros(ids.shape, dtype=torch.float64)
+    for row, length in enumerate(LENGTHS):
+        with torch.no_grad():
+            full = (model(sequences[row : row + 1, :length]).logits[0] / temperature).log_softmax(-1)
+        for t in range(1, length):
+            if mask[row, t]:
+                expected[row, t] = full[t - 1, ids[row, t]]
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    assert not found.requires_grad
+    own = logprobs_at(model, sequences, sequences[..., None], mask, temperature, chunk_size)[..., 0]
+    with torch.no_grad():
+        torch.testing.assert_close(own, sequence_logprobs(model, sequences, mask, temperature)[0], atol=1e-10, rtol=0)
+
+
+def test_logprobs_at_hold_one_chunk_of_logits_and_pass_on_attention() -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    rows: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda _m, _i, output: rows.append(output.shape[:-1].numel()))
+    free = logprobs_at(model, sequences, asked(), mask, chunk_size=5)
+    hook.remove()
+    assert rows == [5, 5, 3]
+    causal = torch.ones(3, 1, max(LENGTHS), max(LENGTHS), dtype=torch.bool).tril()
+    torch.testing.assert_close(
+        logprobs_at(model, sequences, asked(), mask, attention_mask=causal), free, atol=1e-10, rtol=0
+    )
+    causal[0, :, 6:, 1] = False
+    blind = logprobs_at(model, sequences, asked(), mask, attention_mask=causal)
+    assert (blind[0, 7] - free[0, 7]).abs().max() > 1e-4
+
+
+def test_logprobs_at_in_low_precision_and_with_a_float32_head() -> None:
+    model, (sequences, mask) = tiny_model().bfloat16(), batch()
+    narrow = logprobs_at(model, sequences, asked(), mask)
+    wide = logprobs_at(model, sequences, asked(), mask, head_in_float32=True)
+    exact = logprobs_at(model.float(), sequences, asked(), mask)
+    assert narrow.dtype == wide.dtype == torch.float32
+    assert not torch.equal(narrow, wide)
+    torch.testing.assert_close(narrow, exact, atol=0.5, rtol=0)
+    torch.testing.assert_close(wide, exact, atol=0.5, rtol=0)
+    hidden = hidden_states(tiny_model().bfloat16(), sequences)[:, :-1][mask[:, 1:]]
+    logits = hidden.float() @ tiny_model().bfloat16().lm_head.weight.float().T
+    torch.testing.assert_close(wide[mask], logits.log_softmax(-1).gather(-1, asked()[mask]), atol=1e-5, rtol=0)
+
+
+def test_logprobs_at_of_an_empty_mask_and_bad_input() -> None:
+    model, (sequences, mask) = tiny_model(), batch()
+    assert logprobs_at(model, sequences, asked(), torch.zeros_like(mask)).count_nonzero() == 0
+    with pytest.raises(ValueError, match=r"ids must be \(B, T, K\) with \(B, T\) = \(3, 9\), got \(3, 9\)"):
+        logprobs_at(model, sequences, sequences, mask)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        logprobs_at(model, sequences, asked(), mask[:, 1:])
+    with pytest.raises(ValueError, match="temperature=0"):
+        logprobs_at(model, sequences, asked(), mask, temperature=0)

@@ -162,12 +162,13 @@ def test_adapters_from_a_configuration(tmp_path: Path, monkeypatch: pytest.Monke
     below = values["model"]["init_args"]["policy"]
     values["model"]["init_args"] |= {
         "policy": {"class_path": "LoraPolicy", "init_args": {"policy": below, "r": 4}}, "beta": 0.1,
-        "learner": {"micro_batch_tokens": 64, "head_in_float32": True},
+        "learner": {"micro_batch_tokens": 64, "head_in_float32": True, "gradient_checkpointing": True},
     }  # fmt: skip
     cli = main(["fit", "--config", write(values)])
     assert cli.trainer.global_step == 2
     assert cli.model.policy_source.options["r"] == 4
     assert (cli.model.learner.packs, cli.model.learner.head_in_float32) == (True, True)
+    assert cli.model.policy.is_activation_checkpointing
     resumed = main(["fit", "--config", write(values), "--trainer.max_steps=3", "--ckpt_path=last"])
     assert resumed.trainer.global_step == 3
 

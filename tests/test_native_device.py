@@ -10,6 +10,7 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 OPS = torch.ops.sparse_rl
+NOTHING = {"prefill_mass": -torch.inf, "select_pages": -1}  # what rows to skip get, if not zeros
 on_cuda_kernels = pytest.mark.parametrize(
     "device",
     [
@@ -24,6 +25,8 @@ on_cuda_kernels = pytest.mark.parametrize(
 @pytest.mark.parametrize("value", [-1, 10**6])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_heads_outside_the_pool_are_skipped(device: str, name: str, value: int, part: str) -> None:
+    if (name, part) == ("select_pages", "offsets"):
+        pytest.skip("it does not look into the pool")
     case = Case(device=device)
     for pools in (case.pools, case.source):
         getattr(pools, part)[...] = value
@@ -36,7 +39,7 @@ def test_heads_outside_the_pool_are_skipped(device: str, name: str, value: int, 
     assert same_pools(case.pools, before)
     assert same_bits(case.mass, mass)
     if result is not None:
-        assert (result == (-torch.inf if name == "prefill_mass" else 0)).all()
+        assert (result == NOTHING.get(name, 0)).all()
 
 
 @on_cuda_kernels
@@ -71,7 +74,7 @@ def test_slots_that_are_not_there_are_skipped(device: str, name: str) -> None:
     result = case.calls()[name]()
     assert same_pools(case.pools, before)
     if result is not None:
-        assert (result == (-torch.inf if name == "prefill_mass" else 0)).all()
+        assert (result == NOTHING.get(name, 0)).all()
 
 
 @pytest.mark.gpu

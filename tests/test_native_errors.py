@@ -41,6 +41,11 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("select_and_compact", "state", lambda t: t[:3], "state_pool has shape"),
     ("select_and_store", "scores", lambda t: t[..., :2].contiguous(), "entries of scores = 2"),
     ("fork", "sources", lambda t: t + 3, "slots contains 3"),
+    ("summarize_pages", "summaries", lambda t: t[:, :, :, :1].contiguous(), "those of the pages of summaries = 2"),
+    ("summarize_pages", "summaries", lambda t: t.repeat(1, 1, 2, 1, 1), "summaries have 4 vectors per page"),
+    ("select_pages", "summaries", lambda t: t[..., :8].contiguous(), "has shape"),
+    ("select_pages", "limits", lambda t: t - 9, "limits.0. is -6"),
+    ("page_attention", "pages", lambda t: t + 7, "page 7 of a list"),
     ("fork", "destinations", lambda t: t[:1], "destinations has shape"),
 ]
 
@@ -69,8 +74,10 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
     shorter = x[: x.shape[0] - 1].contiguous()
     other_type = x.double() if x.dtype != torch.float64 else x.float()
     strided = torch.empty(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
-    if (name, place) in {("key_redundancy", 0), ("prefill_mass", 2)}:
+    if (name, place) in {("key_redundancy", 0), ("prefill_mass", 2), ("summarize_pages", 0)}:
         shorter = x[:1].contiguous()  # their only pool: it must just be long enough
+    if (name, place) == ("summarize_pages", 1):
+        shorter = other_type  # any number of slots will do
     for wrong in (shorter, other_type, strided, x.unsqueeze(0), x.new_zeros(0)):
         before = [a.clone() if isinstance(a, Tensor) else a for a in args]
         spoiled = [*args[:place], wrong, *args[place + 1 :]]
@@ -84,6 +91,8 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
 @pytest.mark.parametrize("value", [-1, 10**6])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_heads_outside_the_pool_are_refused(name: str, value: int, part: str) -> None:
+    if (name, part) == ("select_pages", "offsets"):
+        pytest.skip("it does not look into the pool")
     case = Case()
     for pools in (case.pools, case.source):
         getattr(pools, part)[...] = value
@@ -131,7 +140,8 @@ def test_tensors_on_two_devices_are_refused(name: str) -> None:
     [("append", "slots"), ("append", "query"), ("decode_attention", "query"), ("decode_attention", "lse"),
      ("window_importance", "ring"), ("prefill_mass", "mass"), ("key_redundancy", "slots"),
      ("select_and_compact", "scores"), ("select_and_compact", "death"), ("select_and_store", "seen"),
-     ("fork", "sources"), ("fork", "state")],
+     ("fork", "sources"), ("fork", "state"),
+     ("summarize_pages", "summaries"), ("select_pages", "limits"), ("page_attention", "pages")],
 )  # fmt: skip
 def test_a_tensor_elsewhere_is_refused(name: str, field: str) -> None:
     case = Case()
@@ -173,6 +183,10 @@ def test_heads_too_large_for_the_kernels_are_refused() -> None:
         ("window_importance", 8, -1, "window is -1"),
         ("select_and_compact", 2, -1, "must not be negative"),
         ("select_and_store", 3, -1, "must not be negative"),
+        ("summarize_pages", 4, 0, "page_size is 0"),
+        ("select_pages", 5, -1, "page_size is -1"),
+        ("select_pages", 6, -1, "num_first is -1"),
+        ("page_attention", 7, 0, "page_size is 0"),
     ],
 )
 def test_kernels_check_what_the_typed_functions_check(

@@ -13,8 +13,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from jsonargparse import capture_parser
 
 from sparse_rl_lightning import cli
+from sparse_rl_lightning.cli.calibrate import with_file
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -140,6 +142,10 @@ def own_arguments(words: list[str]) -> list[str] | None:
 def parse(arguments: list[str]) -> None:
     """Parse only; wrong arguments end with an exit code."""
     try:
+        if arguments[:1] == ["calibrate"]:
+            own = with_file(arguments[1:]) if "--hardware" in arguments else arguments[1:]
+            capture_parser(lambda: cli.calibrate(own)).parse_args(own)
+            return
         cli.main(arguments)
     except ParsedError:
         return
@@ -167,9 +173,16 @@ def test_commands_parse(document: Path) -> None:
 @pytest.mark.usefixtures("parse_only")
 def test_wrong_commands_do_not_parse() -> None:
     parse(["fit", "--config", "configs/dense.yaml", "--model.num_generations=4"])
-    for wrong in ("--config configs/no_such.yaml", "--config configs/dense.yaml --model.num_generation=4"):
+    parse(["calibrate", "--config", "configs/calibrate.yaml", "--bin_size=8"])
+    parse(["calibrate", "--hardware"])
+    for wrong in (
+        "fit --config configs/no_such.yaml",
+        "fit --config configs/dense.yaml --model.num_generation=4",
+        "calibrate --config configs/calibrate.yaml --bins=8",
+        "calibrate --hardware --bin_size=8",
+    ):
         with pytest.raises(pytest.fail.Exception, match="does not parse"):
-            parse(["fit", *wrong.split()])
+            parse(wrong.split())
 
 
 @named([README, CONTRIBUTING, *DOCS])

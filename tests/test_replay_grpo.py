@@ -13,10 +13,10 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from sparse_rl_lightning import ReplayGRPO
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
 from sparse_rl_lightning.losses import policy_loss
-from sparse_rl_lightning.modules import Learner, LoadedPolicy
+from sparse_rl_lightning.modules import Learner, LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from sparse_rl_lightning.types import Rollout
 
@@ -24,13 +24,16 @@ ALPHABET = "0123456789abcdef"
 TIGHT = RKV(budget=8, buffer=3, num_sinks=1, window=2)
 
 
-def module(compressor: Compressor = TIGHT, attention: str = "sdpa", **kwargs: Any) -> ReplayGRPO:
+def module(
+    compressor: Compressor = TIGHT, attention: str = "sdpa", adapters: dict[str, Any] | None = None, **kwargs: Any
+) -> ReplayGRPO:
     tokenizer = character_tokenizer(ALPHABET)
     policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.2, eos_token_id=1)
     policy.config._attn_implementation = attention
     options: dict[str, Any] = {"num_generations": 4, "max_completion_length": 12, "seed": 3, **kwargs}
+    source: PolicySource = LoadedPolicy(policy, tokenizer)
     return ReplayGRPO(
-        LoadedPolicy(policy, tokenizer), compressor, likes_a,
+        source if adapters is None else LoraPolicy(source, **adapters), compressor, likes_a,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **options,
     )  # fmt: skip
 
@@ -96,19 +99,37 @@ def decode_loss(grpo: ReplayGRPO, model: Any, rollout: Rollout, old: list[list[T
     return torch.stack(losses).mean()
 
 
+ADAPTERS: dict[str, Any] = {"r": 2, "lora_alpha": 4.0}
+
+
 @pytest.mark.parametrize(
-    "compressor",
-    [TIGHT, SnapKV(budget=8, buffer=3, num_sinks=1, window=2, budget_rule=Adaptive(floor=4))],
-    ids=["rkv", "per head"],
+    ("compressor", "adapters"),
+    [
+        (TIGHT, None),
+        (SnapKV(budget=8, buffer=3, num_sinks=1, window=2, budget_rule=Adaptive(floor=4)), None),
+        (TIGHT, ADAPTERS),
+    ],
+    ids=["rkv", "per head", "adapters"],
 )
-def test_sparse_gradient_is_that_of_the_compressed_decode(compressor: Compressor) -> None:
-    grpo = module(compressor, temperature=0.8)
-    rollout = part_of(grpo)
+def test_sparse_gradient_is_that_of_the_compressed_decode(
+    compressor: Compressor, adapters: dict[str, Any] | None
+) -> None:
+    if adapters is not None:
+        pytest.importorskip("peft", reason="peft is an extra")
+    grpo = module(compressor, adapters=adapters, temperature=0.8)
+    grpo.configure_model()
     policy = grpo.dense_policy
+    learned = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    assert (len(learned) < len(list(policy.parameters()))) == (adapters is not None)
+    scale = 0.01 if adapters is None else 0.05
+    with torch.no_grad():
+        for parameter in learned if adapters is not None else []:  # fresh ones add nothing
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    rollout = part_of(grpo)
     with torch.no_grad():
         old = [decode_logprobs(policy, rollout, row, 0.8) for row in range(len(rollout))]
-        for parameter in policy.parameters():  # the learner has moved since, so that some ratios are clipped
-            parameter.add_(0.01 * torch.randn_like(parameter))
+        for parameter in learned:  # the learner has moved since, so that some ratios are clipped
+            parameter.add_(scale * torch.randn_like(parameter))
     for row, want in enumerate(old):
         got = rollout.old_logprobs[row][rollout.completion_mask[row]]
         torch.testing.assert_close(got, torch.stack(want), atol=2e-5, rtol=0)
@@ -118,7 +139,7 @@ def test_sparse_gradient_is_that_of_the_compressed_decode(compressor: Compressor
     loss = grpo._loss(rollout, grpo.objective.items(rollout))
     want = decode_loss(grpo, policy, rollout, old)
     torch.testing.assert_close(loss, want, atol=1e-5, rtol=0)
-    pairs = zip(*(torch.autograd.grad(value, list(policy.parameters())) for value in (loss, want)), strict=True)
+    pairs = zip(*(torch.autograd.grad(value, learned) for value in (loss, want)), strict=True)
     differences = [(float((a - b).abs().max()), float(b.abs().max())) for a, b in pairs]
     assert max(size for _, size in differences) > 1e-2
     assert max(difference for difference, _ in differences) < 1e-5
@@ -181,6 +202,25 @@ def test_sparse_has_no_mismatch_left_and_both_validations_are_reported() -> None
 
 
 @pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+def test_adapters_train_under_replay(objective: str) -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
+    grpo, recorder = module(adapters=ADAPTERS, replay_objective=objective, beta=0.1, steps_per_generation=2), Recorder()
+    grpo.configure_model()
+    before = {name: parameter.detach().clone() for name, parameter in grpo.dense_policy.named_parameters()}
+    callbacks = [SparsityAwareRejection(), ImportanceReweighting(), MismatchSplit(1), recorder]
+    metrics = fit(grpo, 8, callbacks).callback_metrics
+    moved = {name for name, p in grpo.dense_policy.named_parameters() if not torch.equal(p, before[name])}
+    assert len(moved) == len([name for name in before if "lora_" in name]) > 0
+    assert all("lora_" in name for name in moved)
+    assert float(metrics["kl"]) > 0  # the reference is the policy without its adapters
+    for scored in recorder.scored[1:]:  # the sampler drew with the adapters, and replay finds its numbers again
+        rollout = scored.rollout
+        replayed = rollout.old_logprobs if objective == "sparse" else rollout.replay_logprobs
+        torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert float(metrics["mismatch_split/kernel/kl_k3"]) < 1e-9 < float(metrics["mismatch_split/compression/kl_k3"])
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
 def test_micro_batches_do_not_change_the_step(objective: str) -> None:
     results = []
     for parts in (1, 2, 8):
@@ -192,6 +232,22 @@ def test_micro_batches_do_not_change_the_step(objective: str) -> None:
     assert (results[0] - weights(untrained)).abs().max() > 1e-3
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+def test_the_order_of_sequences_does_not_change_loss_and_gradient(objective: str) -> None:
+    grpo = module(replay_objective=objective)
+    rollout = part_of(grpo)
+    items = grpo.objective.items(rollout)
+    results = []
+    for order in (torch.arange(len(rollout)), torch.randperm(len(rollout), generator=torch.Generator().manual_seed(0))):
+        for sizes in ([12], [5, 4, 3]):
+            parts = [rollout[rows] for rows in order.split(sizes)]
+            loss = torch.stack([grpo._loss(part, items) for part in parts]).sum()
+            results.append((loss.detach(), gradient(grpo, loss)))
+    assert results[0][1].abs().max() > 1e-2
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
@@ -244,6 +300,13 @@ def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
 def test_flash_attention_is_refused() -> None:
     with pytest.raises(ValueError, match=r"attn_implementation='flash_attention_2' takes no such mask"):
         module(attention="flash_attention_2").configure_model()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_flash_attention_is_refused_before_its_package_is_asked_for(wrapped: bool) -> None:
+    source: PolicySource = PretrainedPolicy("some/model", attn_implementation="flash_attention_2")
+    with pytest.raises(ValueError, match=r"attn_implementation='flash_attention_2' takes no such mask"):
+        ReplayGRPO(LoraPolicy(source) if wrapped else source, TIGHT, likes_a)
 
 
 @pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])

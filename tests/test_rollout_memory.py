@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.cache import CacheSize, SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
@@ -47,11 +48,13 @@ def allocated(*things: dict[str, Any]) -> int:
 def attributes(cache: SlotCache) -> dict[str, Any]:
     """What the cache owns: not the model's rotary frequencies."""
     own = {name: value for name, value in vars(cache).items() if name != "geometry"}
+    if cache.pages is not None:
+        own |= {"pages": [vars(cache.pages), vars(cache.pages.limits_at)]}
     return own if cache.arenas is None else own | {"arenas": vars(cache.arenas)}
 
 
 @pytest.mark.parametrize("num_slots", [1, 5])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     "size",
     [
@@ -59,6 +62,8 @@ def attributes(cache: SlotCache) -> dict[str, Any]:
         CacheSize(1, (9, 30, 5), 1, 100),
         CacheSize(1, (33, 33, 33), 0, 33),
         CacheSize(1, (24, 8, 24), 2, 40, ("mass", "age"), per_head=True),
+        CacheSize(1, (24, 24, 25), 0, 40, retriever=Centroid(16, page_size=4, num_dense_layers=1)),
+        CacheSize(1, (24, 8, 24), 2, 40, retriever=Quest(48, num_dense_layers=0), record_pages=True),
     ],
 )
 def test_the_cache_allocates_what_was_planned(size: CacheSize, kv_dtype: torch.dtype, num_slots: int) -> None:
@@ -79,6 +84,12 @@ def test_logs_are_counted_with_the_parameters(params: SamplingParams, versioned:
     tracks = Tracks(4, 50, params, g.device, versioned)
     planned = slot_bytes(g, CacheSize(1, (20, 20, 20), 2, 50), params, versioned)
     assert planned.of(4) == allocated(attributes(cache), vars(tracks))
+
+
+def test_what_retrieval_reads_is_logged_too() -> None:
+    g, size = geometry(), CacheSize(4, (20, 20, 20), 0, 50, retriever=Centroid(48, num_dense_layers=2))
+    cache, tracks = SlotCache(g, size), Tracks(4, 50, SamplingParams(), g.device, retrieves=True)
+    assert slot_bytes(g, size, SamplingParams()).of(4) == allocated(attributes(cache), vars(tracks))
 
 
 @given(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
+from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
 from sparse_rl_lightning.types import Rollout
@@ -150,3 +152,43 @@ def test_mistakes_are_named() -> None:
     larger.advance(1)
     with pytest.raises(ValueError, match="written with at least 4 slots, this session has 2"):
         session.load_state(larger.state())
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"kv_dtype": "float8_e4m3fn"}, r"kv_dtype was torch.float32, is torch.float8_e4m3fn\."),
+        ({"compressor": SnapKV(**{**SMALL, "buffer": 9})}, r"slot capacities was \[17, 17\], is \[21, 21\]"),
+        ({"compressor": SnapKV(**{**SMALL, "window": 2})}, "num_queries was 4, is 2"),
+        ({"compressor": SnapKV(**SMALL, budget_rule=Adaptive(8))}, "unequal heads was False, is True"),
+        ({"compressor": H2O(**SMALL)}, r"state_fields was \[\], is "),
+        ({"params": replace(PARAMS, max_completion_length=31)}, "max_completion_length was 70, is 71"),
+        ({"params": replace(PARAMS, top_logprobs=2)}, "top_logprobs was 0, is 2"),
+        ({"params": replace(PARAMS, top_k=2)}, "truncated sampling was False, is True"),
+        ({"max_prompt_length": 41}, "max_completion_length was 70, is 71"),
+        ({"num_layers": 3}, r"head size was \[2, 4, 2, 16\], is \[3, 4, 2, 16\]"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(changed: dict[str, Any], complaint: str) -> None:
+    session = start(model(), SnapKV(**SMALL))
+    session.add(PROMPTS, range(10))
+    session.advance(max_steps=13)
+    policy = tiny_model(num_layers=changed.get("num_layers", 2))
+    sampler = RolloutSampler(
+        policy, changed.get("compressor", SnapKV(**SMALL)), 4, kv_dtype=changed.get("kv_dtype", "float32")
+    )
+    other = RolloutSession(sampler, changed.get("params", PARAMS), changed.get("max_prompt_length", 40))
+    with pytest.raises(ValueError, match=rf"written by a session with other settings: .*{complaint}"):
+        other.load_state(session.state())
+    assert other.num_unfinished == 0
+    other.load_state(session.state(restart=True))
+    assert other.num_unfinished == session.num_unfinished > 4
+
+
+def test_a_restart_needs_as_many_samples_as_before() -> None:
+    session = start(model(), SnapKV(**SMALL))
+    session.add(PROMPTS, range(10))
+    sampler = RolloutSampler(model(), SnapKV(**SMALL), 4)
+    other = RolloutSession(sampler, replace(PARAMS, num_generations=5), max_prompt_length=40)
+    with pytest.raises(ValueError, match=r"num_generations was 2, is 5\."):
+        other.load_state(session.state(restart=True))

@@ -13,6 +13,12 @@ struct Cpu {
     SPARSE_RL_DISPATCH(dtype, run);
   }
 
+  // The same with the type of the queries and that of the pools, which differ nowhere here.
+  template <class Run>
+  static void dispatch(ScalarType stored, ScalarType, Run run) {
+    dispatch(stored, [&](auto zero) { run(zero, zero); });
+  }
+
   static PoolShape check_pool(const Tensor& key_pool) {
     const PoolShape pool = check_key_pool(key_pool);
     dispatch(pool.dtype, [](auto) {});

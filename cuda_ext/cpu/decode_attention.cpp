@@ -1,89 +1,10 @@
 // decode_attention: one query token per slot over its live entries, softmax kept online, everything summed in float32.
 
-#include "dots.h"
+#include "attend.h"
 #include "heads.h"
-
-#include <algorithm>
-#include <cmath>
-#include <limits>
 
 namespace sparse_rl {
 namespace {
-
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-// Running softmax of up to eight query rows: the largest logits so far and the sums of exp(logit - largest).
-struct Softmax {
-  float largest[kRows], sum[kRows] = {};
-
-  Softmax() { std::fill(largest, largest + kRows, kNothing); }
-};
-
-// Turn a tile of logits (see dot_tile) into exp(logit - largest so far); `rescale` is what earlier sums must be
-// multiplied by. A vector holds several keys, Stride rows of each.
-template <int Rows>
-SPARSE_RL_CLONES void add_tile(float* logits, int64_t count, Softmax& state, float* rescale) {
-  constexpr int Stride = key_stride(Rows);
-  const int64_t end = (count * Stride + kLanes - 1) / kLanes * kLanes;
-  for (int64_t i = count * Stride; i < end; ++i) logits[i] = kNothing;
-  alignas(64) float lanes[kLanes], base[kLanes];
-  Vec top = splat(kNothing);
-  for (int64_t at = 0; at < end; at += kLanes) {
-    Vec v = load(logits + at);
-    top = v > top ? v : top;
-  }
-  store(lanes, top);
-  for (int r = 0; r < Rows; ++r) {
-    const float before = state.largest[r];
-    for (int i = r; i < kLanes; i += Stride) state.largest[r] = std::max(state.largest[r], lanes[i]);
-    base[r] = state.largest[r] == kNothing ? 0.0f : state.largest[r];
-    rescale[r] = before == state.largest[r] ? 1.0f : std::exp(before - base[r]);
-  }
-  for (int r = Rows; r < Stride; ++r) base[r] = 0.0f;
-  for (int i = Stride; i < kLanes; ++i) base[i] = base[i - Stride];
-  const Vec bases = load(base);
-  Vec sum{};
-  for (int64_t at = 0; at < end; at += kLanes) {
-    Vec p = exp_negative(load(logits + at) - bases);
-    store(logits + at, p);
-    sum += p;
-  }
-  store(lanes, sum);
-  for (int r = 0; r < Rows; ++r) {
-    state.sum[r] *= rescale[r];
-    for (int i = r; i < kLanes; i += Stride) state.sum[r] += lanes[i];
-  }
-}
-
-// out[r] = out[r] * rescale[r] + sum_j weights[j * key_stride(Rows) + r] * values[j]
-template <class T, int Rows>
-SPARSE_RL_CLONES void add_values(
-    const T* values, int64_t count, int64_t dim, const float* weights, const float* rescale, float* out) {
-  const int64_t width = padded(dim);
-  for (int64_t at = 0; at < dim; at += kBlock) {
-    Vec sum[2 * Rows];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      sum[2 * r] = load(out + r * width + at) * rescale[r];
-      sum[2 * r + 1] = load(out + r * width + at + kLanes) * rescale[r];
-    }
-    for (int64_t j = 0; j < count; ++j) {
-      Vec a, b;
-      load_part(values + j * dim, at, dim, a, b);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        const float w = weights[j * key_stride(Rows) + r];
-        sum[2 * r] += a * w;
-        sum[2 * r + 1] += b * w;
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      store(out + r * width + at, sum[2 * r]);
-      store(out + r * width + at + kLanes, sum[2 * r + 1]);
-    }
-  }
-}
 
 template <class T>
 struct Attention {
@@ -116,9 +37,7 @@ struct Attention {
   }
 
   void finish(int64_t head, int64_t length, float largest, float sum, const float* sums) const {
-    const float share = sum > 0 ? 1 / sum : sum;  // a row without entries gives zeros
-    pack_row_any(sums, share, dim, out + head * dim);
-    const float total = largest == kNothing ? kNothing : largest + std::log(sum);
+    const float total = finish_row(largest, sum, sums, dim, out + head * dim);
     if (lse) lse[head] = total;
     if (!probs) return;
     float* row = probs + head * num_entries;
@@ -133,16 +52,9 @@ struct Attention {
     const T *keys = key_pool + start, *values = value_pool + start;
     for (int64_t g = 0; g < group; g += kRows) {
       const int64_t first = (b * heads.num_heads + h) * group + g;
-      switch (std::min<int64_t>(kRows, group - g)) {
-        case 1: rows<1>(keys, values, length, first); break;
-        case 2: rows<2>(keys, values, length, first); break;
-        case 3: rows<3>(keys, values, length, first); break;
-        case 4: rows<4>(keys, values, length, first); break;
-        case 5: rows<5>(keys, values, length, first); break;
-        case 6: rows<6>(keys, values, length, first); break;
-        case 7: rows<7>(keys, values, length, first); break;
-        default: rows<8>(keys, values, length, first); break;
-      }
+      with_rows(std::min<int64_t>(kRows, group - g), [&](auto r) {
+        this->template rows<decltype(r)::value>(keys, values, length, first);
+      });
     }
   }
 };

@@ -2,7 +2,7 @@
 //
 // One block per (row, KV head) and per (row, query head). Only the block of a KV head touches that head's length.
 
-#include "device.cuh"
+#include "float8.cuh"
 #include "op_append.h"
 
 namespace sparse_rl {
@@ -11,26 +11,26 @@ namespace {
 constexpr int kAppendThreads = 64;
 
 // transformers' convention: element i pairs with i + width / 2. `second` may be null.
-template <class T>
-SPARSE_RL_DEVICE void rotate(const Append<T>& op, int64_t b, const T* in, T* out, T* second) {
+template <class T, class P, class Out>
+SPARSE_RL_DEVICE void rotate(const Append<T, P>& op, int64_t b, const T* in, Out* out, T* second) {
   const int64_t width = op.cos ? op.width : 0, half = width / 2;
   for (int64_t i = threadIdx.x; i < half; i += kAppendThreads) {
     const float *cos = op.cos + b * width, *sin = op.sin + b * width;
     const float x = static_cast<float>(in[i]), y = static_cast<float>(in[i + half]);
     const T first = narrow<T>(x * cos[i] - y * sin[i]);
     const T last = narrow<T>(y * cos[i + half] + x * sin[i + half]);
-    out[i] = first, out[i + half] = last;
+    out[i] = stored<Out>(first), out[i + half] = stored<Out>(last);
     if (second) second[i] = first, second[i + half] = last;
   }
   for (int64_t i = width + threadIdx.x; i < op.dim; i += kAppendThreads) {
     const T x = in[i];
-    if (out != in) out[i] = x;
+    if (static_cast<const void*>(out) != in) out[i] = stored<Out>(x);
     if (second) second[i] = x;
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kAppendThreads) append_kernel(Append<T> op) {
+template <class T, class P>
+__global__ void __launch_bounds__(kAppendThreads, 1) append_kernel(Append<T, P> op) {
   const int64_t b = blockIdx.x, slot = op.heads.slots[b], H = op.heads.num_heads;
   if (slot < 0 || slot >= op.heads.num_slots || op.seen[slot] < 0) return;
   if (blockIdx.y >= H) {
@@ -48,7 +48,9 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(Append<T> op) {
   const int64_t length = op.lengths[i], at = op.heads.offsets[i] + length;
   if (length < 0 || !inside(op.heads.offsets[i], length + 1, op.capacities[i], op.pool_rows)) return;  // full, too
   rotate<T>(op, b, op.key + source, op.key_pool + at * op.dim, nullptr);
-  for (int64_t d = threadIdx.x; d < op.dim; d += kAppendThreads) op.value_pool[at * op.dim + d] = op.value[source + d];
+  for (int64_t d = threadIdx.x; d < op.dim; d += kAppendThreads) {
+    op.value_pool[at * op.dim + d] = stored<P>(op.value[source + d]);
+  }
   __syncthreads();  // all threads have read the length
   if (threadIdx.x == 0) {
     op.position_pool[at] = static_cast<int32_t>(op.seen[slot]);
@@ -57,9 +59,9 @@ __global__ void __launch_bounds__(kAppendThreads) append_kernel(Append<T> op) {
 }
 
 struct Kernel : Device {
-  template <class T>
-  static void run(const Append<T>& op, const Tensor& on) {
-    launch(append_kernel<T>, op.heads.num_rows, op.heads.num_heads + op.num_query_heads, kAppendThreads, on, op);
+  template <class T, class P>
+  static void run(const Append<T, P>& op, const Tensor& on) {
+    launch(append_kernel<T, P>, op.heads.num_rows, op.heads.num_heads + op.num_query_heads, kAppendThreads, on, op);
   }
 };
 

@@ -1,20 +1,67 @@
-// What both kernels of decode_attention share: their arguments, the online softmax, and the merging of a block's parts.
+// What the kernels of decode_attention and page_attention share: their arguments, which entries they read, the online
+// softmax, and the merging of a block's parts.
 #pragma once
 
-#include "device.cuh"
+#include "float8.cuh"
 
 namespace sparse_rl {
 
 constexpr int kHeads = 8;  // query heads per pass over the entries
 
-template <class T>
+// T computes, P is kept in the pools.
+template <class T, class P = T>
 struct Attention {
-  const T *query, *key_pool, *value_pool;
+  const T* query;
+  const P *key_pool, *value_pool;
   T* out;
   float *lse, *probs;  // null where not wanted
   int64_t group, dim, max_length, num_probs, pool_rows;
   float scale;
   Heads heads;
+  const int32_t* pages = nullptr;  // (B, H, width), for page_attention
+  int width = 0, page_size = 1;
+};
+
+// The entries that are read of one head: all, or those of the pages of a list. Both tell what the j-th of them is, -1
+// for none; from `count` on there are none.
+template <bool Paged>
+struct Reading {
+  int count;
+
+  template <class T, class P>
+  SPARSE_RL_DEVICE static Reading of(const Attention<T, P>&, const Run& run, int64_t) {
+    return {run.length};
+  }
+
+  SPARSE_RL_DEVICE int at(int j) const { return j < count ? j : -1; }
+};
+
+template <>
+struct Reading<true> {
+  int count, length, page_size;
+  const int32_t* pages;
+
+  // The first negative page ends a list.
+  template <class T, class P>
+  SPARSE_RL_DEVICE static Reading of(const Attention<T, P>& op, const Run& run, int64_t unit) {
+    const int32_t* pages = op.pages + unit * op.width;
+    int low = 0, high = run.length > 0 ? op.width : 0;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (pages[middle] >= 0) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return {low * op.page_size, run.length, op.page_size, pages};
+  }
+
+  SPARSE_RL_DEVICE int at(int j) const {
+    if (j >= count) return -1;
+    const int64_t entry = int64_t{pages[j / page_size]} * page_size + j % page_size;
+    return entry < length ? static_cast<int>(entry) : -1;  // the last page may be incomplete
+  }
 };
 
 // Running softmax of one query head: the largest logit so far and the sum of exp(logit - largest).
@@ -52,8 +99,8 @@ struct Merge {
   }
 
   // Results of up to eight heads, once the sums are complete.
-  template <class T>
-  SPARSE_RL_DEVICE void finish(const Attention<T>& op, int64_t first, int count, int length) const {
+  template <class T, class P>
+  SPARSE_RL_DEVICE void finish(const Attention<T, P>& op, int64_t first, int count, int length) const {
     const int dim = static_cast<int>(op.dim);
     for (int i = threadIdx.x; i < count * dim; i += kThreads) {
       const int head = i / dim, d = i % dim;

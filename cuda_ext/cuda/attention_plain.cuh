@@ -1,19 +1,30 @@
-// decode_attention on plain FMAs and 16-byte loads, for float32 and for large heads.
+// decode_attention and page_attention on plain FMAs and 16-byte loads, for float32 and for large heads.
 #pragma once
 
 #include "attention.cuh"
 
 namespace sparse_rl {
 
-// `Lanes` lanes read a row of K or V together, each of them `Parts` words of 16 bytes; the groups of lanes take four
-// entries at a time.
-template <class T, int Lanes, int Parts, int Heads_>
+// `Lanes` lanes read a row of K or V together, each of them `Parts` words of 16 bytes of T (as many elements of P); the
+// groups of lanes take four entries at a time.
+template <class T, class P, int Lanes, int Parts, int Heads_>
 struct Strip {
   static constexpr int Width = kWidth<T>, Groups = 32 / Lanes, Keys = 4;
   float query[Heads_][Parts][Width], sums[Heads_][Parts][Width];
   Softmax softmax[Heads_];
 
   SPARSE_RL_DEVICE static int place(int part) { return (part * Lanes + static_cast<int>(threadIdx.x % Lanes)) * Width; }
+
+  SPARSE_RL_DEVICE static void load(bool there, const P* row, int at, float (&x)[Width]) {
+    if constexpr (std::is_same_v<P, T>) {
+      unpack<T>(load_if(there, row, at), x);
+    } else if (there) {
+      load_floats<Width>(row + at, x);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Width; ++i) x[i] = 0;
+    }
+  }
 
   SPARSE_RL_DEVICE void begin(const T* rows, int count, int dim) {
 #pragma unroll
@@ -28,14 +39,15 @@ struct Strip {
     }
   }
 
-  SPARSE_RL_DEVICE void dots(const T* keys, int left, int dim, float (&logits)[Heads_][Keys]) const {
+  SPARSE_RL_DEVICE void dots(
+      const P* keys, const int (&entries)[Keys], int dim, float (&logits)[Heads_][Keys]) const {
 #pragma unroll
     for (int k = 0; k < Keys; ++k) {
       float key[Parts][Width];
 #pragma unroll
       for (int p = 0; p < Parts; ++p) {
-        const bool there = k * Groups < left && place(p) < dim;
-        unpack<T>(load_if(there, keys + static_cast<int64_t>(k * Groups) * dim, place(p)), key[p]);
+        const bool there = entries[k] >= 0 && place(p) < dim;
+        load(there, keys + static_cast<int64_t>(entries[k]) * dim, place(p), key[p]);
       }
 #pragma unroll
       for (int r = 0; r < Heads_; ++r) {
@@ -48,7 +60,8 @@ struct Strip {
   }
 
   SPARSE_RL_DEVICE void add_values(
-      const T* values, int left, int dim, const float (&shares)[Heads_][Keys], const float (&factors)[Heads_]) {
+      const P* values, const int (&entries)[Keys], int dim, const float (&shares)[Heads_][Keys],
+      const float (&factors)[Heads_]) {
 #pragma unroll
     for (int r = 0; r < Heads_; ++r) {
 #pragma unroll
@@ -59,8 +72,8 @@ struct Strip {
 #pragma unroll
       for (int p = 0; p < Parts; ++p) {
         float value[Width];
-        const bool there = k * Groups < left && place(p) < dim;
-        unpack<T>(load_if(there, values + static_cast<int64_t>(k * Groups) * dim, place(p)), value);
+        const bool there = entries[k] >= 0 && place(p) < dim;
+        load(there, values + static_cast<int64_t>(entries[k]) * dim, place(p), value);
 #pragma unroll
         for (int r = 0; r < Heads_; ++r) {
 #pragma unroll
@@ -71,14 +84,15 @@ struct Strip {
   }
 };
 
-template <class T, int Lanes, int Parts, int Heads_>
-__global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T> op) {
-  using Rows = Strip<T, Lanes, Parts, Heads_>;
+template <class T, class P, int Lanes, int Parts, int Heads_, bool Paged = false>
+__global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) {
+  using Rows = Strip<T, P, Lanes, Parts, Heads_>;
   constexpr int Groups = Rows::Groups, Keys = Rows::Keys, Width = Lanes * Parts * Rows::Width;
   __shared__ Merge<kWarps * Groups, Width> all;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
   const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
-  const T *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
+  const P *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
+  const auto reading = Reading<Paged>::of(op, run, blockIdx.x);
   const int part = threadIdx.x / Lanes, dim = static_cast<int>(op.dim);
   for (int64_t g = 0; g < op.group; g += Heads_) {
     const int64_t first = blockIdx.x * op.group + g;
@@ -87,16 +101,18 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T> op) {
     Rows rows;
     rows.begin(op.query + first * op.dim, count, dim);
     // the loop is the same for all lanes of a warp, which shuffle; entry k of a group is start + k * Groups
-    for (int base = part / Groups * Groups * Keys; base < run.length; base += kWarps * Groups * Keys) {
-      const int start = base + part % Groups, left = run.length - start;
-      const int64_t at = left > 0 ? start : 0;
+    for (int base = part / Groups * Groups * Keys; base < reading.count; base += kWarps * Groups * Keys) {
+      const int start = base + part % Groups;
+      int entries[Keys];
+#pragma unroll
+      for (int k = 0; k < Keys; ++k) entries[k] = reading.at(start + k * Groups);
       float logits[Heads_][Keys], factors[Heads_];
-      rows.dots(keys + at * dim, left, dim, logits);
+      rows.dots(keys, entries, dim, logits);
 #pragma unroll
       for (int r = 0; r < Heads_; ++r) {
 #pragma unroll
         for (int k = 0; k < Keys; ++k) {
-          const bool there = k * Groups < left;
+          const bool there = entries[k] >= 0;
           logits[r][k] = there ? logits[r][k] * op.scale : kNothing;
           if (op.probs && there && r < count && threadIdx.x % Lanes == 0) {
             op.probs[(first + r) * op.num_probs + start + k * Groups] = logits[r][k];
@@ -104,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T> op) {
         }
         factors[r] = rows.softmax[r].add(logits[r], [](float x) { return x; });
       }
-      rows.add_values(values + at * dim, left, dim, logits, factors);
+      rows.add_values(values, entries, dim, logits, factors);
     }
     if (threadIdx.x % Lanes == 0) {
 #pragma unroll

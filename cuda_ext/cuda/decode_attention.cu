@@ -2,28 +2,12 @@
 //
 // One block per (row, KV head) takes up to eight query heads of the group at once, so that K and V are read once. Its
 // warps share out the entries by fixed rules and merge in a fixed order: a row's bits depend on nothing but its slot.
-// 16-bit types run on tensor cores (attention_tensor.cuh), float32 on plain FMAs (attention_plain.cuh).
+// 16-bit queries run on tensor cores (attention_tensor.cuh), float32 on plain FMAs (attention_plain.cuh).
 
-#include "attention_plain.cuh"
-#include "attention_tensor.cuh"
+#include "attention_launch.cuh"
 
 namespace sparse_rl {
 namespace {
-
-template <class T>
-auto tensor_kernel(int64_t dim) {
-  if (dim <= 64) return attend_tensor<T, 1>;
-  if (dim <= 128) return attend_tensor<T, 2>;
-  return dim <= 256 ? attend_tensor<T, 4> : attend_plain<T, 32, 2, 4>;  // more would not fit into registers
-}
-
-auto plain_kernel(int64_t dim, int64_t group) {
-  const bool few = group <= 4;
-  if (dim <= 64) return few ? attend_plain<float, 16, 1, 4> : attend_plain<float, 16, 1, 8>;
-  if (dim <= 128) return few ? attend_plain<float, 32, 1, 4> : attend_plain<float, 32, 1, 8>;
-  if (dim <= 256) return few ? attend_plain<float, 32, 2, 4> : attend_plain<float, 32, 2, 8>;
-  return attend_plain<float, 32, 4, 4>;
-}
 
 void decode_attention(
     const Tensor& query, const Tensor& key_pool, const Tensor& value_pool, const Tensor& slots, const Tensor& offsets,
@@ -34,26 +18,24 @@ void decode_attention(
   const int64_t B = heads.num_rows, H = heads.num_heads, D = pool.dim;
   const int64_t Hq = query.dim() == 3 ? query.size(1) : 0;
   const int64_t M = probs.has_value() && probs->dim() == 3 ? probs->size(2) : max_length;
+  const ScalarType kind = computing_type(pool.dtype, query);
   STD_TORCH_CHECK(H > 0 && Hq % H == 0, "query has ", Hq, " heads, expected a multiple of the ", H, " KV heads");
-  check_tensor("query", query, key_pool, pool.dtype, {B, Hq, D});
+  check_tensor("query", query, key_pool, kind, {B, Hq, D});
   check_tensor("value_pool", value_pool, key_pool, pool.dtype, {pool.rows, D});
-  check_tensor("out", out, key_pool, pool.dtype, {B, Hq, D});
+  check_tensor("out", out, key_pool, kind, {B, Hq, D});
   check_tensor("lse", lse, key_pool, ScalarType::Float, {B, Hq});
   check_tensor("probs", probs, key_pool, ScalarType::Float, {B, Hq, M});
   STD_TORCH_CHECK(M >= max_length, "probs has room for ", M, " entries, max_length is ", max_length);
   check_aligned("query", pointer<char>(query));
   check_aligned("value_pool", pointer<char>(value_pool));
 
-  Device::dispatch(pool.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const Attention<T> op{
-        pointer<T>(query), pointer<T>(key_pool), pointer<T>(value_pool), pointer<T>(out), pointer<float>(lse),
+  Device::dispatch(pool.dtype, kind, [&](auto computed, auto stored) {
+    using T = decltype(computed);
+    using P = decltype(stored);
+    const Attention<T, P> op{
+        pointer<T>(query), pointer<P>(key_pool), pointer<P>(value_pool), pointer<T>(out), pointer<float>(lse),
         pointer<float>(probs), Hq / H, D, max_length, M, pool.rows, static_cast<float>(scale), heads};
-    if constexpr (sizeof(T) == 4) {
-      launch(plain_kernel(D, op.group), B * H, 1, kThreads, key_pool, op);
-    } else {
-      launch(tensor_kernel<T>(D), B * H, 1, kThreads, key_pool, op);
-    }
+    launch_attention<false>(op, key_pool);
   });
 }
 

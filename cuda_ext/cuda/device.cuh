@@ -7,6 +7,7 @@
 #include "heads.h"
 
 #include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <limits>
@@ -25,6 +26,7 @@
 namespace sparse_rl {
 
 using torch::headeronly::BFloat16;
+using Float8 = torch::headeronly::Float8_e4m3fn;
 using torch::headeronly::Half;
 
 constexpr unsigned kAll = 0xFFFFFFFFu;  // all lanes of a warp
@@ -132,18 +134,29 @@ struct Device {
       case ScalarType::Half: run(Half{}); break;
       default:
         STD_TORCH_CHECK(
-            false, "the pools are ", dtype_text(dtype),
+            false, "the pools (with float8 pools the queries) are ", dtype_text(dtype),
             ", the CUDA kernels take float32, bfloat16 and float16: call the .reference overload");
+    }
+  }
+
+  // The same with zeros of the type of the queries and of that of the pools, which differ where pools are float8.
+  template <class Run>
+  static void dispatch(ScalarType stored, ScalarType computed, Run run) {
+    if (stored == ScalarType::Float8_e4m3fn) {
+      dispatch(computed, [&](auto zero) { run(zero, Float8{}); });
+    } else {
+      dispatch(stored, [&](auto zero) { run(zero, zero); });
     }
   }
 
   // Rows of whole 16-byte words, which all kernels read and write.
   static PoolShape check_pool(const Tensor& key_pool) {
     const PoolShape pool = check_key_pool(key_pool);
-    dispatch(pool.dtype, [](auto) {});
+    dispatch(pool.dtype, ScalarType::Float, [](auto, auto) {});
+    const int whole = pool.dtype == ScalarType::Float8_e4m3fn ? 16 : 8;
     STD_TORCH_CHECK(
-        pool.dim % 8 == 0, "head_dim is ", pool.dim,
-        ", the CUDA kernels take multiples of 8: call the .reference overload");
+        pool.dim % whole == 0, "head_dim is ", pool.dim, ", the CUDA kernels take multiples of ", whole, " with ",
+        dtype_text(pool.dtype), ": call the .reference overload");
     check_aligned("key_pool", pointer<char>(key_pool));
     return pool;
   }

@@ -12,15 +12,15 @@ namespace {
 using Square = Product<64, 64>;
 
 // A block's (row b, KV head); its rows r are (query c, head of the group g) = (r / group, r % group).
-template <class T>
+template <class T, class P>
 struct Unit {
-  const Mass<T>& op;
+  const Mass<T, P>& op;
   int64_t first;  // of the query heads, over all rows b
   int64_t start;  // position of the first query
-  const T* keys;
+  const P* keys;
   Run run;
 
-  SPARSE_RL_DEVICE explicit Unit(const Mass<T>& op_) : op(op_) {
+  SPARSE_RL_DEVICE explicit Unit(const Mass<T, P>& op_) : op(op_) {
     const auto heads = static_cast<unsigned>(op.heads.num_heads);
     const unsigned b = blockIdx.x / heads;
     run = find_run(op.heads, b, blockIdx.x % heads, op.num_entries, op.pool_rows);
@@ -37,13 +37,13 @@ struct Unit {
   }
   SPARSE_RL_DEVICE int64_t index(int r) const { return (first + r % op.group) * op.chunk + r / op.group; }
   SPARSE_RL_DEVICE const T* query(int r) const { return visible(r) ? op.queries + index(r) * op.dim : nullptr; }
-  SPARSE_RL_DEVICE const T* key(int64_t j) const { return j < run.length ? keys + j * op.dim : nullptr; }
+  SPARSE_RL_DEVICE const P* key(int64_t j) const { return j < run.length ? keys + j * op.dim : nullptr; }
 };
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) lse_kernel(Mass<T> op) {
+template <class T, class P>
+__global__ void __launch_bounds__(kThreads) lse_kernel(Mass<T, P> op) {
   __shared__ Square square;
-  const Unit<T> unit(op);
+  const Unit<T, P> unit(op);
   const int base = blockIdx.y * 64, last = base + 63 < unit.num_rows() ? base + 63 : unit.num_rows() - 1;
   const int end = unit.visible(last) ? unit.visible(last) : unit.run.length;  // padding follows what sees all keys
   float largest[4], sum[4] = {};
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) lse_kernel(Mass<T> op) {
   for (int i = 0; i < 4; ++i) largest[i] = kNothing, visible[i] = unit.visible(base + Square::row() + i);
   for (int start = 0; start < end && unit.visible(base); start += 64) {
     float c[4][4];
-    square.compute<T>(
+    square.compute<T, P>(
         op.dim, [&](int r) { return unit.query(base + r); }, [&](int j) { return unit.key(start + j); }, c);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -77,11 +77,11 @@ __global__ void __launch_bounds__(kThreads) lse_kernel(Mass<T> op) {
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) mass_kernel(Mass<T> op) {
+template <class T, class P>
+__global__ void __launch_bounds__(kThreads) mass_kernel(Mass<T, P> op) {
   __shared__ Square square;
   __shared__ float parts[16][64];
-  const Unit<T> unit(op);
+  const Unit<T, P> unit(op);
   const int start = blockIdx.y * 64;
   if (start >= unit.run.length) return;
   float total[4] = {};
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) mass_kernel(Mass<T> op) {
     const int last = base + 63 < unit.num_rows() ? base + 63 : unit.num_rows() - 1;
     if (unit.visible(last) && unit.visible(last) <= start) continue;  // these rows see only keys before the block's
     float c[4][4];
-    square.compute<T>(
+    square.compute<T, P>(
         op.dim, [&](int r) { return unit.query(base + r); }, [&](int j) { return unit.key(start + j); }, c);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -113,12 +113,12 @@ __global__ void __launch_bounds__(kThreads) mass_kernel(Mass<T> op) {
 }
 
 struct Kernel : Device {
-  template <class T>
-  static void run(const Mass<T>& op, const Tensor& on) {
+  template <class T, class P>
+  static void run(const Mass<T, P>& op, const Tensor& on) {
     check_aligned("queries", op.queries);
     const int64_t heads = op.heads.num_rows * op.heads.num_heads, rows = static_cast<int64_t>(op.chunk) * op.group;
-    launch(lse_kernel<T>, heads, (rows + 63) / 64, kThreads, on, op);
-    launch(mass_kernel<T>, heads, (op.num_entries + 63) / 64, kThreads, on, op);
+    launch(lse_kernel<T, P>, heads, (rows + 63) / 64, kThreads, on, op);
+    launch(mass_kernel<T, P>, heads, (op.num_entries + 63) / 64, kThreads, on, op);
   }
 };
 

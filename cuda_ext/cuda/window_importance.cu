@@ -13,11 +13,11 @@ constexpr int kRows = 16, kColumns = kThreads;
 using Flat = Product<kRows, kColumns>;
 
 // What one block works on.
-template <class T>
+template <class T, class P>
 struct Unit {
-  const Importance<T>& op;
+  const Importance<T, P>& op;
   Run run;
-  const T* keys;
+  const P* keys;
   const int32_t* positions;
   const int64_t* at;  // positions of the queries
   float *rows, *total;  // scratch: logits (A, N), then the sum over the queries (N)
@@ -31,7 +31,7 @@ struct Unit {
     for (int start = 0; start < count; start += kColumns) {
       for (int base = 0; base < num_rows; base += kRows) {
         float c[4][4];
-        flat.compute<T>(
+        flat.compute<T, P>(
             op.dim,
             [&](int r) -> const T* {
               const int a = (base + r) / heads_per_row, g = (base + r) % heads_per_row;
@@ -81,8 +81,8 @@ struct Unit {
   }
 };
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T> op) {
+template <class T, class P>
+__global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T, P> op) {
   __shared__ Flat flat;
   __shared__ float logits[kRows][kColumns], largest[kWarps], share[kWarps];
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T> o
   const int before = run.length > op.window ? run.length - op.window : 0;
   float* rows = op.scratch + static_cast<int64_t>(blockIdx.x) * (op.num_queries + 1) * op.num_entries;
   float* total = rows + static_cast<int64_t>(op.num_queries) * op.num_entries;
-  const Unit<T> unit{
+  const Unit<T, P> unit{
       op, run, op.key_pool + run.start * op.dim, op.positions + run.start,
       op.query_positions + run.slot * op.num_queries, rows, total, before, op.exclude_window ? before : run.length};
   int present = 0;
@@ -113,10 +113,10 @@ __global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T> o
 }
 
 struct Kernel : Device {
-  template <class T>
-  static void run(const Importance<T>& op, const Tensor& on) {
+  template <class T, class P>
+  static void run(const Importance<T, P>& op, const Tensor& on) {
     check_aligned("queries", op.queries);
-    launch(importance_kernel<T>, op.heads.num_rows * op.heads.num_heads, 1, kThreads, on, op);
+    launch(importance_kernel<T, P>, op.heads.num_rows * op.heads.num_heads, 1, kThreads, on, op);
   }
 };
 

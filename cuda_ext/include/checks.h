@@ -34,6 +34,7 @@ inline const char* dtype_text(ScalarType dtype) {
     case ScalarType::BFloat16: return "bfloat16";
     case ScalarType::Half: return "float16";
     case ScalarType::Double: return "float64";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     default: return "another type";
@@ -85,6 +86,11 @@ T* pointer(const Tensor& t) {
 template <class T>
 T* pointer(const std::optional<Tensor>& t) {
   return t.has_value() ? pointer<T>(*t) : nullptr;
+}
+
+// What queries, new keys and values come in: the pools' own type, with float8 pools the given tensor's.
+inline ScalarType computing_type(ScalarType stored, const Tensor& given) {
+  return stored == ScalarType::Float8_e4m3fn ? given.scalar_type() : stored;
 }
 
 // The pools (rows, D) all ops share: dtype of the key pool, head size, number of rows.

@@ -43,16 +43,19 @@ SPARSE_RL_INLINE void add_block(const Vec* a, const Vec* b, const float* queries
 // Rows is a compile-time constant so that all accumulators stay in registers; several keys are taken at once, so that
 // about sixteen sums are in flight. The keys are fetched a little ahead, because the processor does not see one stream
 // in them; `ahead`, if given, is memory of the size of the tile that is needed next and fetched meanwhile.
+// `after` is what is fetched instead of the keys behind this one, where they are not the next to be read.
 template <class T, int Rows>
 SPARSE_RL_CLONES void dot_tile(
-    const T* keys, int64_t count, int64_t dim, const float* queries, float scale, float* out, const T* ahead) {
+    const T* keys, int64_t count, int64_t dim, const float* queries, float scale, float* out, const T* ahead,
+    const T* after = nullptr) {
   constexpr int Stride = key_stride(Rows), Keys = Rows > 4 ? 2 : Rows > 2 ? 4 : 8, Sums = Keys * Stride;
+  if (!after) after = keys + kAhead * dim;
   const int64_t whole = dim / kBlock * kBlock;
   for (int64_t j = 0; j < count; j += Keys) {
     const T* row[Keys];
     for (int k = 0; k < Keys; ++k) row[k] = keys + (j + k < count ? j + k : count - 1) * dim;
     for (int64_t at = 0; at < Keys * dim; at += kLine / sizeof(T)) {
-      __builtin_prefetch(keys + (j + kAhead) * dim + at);
+      __builtin_prefetch(after + j * dim + at);
       if (ahead) __builtin_prefetch(ahead + j * dim + at);
     }
     Vec sum[Sums] = {}, a[Keys], b[Keys];

@@ -34,9 +34,11 @@ inline bool is_first(const char* name, const std::string& value, const char* fir
   return value == first;
 }
 
-template <class T>
+// T computes, P is kept in the pools.
+template <class T, class P = T>
 struct Importance {
-  const T *queries, *key_pool;     // queries (S, Hq, A, D)
+  const T* queries;  // (S, Hq, A, D)
+  const P* key_pool;
   const int64_t* query_positions;  // (S, A)
   const int32_t* positions;
   float *scores, *scratch;  // (B, H, N), (B, H, A + 1, N)
@@ -62,7 +64,8 @@ void window_importance(
   const int64_t N = scores.dim() == 3 ? scores.size(2) : 0;
   STD_TORCH_CHECK(H > 0 && Hq % H == 0, "queries have ", Hq, " heads, expected a multiple of the ", H, " KV heads");
   STD_TORCH_CHECK(window >= 0, "window is ", window, ", expected 0 or more entries");
-  check_tensor("queries", queries, key_pool, pool.dtype, {S, Hq, A, pool.dim});
+  const ScalarType kind = computing_type(pool.dtype, queries);
+  check_tensor("queries", queries, key_pool, kind, {S, Hq, A, pool.dim});
   check_tensor("query_positions", query_positions, key_pool, ScalarType::Long, {S, A});
   check_tensor("position_pool", position_pool, key_pool, ScalarType::Int, {pool.rows});
   check_tensor("scores", scores, key_pool, ScalarType::Float, {B, H, N});
@@ -70,10 +73,11 @@ void window_importance(
   const bool group_max = is_first("group_reduction", over_group, "max", "mean");
   const bool query_mean = is_first("query_reduction", over_queries, "mean", "sum");
   const Pooling pool_over = pooling_of(how, kernel_size);
-  Backend::dispatch(pool.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const Importance<T> op{
-        pointer<T>(queries), pointer<T>(key_pool), pointer<int64_t>(query_positions), pointer<int32_t>(position_pool),
+  Backend::dispatch(pool.dtype, kind, [&](auto computed, auto stored) {
+    using T = decltype(computed);
+    using P = decltype(stored);
+    const Importance<T, P> op{
+        pointer<T>(queries), pointer<P>(key_pool), pointer<int64_t>(query_positions), pointer<int32_t>(position_pool),
         pointer<float>(scores), pointer<float>(scratch), static_cast<int>(Hq / H), static_cast<int>(A),
         static_cast<int>(N), static_cast<int>(pool.dim), static_cast<int>(window < N ? window : N), pool.rows,
         static_cast<float>(scale), exclude_window, group_max, query_mean, pool_over, heads};

@@ -5,11 +5,13 @@
 
 namespace sparse_rl {
 
-template <class T>
+// T computes, P is kept in the pools.
+template <class T, class P = T>
 struct Mass {
-  const T *queries, *key_pool;  // queries (B, Hq, C, D)
-  const int64_t* query_start;   // (B)
-  float *mass, *lse;            // (B, H, N), (B, Hq, C)
+  const T* queries;  // (B, Hq, C, D)
+  const P* key_pool;
+  const int64_t* query_start;  // (B)
+  float *mass, *lse;           // (B, H, N), (B, Hq, C)
   int group, chunk, num_entries, dim;
   int64_t pool_rows;
   float scale;
@@ -26,14 +28,16 @@ void prefill_mass(
   const int64_t Hq = queries.dim() == 4 ? queries.size(1) : 0, C = queries.dim() == 4 ? queries.size(2) : 0;
   const int64_t N = mass.dim() == 3 ? mass.size(2) : 0;
   STD_TORCH_CHECK(H > 0 && Hq % H == 0, "queries have ", Hq, " heads, expected a multiple of the ", H, " KV heads");
-  check_tensor("queries", queries, key_pool, pool.dtype, {B, Hq, C, pool.dim});
+  const ScalarType kind = computing_type(pool.dtype, queries);
+  check_tensor("queries", queries, key_pool, kind, {B, Hq, C, pool.dim});
   check_tensor("query_start", query_start, key_pool, ScalarType::Long, {B});
   check_tensor("mass", mass, key_pool, ScalarType::Float, {B, H, N});
   check_tensor("lse", lse, key_pool, ScalarType::Float, {B, Hq, C});
-  Backend::dispatch(pool.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const Mass<T> op{
-        pointer<T>(queries), pointer<T>(key_pool), pointer<int64_t>(query_start), pointer<float>(mass),
+  Backend::dispatch(pool.dtype, kind, [&](auto computed, auto stored) {
+    using T = decltype(computed);
+    using P = decltype(stored);
+    const Mass<T, P> op{
+        pointer<T>(queries), pointer<P>(key_pool), pointer<int64_t>(query_start), pointer<float>(mass),
         pointer<float>(lse), static_cast<int>(Hq / H), static_cast<int>(C), static_cast<int>(N),
         static_cast<int>(pool.dim), pool.rows, static_cast<float>(scale), heads};
     Backend::run(op, key_pool);

@@ -24,8 +24,8 @@ void key_redundancy(
   const int64_t B = heads.num_rows, H = heads.num_heads, N = redundancy.dim() == 3 ? redundancy.size(2) : 0;
   check_tensor("redundancy", redundancy, key_pool, ScalarType::Float, {B, H, N});
   check_tensor("scratch", scratch, key_pool, ScalarType::Float, {B, H, 2, N});
-  Backend::dispatch(pool.dtype, [&](auto zero) {
-    using T = decltype(zero);
+  Backend::dispatch(pool.dtype, ScalarType::Float, [&](auto, auto stored) {
+    using T = decltype(stored);
     const Redundancy<T> op{
         pointer<T>(key_pool), pointer<float>(redundancy), pointer<float>(scratch), static_cast<int>(N),
         static_cast<int>(pool.dim), pool.rows, static_cast<float>(threshold), heads};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparse_rl_lightning.callbacks.acceptance_monitor import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.dry_run import DryRun
@@ -26,12 +27,14 @@ from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
 from sparse_rl_lightning.callbacks.step_guard import StepGuard
 from sparse_rl_lightning.callbacks.step_times import StepTimes
 from sparse_rl_lightning.callbacks.summary import RunSummary
+from sparse_rl_lightning.callbacks.tail_guard import TailGuard
 from sparse_rl_lightning.callbacks.zero_sharding import ZeroSharding
 
 __all__ = [
     "MIS",
     "OPSM",
     "TIS",
+    "AcceptanceMonitor",
     "CompletionsTable",
     "DryRun",
     "EmptyRollouts",
@@ -51,5 +54,6 @@ __all__ = [
     "SparsityAwareRejection",
     "StepGuard",
     "StepTimes",
+    "TailGuard",
     "ZeroSharding",
 ]

@@ -75,7 +75,7 @@ def _rehearse(trainer: Trainer, module: SparseGRPO, num_prompts: int) -> None:
     case = LargestCase(module, num_prompts)
     fresh = [optimizer for optimizer in trainer.optimizers if not optimizer.state]
     compressor, options = module.compressor, module.sampler_options
-    kept = f"budget {compressor.budget} and buffer {compressor.buffer}" if compressor.evicts else "all tokens kept"
+    kept = f"budget {compressor.schedule} and buffer {compressor.buffer}" if compressor.evicts else "all tokens kept"
     with _untouched(trainer, module, fresh):
         told = [
             _try(

@@ -38,7 +38,7 @@ class MismatchSplit(RolloutCallback):
             part of what rejection and reweighting act on.
 
     Raises:
-        ValueError: If an argument is not positive, or the module does not sample with a compressor.
+        ValueError: If an argument is not positive, or the module samples with a retriever.
     """
 
     def __init__(self, every_n_rollouts: int = 10, tolerance: float = 0.1) -> None:
@@ -55,6 +55,11 @@ class MismatchSplit(RolloutCallback):
         """Measure and log, if it is this rollout's turn."""
         if scored.index % self.every_n_rollouts:
             return
+        if scored.rollout.evictions is None:
+            raise ValueError(
+                "MismatchSplit replays evictions, and this rollout has no record of any: a retriever reads other pages "
+                "at every query. Remove the callback, or set model.retriever to null."
+            )
         rollout = scored.rollout
         rollout = rollout[~drawn_by_several(rollout)]
         if not len(rollout):
@@ -87,13 +92,11 @@ def mismatch_split(module: Any, rollout: Rollout) -> dict[str, Tensor]:
     Returns:
         Six scalars by the names in :class:`MismatchSplit`.
     """
-    policy, temperature = module.dense_policy, module.temperature or 1.0
     parts = rollout.parts(module.steps_per_generation)
-    with eval_mode(policy):
-        replay, dense = (
-            torch.cat([module.learner.logprobs(policy, part, temperature, replay)[0] for part in parts])
-            for replay in (True, False)
-        )
+    with eval_mode(module.dense_policy):
+        replay = torch.cat([module.replayed(part)[0] for part in parts])
+        policy, temperature = module.dense_policy, module.temperature or 1.0
+        dense = torch.cat([module.learner.logprobs(policy, part, temperature)[0] for part in parts])
     split = {}
     for name, new, old in (("kernel", replay, rollout.sampler_logprobs), ("compression", dense, replay)):
         mask = rollout.completion_mask

@@ -138,7 +138,7 @@ class RunSummary(RolloutCallback):
             say(f"Evaluating on {len(rows)} held-out problems ...")
         results, binary = {}, True
         self.record.num_problems = len(rows)
-        for cache in ("dense", "sparse") if module.compressor.evicts else ("dense",):
+        for cache in ("dense", "sparse") if module.rolls_out_sparse else ("dense",):
             rewards = [reward for reward in self._rewards(module, rows, cache) if not math.isnan(reward)]
             binary = binary and set(rewards) <= {0.0, 1.0}
             if rewards:
@@ -202,10 +202,12 @@ def held_out_rows(trainer: Trainer, count: int) -> list[dict[str, Any]]:
 
 
 def default_title(module: GenerationModule) -> str:
-    """Module, compressor and budget."""
+    """Module, compressor and budget, retriever and what it reads."""
     compressor = module.compressor
-    budget = f", budget {compressor.budget} + {compressor.buffer} tokens" if compressor.evicts else ""
-    return f"{type(module).__name__} with {type(compressor).__name__}{budget}"
+    budget = f", budget {compressor.schedule} + {compressor.buffer} tokens" if compressor.evicts else ""
+    r = module.retriever
+    reading = "" if r is None else f", {type(r).__name__} reading {r.schedule} tokens"
+    return f"{type(module).__name__} with {type(compressor).__name__}{budget}{reading}"
 
 
 def describe(module: GenerationModule) -> dict[str, str]:
@@ -216,6 +218,7 @@ def describe(module: GenerationModule) -> dict[str, str]:
     return {
         "policy": f"{type(policy).__name__}, {parameters / 1e6:,.2f} million parameters",
         "compressor": str(module.compressor),
+        **({} if module.retriever is None else {"retriever": str(module.retriever)}),
         "corrections": ", ".join(edits) or "none",
         "samples per prompt": str(module.num_generations),
         "temperature": str(module.temperature),

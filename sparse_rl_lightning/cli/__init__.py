@@ -1,4 +1,4 @@
-"""The command line: ``sparse-rl fit|validate|test|predict|export --config FILE``, a plain LightningCLI."""
+"""The command line: ``sparse-rl fit|validate|test|predict|export --config FILE``, a LightningCLI, and ``calibrate``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,10 +22,12 @@ import sparse_rl_lightning.callbacks
 import sparse_rl_lightning.compressors
 import sparse_rl_lightning.data
 import sparse_rl_lightning.modules
+import sparse_rl_lightning.retrievers
 import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import write_whole
+from sparse_rl_lightning.cli.calibrate import main as calibrate
 from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, warn_of_earlier_run
 from sparse_rl_lightning.cli.export import ExportingTrainer
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_own, own_error
@@ -120,10 +124,7 @@ def main(args: ArgsType = None) -> LightningCLI:
     Returns:
         The CLI with its ``trainer``, ``model`` and ``datamodule``.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
-    with warnings.catch_warnings():
-        quiet()
+    with _prepared():
         return SparseRLCLI(
             PolicyModule,
             PromptDataModule,
@@ -141,16 +142,30 @@ def main(args: ArgsType = None) -> LightningCLI:
         )
 
 
+@contextmanager
+def _prepared() -> Iterator[None]:
+    """What every command needs: classes of the working directory, and nothing said by other packages' insides."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
+    with warnings.catch_warnings():
+        quiet()
+        yield
+
+
 def console() -> None:
     """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
-    ``sparse-rl doctor`` is answered before any parser is built.
+    ``sparse-rl doctor`` is answered before any parser is built, ``sparse-rl calibrate`` by a parser of its own.
     """
     if sys.argv[1:2] == ["doctor"]:
         doctor.main()
         return
     try:
+        if sys.argv[1:2] == ["calibrate"]:
+            with _prepared():
+                calibrate(sys.argv[2:])
+            return
         main()
     except (ValueError, MisconfigurationException) as error:
         if _wants_traceback() or not (is_own(error) or isinstance(error, MisconfigurationException)):

@@ -15,13 +15,17 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
-from sparse_rl_lightning.budgets import BudgetRule
+from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.retrievers import Retriever
 
-BASES = (PolicyModule, PromptDataModule, Compressor, BudgetRule, PolicySource, Callback, Logger, Optimizer)
+BASES = (
+    PolicyModule, PromptDataModule, Compressor, Retriever, BudgetRule, LengthSchedule, PolicySource, Callback, Logger,
+    Optimizer,
+)  # fmt: skip
 """Classes whose subclasses a configuration names."""
 
 NOISE = re.compile(
@@ -100,7 +104,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _class_names() -> set[str]:
-    names: set[str] = set()
+    names = {base.__name__ for base in BASES if not inspect.isabstract(base)}
     waiting: list[type] = list(BASES)
     while waiting:
         subclasses: list[type] = waiting.pop().__subclasses__()

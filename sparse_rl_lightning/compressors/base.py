@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from abc import ABC, abstractmethod
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import BudgetRule, Uniform
+from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
 from sparse_rl_lightning.ops.select import pinned_entries, select_entries
 from sparse_rl_lightning.types import LayerState
 
@@ -21,8 +23,12 @@ class Compressor(ABC):
     of its own: one instance serves all layers, slots and ranks. Numbers that a method accumulates over the steps are
     named in :attr:`state_fields` and belong to the cache.
 
+    With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget is that of each sequence's own length when it
+    is compressed. Memory is sized by the largest, and nothing is evicted while a sequence holds fewer tokens than the
+    budget of its length plus ``buffer``.
+
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         buffer: Tokens appended between two compressions.
         num_sinks: First positions of the sequence that are never evicted. 0 reproduces published R-KV and SnapKV.
         window: Most recent tokens that are never evicted.
@@ -39,7 +45,7 @@ class Compressor(ABC):
 
     def __init__(
         self,
-        budget: int,
+        budget: int | LengthSchedule,
         buffer: int = 128,
         num_sinks: int = 4,
         window: int = 8,
@@ -47,25 +53,68 @@ class Compressor(ABC):
         budget_rule: BudgetRule | None = None,
     ) -> None:
         name = type(self).__name__
-        if budget <= 0:
-            raise ValueError(f"{name}: budget must be a positive number of tokens, got budget={budget}.")
         if buffer < 1:
             raise ValueError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
         if num_sinks < 0 or window < 1:
             raise ValueError(
                 f"{name}: num_sinks must be >= 0 and window >= 1, got num_sinks={num_sinks}, window={window}."
             )
-        if budget < num_sinks + window:
-            raise ValueError(
-                f"{name}: budget={budget} is smaller than num_sinks + window = {num_sinks} + {window} = "
-                f"{num_sinks + window} tokens that are never evicted. Raise budget or lower num_sinks or window."
-            )
-        self.budget = budget
         self.buffer = buffer
         self.num_sinks = num_sinks
         self.window = window
+        self._set_budget(budget)
         self.compress_prompt = compress_prompt
         self.budget_rule = budget_rule or Uniform()
+        self._given_schedule = self.schedule
+
+    def raise_budget(self, steps: int) -> None:
+        """Set the budget so many steps above the one given; samplers follow at their next call.
+
+        A step is that of :meth:`LengthSchedule.raised <sparse_rl_lightning.budgets.LengthSchedule.raised>`: the next
+        budget of the schedule, a quarter more for a single number.
+
+        Args:
+            steps: Counted from the budget that the compressor was made with, so that the same call twice is one.
+
+        Raises:
+            ValueError: If nothing is ever evicted.
+        """
+        if not self.evicts:
+            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
+        self._set_budget(self._given_schedule.raised(steps))
+
+    @property
+    def budget(self) -> int:
+        """The largest budget of :attr:`schedule`, by which memory is sized."""
+        return self.schedule.maximum
+
+    def with_budget(self, budget: int | LengthSchedule) -> Self:
+        """A copy with another budget.
+
+        Raises:
+            ValueError: If it is smaller than what is never evicted.
+        """
+        other = copy.deepcopy(self)
+        other._set_budget(budget)
+        other._given_schedule = other.schedule
+        return other
+
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        name, pinned = type(self).__name__, self.num_sinks + self.window
+        if isinstance(budget, int) and budget <= 0:
+            raise ValueError(f"{name}: budget must be a positive number of tokens, got budget={budget}.")
+        self.schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
+        if self.schedule.minimum < pinned:
+            raise ValueError(
+                f"{name}: budget={self.schedule.minimum} is smaller than num_sinks + window = {self.num_sinks} + "
+                f"{self.window} = {pinned} tokens that are never evicted. Raise budget or lower num_sinks or window."
+            )
+        if self.schedule.shrinks and self.evicts:
+            warnings.warn(
+                f"{name}: budget={self.schedule} shrinks with length. Slots are sized for the maximum all the same, "
+                "and what is evicted does not come back where the budget grows again.",
+                stacklevel=3,
+            )
 
     # ---------------------------------------------------------------- what a method declares
 
@@ -102,20 +151,26 @@ class Compressor(ABC):
 
     # ---------------------------------------------------------------- what the cache calls
 
-    def layer_budgets(self, num_layers: int) -> list[int]:
+    def layer_budgets(self, num_layers: int, budget: int | None = None) -> list[int]:
         """Tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
+
+        Args:
+            num_layers: Layers of the model.
+            budget: One of the schedule, default the largest.
 
         Raises:
             ValueError: If a head would get less than sinks and window.
         """
-        return self.budget_rule.layer_budgets(self.budget, num_layers, self.num_sinks + self.window)
+        budget = self.budget if budget is None else budget
+        return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
 
-    def plan_eviction(self, layer: LayerState, layer_budget: int | None = None) -> tuple[Tensor, Tensor]:
+    def plan_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``select_and_compact`` takes them.
 
         Args:
             layer: One layer's cache.
-            layer_budget: The layer's number of :meth:`layer_budgets`, default :attr:`budget`.
+            layer_budget: The layer's number of :meth:`layer_budgets`, or (S,) int64 one for each slot; default
+                :attr:`budget`.
 
         Raises:
             ValueError: As :meth:`checked_score`, or if more entries must stay than a head keeps.
@@ -133,11 +188,12 @@ class Compressor(ABC):
             raise ValueError(
                 f"{type(self).__name__}: {int(must_stay.flatten()[worst])} entries of a head in layer "
                 f"{layer.layer_index} must stay, num_sinks={self.num_sinks} and window={self.window} among them, but "
-                f"it keeps only {int(budgets.flatten()[worst])}. Raise budget={self.budget} or protect fewer tokens."
+                f"it keeps only {int(budgets.flatten()[worst])}. Raise budget={self.schedule.plain} or protect fewer "
+                "tokens."
             )
         return scores, budgets
 
-    def select(self, layer: LayerState, layer_budget: int | None = None) -> Tensor:
+    def select(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> Tensor:
         """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``select_and_compact``.
 
         Args:
@@ -174,7 +230,8 @@ class Compressor(ABC):
             raise ValueError(f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.")
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in {"budget": self.schedule.plain, **shown}.items())
         return f"{type(self).__name__}({arguments})"
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.compressors.entries import live_entries
 from sparse_rl_lightning.types import LayerState
@@ -21,7 +22,7 @@ class CUR(Compressor):
     The random projection that the published code can put before the norms is left out.
 
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         leverage: The "product" of the shares of key and value, their "mean", or only that of "key" or "value".
         local_window: Neighbouring entries that share one sum; 0 takes the norms as they are.
         **sizes: Those of :class:`Compressor`.
@@ -32,7 +33,9 @@ class CUR(Compressor):
 
     num_queries = 0
 
-    def __init__(self, budget: int, *, leverage: Leverage = "product", local_window: int = 16, **sizes: Any) -> None:
+    def __init__(
+        self, budget: int | LengthSchedule, *, leverage: Leverage = "product", local_window: int = 16, **sizes: Any
+    ) -> None:
         super().__init__(budget, **sizes)
         check_choice(self, "leverage", leverage, Leverage)
         if local_window < 0:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
@@ -30,7 +31,7 @@ class ExpectedAttention(Compressor):
     mean of A squared products. "diagonal" keeps the variances of the turned channels only.
 
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         query_window: Latest queries that statistics are made of; the cache holds them.
         num_future: Positions ahead over which the rotation is averaged.
         covariance: "full", "diagonal" or "none".
@@ -44,7 +45,7 @@ class ExpectedAttention(Compressor):
 
     def __init__(
         self,
-        budget: int,
+        budget: int | LengthSchedule,
         *,
         query_window: int = 64,
         num_future: int = 512,

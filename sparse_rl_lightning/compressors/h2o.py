@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.ops.pools import accumulation_dtype
@@ -23,7 +24,7 @@ class H2O(Compressor):
     attention probabilities of every step: the most expensive method here while decoding.
 
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         age_normalized: Divide by the number of queries that could see the token.
         value_weighted: Multiply by the norm of the value.
         **sizes: Those of :class:`Compressor`.
@@ -36,7 +37,12 @@ class H2O(Compressor):
     state_fields = ("mass",)
 
     def __init__(
-        self, budget: int, *, age_normalized: bool = False, value_weighted: bool = False, **sizes: Any
+        self,
+        budget: int | LengthSchedule,
+        *,
+        age_normalized: bool = False,
+        value_weighted: bool = False,
+        **sizes: Any,
     ) -> None:
         super().__init__(budget, **sizes)
         self.age_normalized = age_normalized

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
 from sparse_rl_lightning.types import LayerState
@@ -25,7 +26,7 @@ class LagKV(Compressor):
     where the published code divides by zero.
 
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         lag_size: Entries of a chunk, at least 2.
         **sizes: Those of :class:`Compressor`.
 
@@ -35,13 +36,14 @@ class LagKV(Compressor):
 
     num_queries = 0
 
-    def __init__(self, budget: int, *, lag_size: int = 128, **sizes: Any) -> None:
+    def __init__(self, budget: int | LengthSchedule, *, lag_size: int = 128, **sizes: Any) -> None:
         super().__init__(budget, **sizes)
-        largest = (self.budget + self.buffer - self.num_sinks) // 2
+        smallest = self.schedule.minimum + self.buffer
+        largest = (smallest - self.num_sinks) // 2
         if not 2 <= lag_size <= largest:
             raise ValueError(
                 f"LagKV: lag_size must be from 2 to {largest}, so that a slot of budget + buffer = "
-                f"{self.budget + self.buffer} tokens holds two chunks behind its sinks; got lag_size={lag_size}."
+                f"{smallest} tokens holds two chunks behind its sinks; got lag_size={lag_size}."
             )
         self.lag_size = lag_size
 

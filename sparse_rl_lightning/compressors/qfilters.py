@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
 from sparse_rl_lightning.compressors.statistics import QueryStatistics, resolve_statistics
@@ -20,7 +21,7 @@ class QFilters(Compressor):
     larger logit. kvpress subtracts the product: change the sign of filters that are published for it.
 
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         statistics: File written by ``python -m sparse_rl_lightning.calibration``, or the statistics themselves.
         **sizes: Those of :class:`Compressor`.
 
@@ -30,7 +31,7 @@ class QFilters(Compressor):
 
     num_queries = 0
 
-    def __init__(self, budget: int, statistics: str | QueryStatistics, **sizes: Any) -> None:
+    def __init__(self, budget: int | LengthSchedule, statistics: str | QueryStatistics, **sizes: Any) -> None:
         super().__init__(budget, **sizes)
         self.statistics = resolve_statistics(statistics, type(self).__name__)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.snapkv import SnapKV
 from sparse_rl_lightning.ops import KVPools, score_redundancy
 from sparse_rl_lightning.types import LayerState
@@ -22,7 +23,7 @@ class RKV(SnapKV):
     its next pooling and its "last similar" key then depend.
 
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         mix_lambda: Weight of the importance, from 0 to 1.
         similarity_threshold: Cosine above which two keys are similar, from -1 to 1; each key spares the last of those
             similar to it.
@@ -34,7 +35,12 @@ class RKV(SnapKV):
     """
 
     def __init__(
-        self, budget: int, *, mix_lambda: float = 0.1, similarity_threshold: float = 0.5, **options: Any
+        self,
+        budget: int | LengthSchedule,
+        *,
+        mix_lambda: float = 0.1,
+        similarity_threshold: float = 0.5,
+        **options: Any,
     ) -> None:
         super().__init__(budget, **options)
         if not 0 <= mix_lambda <= 1:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.ops import KVPools, score_importance
 from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
@@ -27,7 +28,7 @@ class SnapKV(Compressor):
     with ``window`` queries; here means run over the queries there are.
 
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         kernel_size: Entries that pooling looks at, an odd number; 1 pools nothing.
         pooling: "max", "avg" or "none" over neighbouring entries.
         group_reduction: "max" of the logits over the query heads of a KV head before the softmax, or "mean" of their
@@ -41,7 +42,7 @@ class SnapKV(Compressor):
 
     def __init__(
         self,
-        budget: int,
+        budget: int | LengthSchedule,
         *,
         kernel_size: int = 7,
         pooling: Pooling = "max",

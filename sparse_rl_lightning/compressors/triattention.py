@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate_to_mean
@@ -26,7 +27,7 @@ class TriAttention(Compressor):
     with per-head selection; it standardises over the completion only, since it never evicts the prompt.
 
     Args:
-        budget: Tokens kept per layer and KV head after a compression.
+        budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         statistics: File written by ``python -m sparse_rl_lightning.calibration``, or the statistics themselves.
         max_offset: Largest distance ahead, in tokens.
         group_reduction: "max" or "mean" over the query heads of a KV head.
@@ -40,7 +41,7 @@ class TriAttention(Compressor):
 
     def __init__(
         self,
-        budget: int,
+        budget: int | LengthSchedule,
         statistics: str | QueryStatistics,
         *,
         max_offset: int = 65536,

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_queries
 from sparse_rl_lightning.types import LayerState
 
-_SIZES = ("budget", "buffer", "num_sinks", "window", "compress_prompt", "budget_rule")
+_SIZES = ("schedule", "buffer", "num_sinks", "window", "compress_prompt", "budget_rule")
 
 
 class Wrapper(Compressor):
@@ -36,14 +37,20 @@ class Wrapper(Compressor):
             if not part.evicts:
                 raise ValueError(f"{name}: {part} never evicts, so there are no scores to work on. Leave it out.")
             for size in _SIZES:
-                own, other = repr(getattr(first, size)), repr(getattr(part, size))
+                own, other = _size(first, size), _size(part, size)
                 if own != other:
                     raise ValueError(
-                        f"{name}: all compressors inside must have the same {size}, but {type(first).__name__} has "
-                        f"{size}={own} and {type(part).__name__} has {size}={other}."
+                        f"{name}: all compressors inside must have the same {own[0]}, but {type(first).__name__} has "
+                        f"{own[0]}={own[1]} and {type(part).__name__} has {own[0]}={other[1]}."
                     )
-        super().__init__(**{size: getattr(first, size) for size in _SIZES})
+        sizes = {size: getattr(first, size) for size in _SIZES if size != "schedule"}
+        super().__init__(first.schedule, **sizes)
         self._parts = list(parts)
+
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        super()._set_budget(budget)
+        for part in getattr(self, "_parts", ()):  # none yet in __init__, where the budget is theirs
+            part._set_budget(budget)
 
     @property
     def num_queries(self) -> int:
@@ -79,3 +86,8 @@ class Wrapper(Compressor):
         own = {name: value for name, value in vars(self).items() if name not in _SIZES and not name.startswith("_")}
         arguments = [*map(repr, self._parts), *(f"{name}={value!r}" for name, value in own.items())]
         return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def _size(part: Compressor, name: str) -> tuple[str, str]:
+    """A size as a user gave it: the argument and its value."""
+    return ("budget", repr(part.schedule.plain)) if name == "schedule" else (name, repr(getattr(part, name)))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from sparse_rl_lightning.metrics.acceptance import AcceptanceTail, SampledAcceptanceTail
+from sparse_rl_lightning.metrics.beta import BetaFit, fit_beta
 from sparse_rl_lightning.metrics.kv import KVSaving
 from sparse_rl_lightning.metrics.mismatch import EffectiveSampleSize, MismatchKL
-from sparse_rl_lightning.metrics.overlap import distribution_overlap, overlap_bounds
 from sparse_rl_lightning.metrics.rejection import RejectionRate, rejection_rate, token_mask_rate
 from sparse_rl_lightning.metrics.repetition import RepetitionRate, repetition_rates
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
 
 __all__ = [
+    "AcceptanceTail",
+    "BetaFit",
     "EffectiveSampleSize",
     "KVSaving",
     "MismatchKL",
     "RejectionRate",
     "RepetitionRate",
-    "distribution_overlap",
-    "overlap_bounds",
+    "SampledAcceptanceTail",
+    "fit_beta",
     "rejection_rate",
     "repetition_rates",
     "rollout_metrics",

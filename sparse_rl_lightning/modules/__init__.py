@@ -1,6 +1,7 @@
 """The LightningModules: what happens to a batch of prompts between the loader and the loss."""
 
 from sparse_rl_lightning import strategies as strategies  # its names are known to trainers from now on
+from sparse_rl_lightning.modules.distill import DistillSparse, SparseAdapter
 from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.lora import LoraPolicy
 from sparse_rl_lightning.modules.policy import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
@@ -9,12 +10,14 @@ from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
 
 __all__ = [
+    "DistillSparse",
     "Learner",
     "LoadedPolicy",
     "LoraPolicy",
     "PolicySource",
     "PretrainedPolicy",
     "ReplayGRPO",
+    "SparseAdapter",
     "SparseGRPO",
     "SupervisedWarmup",
     "TinyPolicy",

@@ -100,12 +100,16 @@ class PolicyModule(LightningModule):
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
         """The optimiser over the trainable parameters, and its schedule if there is one."""
-        assert self.policy is not None
-        optimizer = self.optimizer_factory([p for p in self.policy.parameters() if p.requires_grad])
+        optimizer = self.optimizer_factory(self.parameter_groups())
         if self.lr_scheduler_factory is None:
             return optimizer
         schedule = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def parameter_groups(self) -> list[Any]:
+        """What the optimiser gets: the trainable parameters, or groups of them with their own settings."""
+        assert self.policy is not None
+        return [p for p in self.policy.parameters() if p.requires_grad]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model before a single tensor is overwritten.

@@ -6,6 +6,8 @@ import math
 import time
 from typing import Any
 
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
@@ -38,6 +40,9 @@ class BlockModule(GenerationModule):
         ValueError: If a number is out of range, or partial rollouts meet a setting that they cannot work with.
     """
 
+    trains_whole_policy = True
+    """Whether every step has a gradient for every trainable weight."""
+
     replays = False
     """Whether the learner attends under the sampler's evictions."""
 
@@ -69,11 +74,17 @@ class BlockModule(GenerationModule):
         self._random_state: dict[str, Any] | None = None
         self._block_state: dict[str, Any] | None = None
         self._check_partial()
+        self._refuse_flash(self.policy_source.attn_implementation)
 
     @property
     def steps_per_rollout(self) -> int:
         """How many batches the loader must yield per block of prompts."""
-        return self.steps_per_generation * self.num_iterations
+        return self.steps_per_generation * self.num_passes
+
+    @property
+    def num_passes(self) -> int:
+        """How many times a rollout is served from beginning to end."""
+        return self.num_iterations
 
     def plan(self, num_prompts: int) -> BlockPlan:
         """How a rollout of so many prompts becomes optimiser steps.
@@ -82,7 +93,7 @@ class BlockModule(GenerationModule):
             ValueError: If a division leaves a rest.
         """
         return BlockPlan(
-            num_prompts, self.num_generations, self.steps_per_generation, self.num_iterations, self._accumulate,
+            num_prompts, self.num_generations, self.steps_per_generation, self.num_passes, self._accumulate,
             self.learner.packs,
         )  # fmt: skip
 
@@ -119,6 +130,26 @@ class BlockModule(GenerationModule):
 
     # ---------------------------------------------------------------- Lightning
 
+    def configure_callbacks(self) -> list[Callback]:
+        """What every run has, unless the trainer has its own: DryRun, ZeroSharding and the guards against faults."""
+        from sparse_rl_lightning.callbacks import defaults  # it needs this package
+
+        given = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [kind() for kind in defaults.CALLBACKS if not any(isinstance(c, kind) for c in given)]
+
+    def configure_model(self) -> None:
+        """Load the policy, make it ready for the learner, and refuse attention that takes no mask where it replays.
+
+        Raises:
+            ValueError: If the policy runs flash attention.
+        """
+        first = self.policy is None
+        super().configure_model()
+        assert self.policy is not None
+        self._refuse_flash(self.policy.config._attn_implementation)
+        if first:
+            self.learner.prepare(self.policy)
+
     def on_fit_start(self) -> None:
         """Check that prompts, generations and steps fit together, and say how."""
         super().on_fit_start()
@@ -130,6 +161,9 @@ class BlockModule(GenerationModule):
 
     def on_train_start(self) -> None:
         """Partial rollouts must know the longest prompt, and that all rows can be stored, before the first one."""
+        for callback in self.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):  # a resumed one would save again after the first micro-batch
+                callback._last_global_step_saved = self.trainer.global_step
         if self.partial is None:
             return
         check_storable(self._training_rows())
@@ -223,6 +257,11 @@ class BlockModule(GenerationModule):
                 "partial_rollout_steps works in one process so far: set model.partial_rollout_steps to null, or "
                 "trainer.devices and trainer.num_nodes to 1."
             )
+        if self.trainer.world_size > 1 and not self.trains_whole_policy:
+            raise ValueError(
+                f"{type(self).__name__} trains one part of the policy at a time, which works in one process so far: "
+                "set trainer.devices and trainer.num_nodes to 1."
+            )
         if self.learner.packs and is_sharded(self.dense_policy):
             raise ValueError(
                 "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
@@ -257,3 +296,12 @@ class BlockModule(GenerationModule):
                     f"partial_rollout_steps={self.partial.max_steps} does not work with {setting}: {why}, or "
                     "model.partial_rollout_steps to null."
                 )
+
+    def _refuse_flash(self, name: str | None) -> None:
+        """Before a model is loaded or a package asked for, where the source of the policy names its attention."""
+        if self.replays and name is not None and "flash" in name:
+            raise ValueError(
+                f"{type(self).__name__} attends under the sampler's evictions, and attn_implementation={name!r} takes "
+                "no such mask (and dense log-probs of other kernels would bring rounding back into xi). Set the "
+                "policy's attn_implementation to 'sdpa', or train with SparseGRPO."
+            )

@@ -16,6 +16,7 @@ from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import compute_rewards, reward_name
 from sparse_rl_lightning.rewards.guarded import GuardedReward
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
@@ -38,6 +39,7 @@ class GenerationModule(PolicyModule):
         reward_weights: As in SparseGRPO.
         sampling: How training rollouts are drawn; validation is greedy, with the same stop strings.
         sampler_options: How both samplers are built.
+        retriever: As in SparseGRPO.
         val_max_completion_length: As in SparseGRPO.
         reward_timeout: As in SparseGRPO.
         optimizer: As in SparseGRPO.
@@ -54,6 +56,7 @@ class GenerationModule(PolicyModule):
         sampling: SamplingParams,
         sampler_options: SamplerOptions,
         *,
+        retriever: Retriever | None = None,
         val_max_completion_length: int | None,
         reward_timeout: float | None = None,
         optimizer: OptimizerCallable,
@@ -62,6 +65,7 @@ class GenerationModule(PolicyModule):
     ) -> None:
         super().__init__(policy, optimizer, lr_scheduler, disable_dropout)
         self.compressor = compressor
+        self.retriever = retriever
         self.reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.reward_weights = [1.0] * len(self.reward_funcs) if reward_weights is None else reward_weights
         if len(self.reward_weights) != len(self.reward_funcs):
@@ -88,6 +92,11 @@ class GenerationModule(PolicyModule):
         self._shadow: ShadowPolicy | None = None
 
     @property
+    def rolls_out_sparse(self) -> bool:
+        """Whether rollouts see less than a full cache."""
+        return self.compressor.evicts or self.retriever is not None
+
+    @property
     def dense_policy(self) -> PreTrainedModel:
         """The policy with its own, dense attention."""
         self.configure_model()
@@ -104,12 +113,12 @@ class GenerationModule(PolicyModule):
         self._shadow, self._samplers = shadow, {}
 
     def sampler(self, dense: bool = False) -> RolloutSampler:
-        """The sampler with the module's compressor, or with the full cache."""
+        """The sampler with the module's compressor and retriever, or with the full cache."""
         if dense not in self._samplers:
-            compressor = FullKV() if dense else self.compressor
+            compressor, retriever = (FullKV(), None) if dense else (self.compressor, self.retriever)
             policy = self.dense_policy if self.shadow is None else self.shadow.model
             assert self.tokenizer is not None
-            self._samplers[dense] = self.sampler_options.sampler(policy, self.tokenizer, compressor)
+            self._samplers[dense] = self.sampler_options.sampler(policy, self.tokenizer, compressor, retriever)
         return self._samplers[dense]
 
     def generate(
@@ -216,7 +225,7 @@ class GenerationModule(PolicyModule):
         return [row | {"completion": text} for row, text in zip(batch, completions, strict=True)]
 
     def _evaluate(self, batch: Rows, stage: str) -> None:
-        for name in ("dense", "sparse") if self.compressor.evicts else ("dense",):
+        for name in ("dense", "sparse") if self.rolls_out_sparse else ("dense",):
             scored = self.generate(batch, self.val_sampling, dense=name == "dense")
             rewards, rollout = self.reward(scored), scored.rollout
             self.log_dict(

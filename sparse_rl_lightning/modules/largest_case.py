@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparse_rl_lightning.rollout import Progress
-from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.trigger import Trigger
 from sparse_rl_lightning.types import NEVER, EvictionRecord, Rollout
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class LargestCase:
         compressor = self.module.compressor
         if not compressor.evicts:
             return DECODE_STEPS
-        return Compression(compressor, self.geometry.num_layers).room(len(self.prompt))
+        trigger, length = Trigger(compressor, self.geometry.num_layers), len(self.prompt)
+        return trigger.room(length, trigger.evicted_from_prompt(length), prompt_length=length)
 
     def rollout(self) -> None:
         """Read the longest prompt into every slot, decode up to the first compression, and hold what a rollout holds.

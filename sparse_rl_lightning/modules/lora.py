@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -37,28 +38,17 @@ class LoraPolicy(PolicySource):
         lora_dropout: float = 0.0,
         target_modules: list[str] | str = "all-linear",
     ) -> None:
-        if r < 1 or lora_alpha <= 0:
-            raise ValueError(
-                f"r must be at least 1 and lora_alpha above 0, or the adapters train nothing; got r={r}, "
-                f"lora_alpha={lora_alpha}."
-            )
+        check_adapter(r, lora_alpha)
         self.base = resolve_policy(policy)
-        self.options = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+        self.attn_implementation = self.base.attn_implementation
+        self.options: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         self.target_modules = target_modules
         self._model: PreTrainedModel | None = None
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The policy below with fresh adapters, whose output is zero until they are trained."""
-        try:
-            from peft import LoraConfig
-        except ImportError as error:
-            raise ValueError("LoraPolicy needs peft: pip install 'sparse-rl-lightning[lora]'") from error
         model, tokenizer = self.base.load()
-        self._check_targets(model)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # every load gives the same weights
-            model.add_adapter(LoraConfig(**self.options, target_modules=self.target_modules))
-        _check_trainable(model)
+        add_adapter(model, self.target_modules, **self.options)
         self._model = model
         return model, tokenizer
 
@@ -69,29 +59,7 @@ class LoraPolicy(PolicySource):
 
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         """A copy with the adapters added to the weights and gone."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        plain = copy.deepcopy(model)
-        for name, module in list(plain.named_modules()):
-            if isinstance(module, BaseTunerLayer):
-                module.merge()
-                plain.set_submodule(name, module.get_base_layer())
-        plain._hf_peft_config_loaded = False  # transformers would save adapters only
-        del plain.peft_config
-        return plain
-
-    def _check_targets(self, model: PreTrainedModel) -> None:
-        """Every name must be some module's: peft leaves out the ones that are not without a word."""
-        if isinstance(self.target_modules, str):
-            return  # "all-linear" or a pattern, which peft refuses if nothing fits
-        names = [name for name, _ in model.named_modules()]
-        unknown = [t for t in self.target_modules if not any(n == t or n.endswith(f".{t}") for n in names)]
-        if unknown or not self.target_modules:
-            linear = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-            raise ValueError(
-                f"target_modules: {unknown or 'an empty list'} would train nothing. This policy's linear layers are "
-                f"{linear}; give some of them, or 'all-linear'."
-            )
+        return without_adapters(model, merge=True)
 
 
 class _AdaptersOff:
@@ -99,6 +67,15 @@ class _AdaptersOff:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration, which names its attention."""
+        return self.model.config
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Those of the model, for whoever changes their attention."""
+        return self.model.modules()
 
     def get_decoder(self) -> Any:
         """The decoder as a function."""
@@ -120,6 +97,75 @@ class _AdaptersOff:
                 return self.model.get_decoder()(**inputs)
             finally:
                 self.model.enable_adapters()
+
+
+def check_adapter(r: int, lora_alpha: float) -> None:
+    """Refuse an adapter that would train nothing.
+
+    Raises:
+        ValueError: If its rank or factor is not positive.
+    """
+    if r < 1 or lora_alpha <= 0:
+        raise ValueError(
+            f"r must be at least 1 and lora_alpha above 0, or the adapters train nothing; got r={r}, "
+            f"lora_alpha={lora_alpha}."
+        )
+
+
+def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **options: Any) -> None:
+    """Freeze a model under fresh adapters, the same in every call, whose output is zero until they are trained.
+
+    Args:
+        model: Changed in place.
+        target_modules: As in :class:`LoraPolicy`.
+        **options: ``r``, ``lora_alpha`` and ``lora_dropout``, as in :class:`LoraPolicy`.
+
+    Raises:
+        ValueError: If peft is missing, or the adapters would train nothing or not all that is named.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ValueError("Adapters (LoRA) need peft: pip install 'sparse-rl-lightning[lora]'") from error
+    _check_targets(model, target_modules)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.add_adapter(LoraConfig(**options, target_modules=target_modules))
+    _check_trainable(model)
+
+
+def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:
+    """A copy of the model without its adapters.
+
+    Args:
+        model: Left as it is.
+        merge: Add the adapters to the weights before they go.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain = copy.deepcopy(model)
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            if merge:
+                module.merge()
+            plain.set_submodule(name, module.get_base_layer())
+    plain._hf_peft_config_loaded = False  # transformers would save adapters only
+    del plain.peft_config
+    return plain
+
+
+def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:
+    """Every name must be some module's: peft leaves out the ones that are not without a word."""
+    if isinstance(targets, str):
+        return  # "all-linear" or a pattern, which peft refuses if nothing fits
+    names = [name for name, _ in model.named_modules()]
+    unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
+    if unknown or not targets:
+        linear = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+        raise ValueError(
+            f"target_modules: {unknown or 'an empty list'} would train nothing. This policy's linear layers are "
+            f"{linear}; give some of them, or 'all-linear'."
+        )
 
 
 def _check_trainable(model: PreTrainedModel) -> None:

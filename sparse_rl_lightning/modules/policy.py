@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
 
 class PolicySource(ABC):
     """Loads a policy; every load gives the same weights."""
+
+    attn_implementation: str | None = None
+    """The learner's attention, where the source chooses it."""
 
     @abstractmethod
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -35,7 +39,9 @@ class PretrainedPolicy(PolicySource):
     Args:
         path: Folder with ``config.json``, safetensors weights and a tokenizer, or a hub name.
         dtype: Type of the weights, such as ``float32`` or ``bfloat16``; ``auto`` takes the folder's.
-        attn_implementation: The learner's attention; the sampler always uses the library's own.
+        attn_implementation: The learner's attention, ``sdpa``, ``eager`` or, on a GPU with weights or autocast in a
+            16-bit type, ``flash_attention_2`` (``pip install 'sparse-rl-lightning[flash-attn]'``). The sampler always
+            uses the library's own.
     """
 
     def __init__(self, path: str, dtype: str = "auto", attn_implementation: str = "sdpa") -> None:
@@ -47,8 +53,10 @@ class PretrainedPolicy(PolicySource):
         """Load from safetensors only.
 
         Raises:
-            ValueError: If the path does not hold a model, or the hub does not have it.
+            ValueError: If the path does not hold a model, the hub does not have it, or its attention needs a package
+                that is missing.
         """
+        check_attention(self.attn_implementation)
         looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
         path = str(Path(self.path).expanduser())
         if looks_local and not (Path(path) / "config.json").is_file():
@@ -131,6 +139,27 @@ class LoadedPolicy(PolicySource):
     def load_reference(self) -> PreTrainedModel:
         """A frozen copy of the model as it is now."""
         return freeze(copy.deepcopy(self.model))
+
+
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "pip install 'sparse-rl-lightning[flash-attn]'"),
+    "flash_attention_3": ("flash_attn_interface", "build it from the folder hopper of the flash-attention sources"),
+}
+"""By ``attn_implementation``: the module that it imports, and where that comes from."""
+
+
+def check_attention(name: str | None) -> None:
+    """Refuse flash attention whose package is missing; transformers would look for kernels on its hub instead.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    module, remedy = FLASH_PACKAGES.get(name or "", ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"attn_implementation={name!r} needs the package {module}, which is not installed: {remedy} (with nvcc, on "
+            "a machine with an NVIDIA GPU), or set the policy's attn_implementation to 'sdpa'."
+        )
 
 
 def resolve_policy(policy: str | PolicySource) -> PolicySource:

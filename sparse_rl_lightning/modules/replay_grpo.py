@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -12,7 +11,6 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.modules.objective import Items
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
-from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
 ReplayObjective = Literal["sparse", "dense", "mixed"]
@@ -40,7 +38,8 @@ class ReplayGRPO(SparseGRPO):
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
-        ValueError: If an argument is out of range, or ``dense`` and ``mixed`` get ``rescore=False``.
+        ValueError: If an argument is out of range, there is a retriever, ``dense`` and ``mixed`` get
+            ``rescore=False``, or the policy is to run flash attention.
     """
 
     replays = keeps_evictions = True
@@ -54,6 +53,11 @@ class ReplayGRPO(SparseGRPO):
                 f"replay_objective must be one of {get_args(ReplayObjective)}, got "
                 f"replay_objective={replay_objective!r}."
             )
+        if self.retriever is not None:
+            raise ValueError(
+                f"ReplayGRPO replays evictions, and {type(self.retriever).__name__} evicts nothing: which pages a "
+                "query reads changes with every query. Set model.retriever to null, or train with SparseGRPO."
+            )
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
         if replay_objective != "sparse" and not self.rescore:
@@ -65,50 +69,26 @@ class ReplayGRPO(SparseGRPO):
         self.alpha = alpha
         self.keeps_evictions = replay_objective != "dense"  # whose loss looks at old log-probs only
 
-    def configure_model(self) -> None:
-        """Load the policy as SparseGRPO does, and refuse attention that takes no mask.
-
-        Raises:
-            ValueError: If the policy runs flash attention.
-        """
-        super().configure_model()
-        assert self.policy is not None
-        name = str(self.policy.config._attn_implementation)
-        if "flash" in name:
-            raise ValueError(
-                f"ReplayGRPO attends under the sampler's evictions, and attn_implementation={name!r} takes no such "
-                "mask (and dense log-probs of other kernels would bring rounding back into xi). Set the policy's "
-                "attn_implementation to 'sdpa', or train with SparseGRPO."
-            )
-
     @torch.no_grad()
     def _rescore(self, scored: ScoredRollout) -> None:
         """Log-probs of the policy before the update: replayed, dense, or both."""
         super()._rescore(scored)
-        if self.replay_objective == "sparse":
-            return  # what was computed is replayed
-        start, rollout = time.perf_counter(), scored.rollout
-        with eval_mode(self.dense_policy):
-            parts = [self._replayed(self.dense_policy, part)[0] for part in rollout.parts(self.steps_per_generation)]
-        rollout.replay_logprobs = torch.cat(parts)
-        scored.seconds["replay"] = time.perf_counter() - start
+        if self.replay_objective != "sparse":  # otherwise what was computed is replayed
+            self._replay_old(scored)
 
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         if self.replay_objective == "sparse":
-            return self._replayed(policy, part)
+            return self._sparse_logprobs(policy, part)
         return super()._logprobs(policy, part)
 
     def _policy_loss(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
         output = super()._policy_loss(part, items, logprobs)
         if self.replay_objective != "mixed":
             return output
-        replayed, _ = self._replayed(self.dense_policy, part)
+        replayed, _ = self.replayed(part)
         own = replace(part, old_logprobs=part.replay_logprobs, keep=None, weights=None, weight_reference=None)
         # nothing is rejected in the sparse term, so everything counts
         term = replace(self.objective, beta=0.0, off_policy_delta=None)(own, Items(items.everything, None), replayed)
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
         loss = self.alpha * term.loss + (1 - self.alpha) * output.loss
         return LossOutput(loss, {**output.metrics, **metrics})
-
-    def _replayed(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        return self.learner.logprobs(policy, part, self.temperature or 1.0, replay=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler
 
 
@@ -21,14 +22,19 @@ class SamplerOptions:
     kv_dtype: str | None = None
     keep_pool: bool = True
     cuda_graphs: bool = True
+    record_pages: int = 0  # bytes for the pages that a retriever reads, as in RolloutSampler
 
     def sampler(
-        self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, compressor: Compressor
+        self,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        compressor: Compressor,
+        retriever: Retriever | None = None,
     ) -> RolloutSampler:
         """A sampler of this policy.
 
         Raises:
-            ValueError: If an option is out of range, or an end token is not in the vocabulary.
+            ValueError: If an option or the retriever does not fit, or an end token is not in the vocabulary.
         """
         sampler = RolloutSampler(
             policy,
@@ -39,6 +45,8 @@ class SamplerOptions:
             keep_pool=self.keep_pool,
             cuda_graphs=self.cuda_graphs,
             memory_limit=self.memory_limit,
+            retriever=retriever,
+            record_pages=0 if retriever is None else self.record_pages,
         )
         sampler.end_token_ids = sorted({*sampler.end_token_ids, *self._end_token_ids(tokenizer)})
         return sampler

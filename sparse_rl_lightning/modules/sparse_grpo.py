@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,6 +24,7 @@ from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollou
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.ranks import advantages_of_rank
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
@@ -53,13 +53,15 @@ class SparseGRPO(BlockModule):
         top_k: Draw from the k most likely tokens, 0 for all.
         top_p: Draw from the smallest set of at least this probability.
         min_p: Draw from tokens at least this likely relative to the best.
+        retriever: Which pages of the cache each query of a rollout reads, null for all; saves time, not memory.
         num_slots: Sequences decoded at the same time, null for all.
         end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
             is prompted in a chat format.
         stop_strings: Texts that end a completion, in validation too; it is cut after the token that completes one.
         memory_limit: Memory that slots may take, bytes or (a float up to 1.0) a share of what is free: as many of
             ``num_slots`` are used as fit.
-        kv_dtype: What cached keys and values are kept in, such as ``bfloat16``; null for what the policy computes in.
+        kv_dtype: What cached keys and values are kept in, such as ``bfloat16``, or ``float8_e4m3fn`` for
+            a byte per number; null for what the policy computes in.
         keep_pool: Keep the cache's memory while the learner works; false frees it after every rollout.
         cuda_graphs: Decode from CUDA graphs on a GPU.
         top_logprobs: Log-probs of this many most likely tokens of the sparse policy, for callbacks that read them.
@@ -111,6 +113,7 @@ class SparseGRPO(BlockModule):
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float | None = None,
+        retriever: Retriever | None = None,
         num_slots: int | None = None,
         end_tokens: list[str] | None = None,
         stop_strings: list[str] | None = None,
@@ -167,8 +170,8 @@ class SparseGRPO(BlockModule):
             learner=learner, partial=None if partial_rollout_steps is None else PartialRollouts(
                 partial_rollout_steps, partial_checkpoint
             ),
-            reward_timeout=reward_timeout, val_max_completion_length=val_max_completion_length, optimizer=optimizer,
-            lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
+            retriever=retriever, reward_timeout=reward_timeout, val_max_completion_length=val_max_completion_length,
+            optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
             raise ValueError(
@@ -272,18 +275,27 @@ class SparseGRPO(BlockModule):
     def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         return self.learner.logprobs(policy, part, self.temperature or 1.0)
 
+    def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (B, T) as the sampler saw them, with gradient: under its evictions, or retrieving."""
+        return self._sparse_logprobs(self.dense_policy, part)
+
+    def _sparse_logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+        replay = self.retriever is None
+        return self.learner.logprobs(policy, part, self.temperature or 1.0, replay, self.retriever)
+
+    def _replay_old(self, scored: ScoredRollout) -> None:
+        """Log-probs of the sparse policy, by the learner's own kernels."""
+        start, rollout = time.perf_counter(), scored.rollout
+        with torch.no_grad(), eval_mode(self.dense_policy):
+            parts = [self.replayed(part)[0] for part in rollout.parts(self.steps_per_generation)]
+        rollout.replay_logprobs = torch.cat(parts)
+        scored.seconds["replay"] = time.perf_counter() - start
+
     def _log_rollout(self, scored: ScoredRollout) -> None:
         own = {} if self.partial is None else self.partial.metrics(scored.rollout)
         self.log_dict(rollout_metrics(scored) | own, batch_size=len(scored.completions), sync_dist=True)
 
     # ---------------------------------------------------------------- Lightning
-
-    def configure_callbacks(self) -> list[Callback]:
-        """What every run has, unless the trainer has its own: DryRun, ZeroSharding and the guards against faults."""
-        from sparse_rl_lightning.callbacks import defaults  # it needs this package
-
-        given = self.trainer.callbacks  # type: ignore[attr-defined]
-        return [kind() for kind in defaults.CALLBACKS if not any(isinstance(c, kind) for c in given)]
 
     def on_policy_loaded(self) -> None:
         """Load the reference policy where the objective needs one."""

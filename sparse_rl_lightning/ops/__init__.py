@@ -7,6 +7,8 @@ from sparse_rl_lightning.ops.slot_attention import attend
 from sparse_rl_lightning.ops.slot_fork import fork
 from sparse_rl_lightning.ops.slot_importance import score_importance
 from sparse_rl_lightning.ops.slot_mass import accumulate_mass
+from sparse_rl_lightning.ops.slot_page_attention import attend_pages
+from sparse_rl_lightning.ops.slot_pages import select_pages, summarize_pages
 from sparse_rl_lightning.ops.slot_redundancy import score_redundancy
 from sparse_rl_lightning.ops.slot_select import select_and_compact, select_and_store
 
@@ -23,10 +25,13 @@ __all__ = [
     "accumulate_mass",
     "append",
     "attend",
+    "attend_pages",
     "fork",
     "has_kernel",
     "score_importance",
     "score_redundancy",
     "select_and_compact",
     "select_and_store",
+    "select_pages",
+    "summarize_pages",
 ]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 NAMESPACE = "sparse_rl"
@@ -25,7 +26,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARIES = {"cpu": "_C", "cuda": "_cuda"}
 NATIVE_DTYPES = {
     "cpu": {torch.float32, torch.bfloat16},
-    "cuda": {torch.float32, torch.bfloat16, torch.float16},
+    "cuda": {torch.float32, torch.bfloat16, torch.float16, FLOAT8},
 }
 
 
@@ -70,7 +71,7 @@ def call(
         check()
         getattr(packet, overload)(*args)
         return
-    native = has_type(like)
+    native = has_type(like) and not _wide_beside_float8(like, args)
     if torch.compiler.is_compiling() or not (native and has_kernel(name, like.device.type)):
         check()
         (packet.default if native else packet.reference)(*args)
@@ -96,8 +97,16 @@ def load() -> dict[str, str]:
 def has_type(key_pool: torch.Tensor) -> bool:
     """Whether compiled kernels for the pool's device take its type and head size."""
     device = key_pool.device.type
-    whole_words = device != "cuda" or key_pool.shape[-1] % 8 == 0  # CUDA kernels load 16 bytes at a time
+    # CUDA kernels load 16 bytes at a time, and eight elements
+    whole_words = device != "cuda" or key_pool.shape[-1] % max(8, 16 // key_pool.element_size()) == 0
     return key_pool.dtype in NATIVE_DTYPES.get(device, ()) and whole_words
+
+
+def _wide_beside_float8(key_pool: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether float8 pools come with float64 queries, which no kernel takes."""
+    if key_pool.dtype != FLOAT8:
+        return False
+    return any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
 
 
 @cache

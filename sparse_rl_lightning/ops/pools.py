@@ -164,7 +164,7 @@ def check_groups(name: str, queries: Tensor, pools: KVPools) -> None:
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type of sums over elements of ``dtype``: float64 for float64, else float32."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def gather_heads(offsets: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:

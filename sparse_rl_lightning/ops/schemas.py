@@ -9,7 +9,8 @@ nothing of it is read or written, except that outputs get zeros. A slot may be l
 the tokens fed to each slot so far: the position of the token being appended, and the death step of what is evicted.
 
 Everything is contiguous and on one device. Pools, queries and their like share one floating type T; scores, sums
-and probabilities are float32 (float64 if T is). Ops return nothing, allocate nothing and do not wait for the device.
+and probabilities are float32 (float64 if T is). Pools may also be float8_e4m3fn whatever T is (ops/float8.py). Ops
+return nothing, allocate nothing and do not wait for the device.
 """
 
 SCHEMAS = {
@@ -51,4 +52,16 @@ SCHEMAS = {
         Tensor sources, Tensor destinations, Tensor offsets, Tensor capacities, Tensor(a!) key_pool,
         Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? query_ring,
         Tensor(f!)? death, Tensor(g!)? state_pool) -> ()""",
+    # summaries (S, H, C, P, D) of type T: of each complete page its mean key (C = 1), or largest and smallest (C = 2)
+    "summarize_pages": """(
+        Tensor key_pool, Tensor slots, Tensor offsets, Tensor lengths, int page_size, bool newest_only,
+        Tensor(a!) summaries) -> ()""",
+    # query (B, Hq, D), limits (B) int32 pages to read, scores (B, H, P), pages (B, H, K) int32 ascending, then -1
+    "select_pages": """(
+        Tensor query, Tensor summaries, Tensor slots, Tensor lengths, Tensor limits, int page_size, int num_first,
+        int num_last, bool group_max, Tensor(a!) scores, Tensor(b!) pages) -> ()""",
+    # query, out (B, Hq, D), pages (B, H, K) int32 ascending, the first -1 ends a list, lse (B, Hq)
+    "page_attention": """(
+        Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, Tensor pages,
+        int page_size, float scale, Tensor(a!) out, Tensor(b!)? lse) -> ()""",
 }

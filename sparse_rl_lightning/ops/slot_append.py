@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.float8 import computing_dtype, to_stored
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check
 
@@ -31,7 +32,7 @@ def append(
         seen: (S) int64, the position of each slot's new token.
         query: (B, Hq, D).
         key: (B, H, D).
-        value: (B, H, D).
+        value: (B, H, D). Float8 pools keep key and value rounded, those beyond +-448 as +-448.
         query_ring: (S, Hq, A, D); the query of position p goes to place p modulo A.
         cos: (B, r) float32 (float64 with float64 pools), r even and at most D; elements from r on are not rotated.
         sin: The same.
@@ -53,7 +54,8 @@ def _check(
 ) -> None:  # fmt: skip
     pools.check(2)
     check("slots", slots, pools.keys, torch.int64, (None,))
-    (num_slots, num_heads), dim, rows, dtype = pools.offsets.shape, pools.keys.shape[1], len(slots), pools.keys.dtype
+    (num_slots, num_heads), dim, rows = pools.offsets.shape, pools.keys.shape[1], len(slots)
+    dtype = computing_dtype(pools.keys.dtype, query.dtype)
     check("seen", seen, pools.keys, torch.int64, (num_slots,))
     check("query", query, pools.keys, dtype, (rows, None, dim))
     check("key", key, pools.keys, dtype, (rows, num_heads, dim))
@@ -93,8 +95,8 @@ def append_reference(
         query[rows] = rotate(query, cos, sin)[rows]
         key = rotate(key, cos, sin)
     place = offsets[slots] + at
-    key_pool[place] = key[rows]
-    value_pool[place] = value[rows]
+    key_pool[place] = to_stored(key[rows], key_pool.dtype)
+    value_pool[place] = to_stored(value[rows], value_pool.dtype)
     position_pool[place] = seen[slots, None].expand_as(place).to(torch.int32)
     lengths[slots] = at + 1
     if query_ring is not None and query_ring.shape[2]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.backends import flash_attention, overload_for
+from sparse_rl_lightning.ops.float8 import computing_dtype
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
 
@@ -55,7 +56,8 @@ def _check(
 ) -> None:
     pools.check(2)
     check("slots", slots, pools.keys, torch.int64, (None,))
-    check("query", query, pools.keys, pools.keys.dtype, (len(slots), None, pools.keys.shape[1]))
+    dtype = computing_dtype(pools.keys.dtype, query.dtype)
+    check("query", query, pools.keys, dtype, (len(slots), None, pools.keys.shape[1]))
     check_groups("query", query, pools)
     check("lse", lse, pools.keys, accumulation_dtype(query.dtype), query.shape[:2])
     check("probs", probs, pools.keys, accumulation_dtype(query.dtype), (*query.shape[:2], None))
@@ -73,20 +75,33 @@ def attention_reference(
         raise RuntimeError(f"a head holds {int(held.max())} entries, max_length is {max_length}.")
     width = int(held.max()) if held.numel() else 0
     rows, live = gather_heads(offsets[slots.clamp(min=0)], held, width)
+    result, total, shares = attend_rows(query, key_pool, value_pool, rows, live, scale)
+    out.copy_(result)
+    if lse is not None:
+        lse.copy_(total)
+    if probs is not None:
+        probs.zero_()[..., :width] = shares
+
+
+def attend_rows(
+    query: Tensor, key_pool: Tensor, value_pool: Tensor, rows: Tensor, live: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of (B, Hq, D) queries over rows (B, H, N) of the pools, those that are ``live``, at least in float32.
+
+    Returns:
+        The result (B, Hq, D), the log-sum-exp of the scaled logits (B, Hq), and the probabilities (B, Hq, N).
+    """
     dtype = accumulation_dtype(query.dtype)
     keys, values = key_pool[rows].to(dtype), value_pool[rows].to(dtype)  # (B, H, N, D)
-    heads = (*held.shape, query.shape[1] // held.shape[1], query.shape[2])
-    grouped = query.to(dtype).view(heads)  # (B, H, G, D)
+    batch, heads, _ = rows.shape
+    grouped = query.to(dtype).view(batch, heads, query.shape[1] // heads, query.shape[2])  # (B, H, G, D)
     dead = ~live.unsqueeze(2)
     logits = (grouped @ keys.mT * scale).masked_fill(dead, -torch.inf)
     total = logits.logsumexp(dim=-1, keepdim=True)
     shares = (logits - total.masked_fill(total == -torch.inf, 0.0)).exp().masked_fill(dead, 0.0)
     # a head without entries repeats a row of free memory, which may hold anything: its shares are 0, so is the result
-    out.copy_((shares @ values.masked_fill(dead.mT, 0.0)).flatten(1, 2))
-    if lse is not None:
-        lse.copy_(total.flatten(1))
-    if probs is not None:
-        probs.zero_()[..., :width] = shares.flatten(1, 2)
+    result = shares @ values.masked_fill(dead.mT, 0.0)
+    return result.flatten(1, 2), total.flatten(1), shares.flatten(1, 2)
 
 
 register("decode_attention", attention_reference, flash=flash_attention)

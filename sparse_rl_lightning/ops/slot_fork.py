@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.float8 import computing_dtype
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, check, gather_heads
 
@@ -38,7 +39,9 @@ def fork(
         check("sources", sources, pools.keys, torch.int64, (None,))
         check("destinations", destinations, pools.keys, torch.int64, sources.shape)
         layers, slots, heads = pools.offsets.shape
-        check("query_ring", query_ring, pools.keys, pools.keys.dtype, (layers, slots, None, None, pools.keys.shape[1]))
+        if query_ring is not None:
+            kind = computing_dtype(pools.keys.dtype, query_ring.dtype)
+            check("query_ring", query_ring, pools.keys, kind, (layers, slots, None, None, pools.keys.shape[1]))
         check("death", death, pools.keys, torch.int32, (layers, slots, heads, None))
         check("state_pool", state_pool, pools.keys, torch.float32, (pools.keys.shape[0], None))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.float8 import computing_dtype, to_computed
 from sparse_rl_lightning.ops.importance import GroupReduction, Pooling, QueryReduction, window_importance
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
@@ -50,7 +51,7 @@ def score_importance(
         ValueError: If a tensor has the wrong shape, type, device or layout, or an option is unknown.
     """
     rows, heads = slots.shape[0], pools.offsets.shape[1]
-    dtype = accumulation_dtype(pools.keys.dtype)
+    dtype = accumulation_dtype(queries.dtype)
     scores = torch.empty(rows, heads, num_entries, dtype=dtype, device=pools.keys.device)
     scratch = scores.new_empty(rows, heads, queries.shape[2] + 1 if queries.dim() == 4 else 1, num_entries)
 
@@ -58,7 +59,8 @@ def score_importance(
         pools.check(2)
         num_slots, dim = pools.offsets.shape[0], pools.keys.shape[1]
         check("slots", slots, pools.keys, torch.int64, (None,))
-        check("queries", queries, pools.keys, pools.keys.dtype, (num_slots, None, None, dim))
+        kind = computing_dtype(pools.keys.dtype, queries.dtype)
+        check("queries", queries, pools.keys, kind, (num_slots, None, None, dim))
         check("query_positions", query_positions, pools.keys, torch.int64, (num_slots, queries.shape[2]))
         check_groups("queries", queries, pools)
         _check_options(window, group_reduction, query_reduction, pooling, kernel_size)
@@ -98,9 +100,10 @@ def importance_reference(
     used = slots >= 0
     slots = slots.clamp(min=0)
     rows, live = gather_heads(offsets[slots], lengths[slots] * used[:, None], scores.shape[2])
+    keys = to_computed(key_pool[rows], scores.dtype)
     scores.copy_(
         window_importance(
-            queries[slots], query_positions[slots], key_pool[rows], live, position_pool[rows], scale, window=window,
+            queries[slots], query_positions[slots], keys, live, position_pool[rows], scale, window=window,
             exclude_window=exclude_window, group_reduction=group_reduction, query_reduction=query_reduction,
             pooling=pooling, kernel_size=kernel_size,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.float8 import computing_dtype
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
 
@@ -31,12 +32,13 @@ def accumulate_mass(
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
     """
-    lse = torch.empty(queries.shape[:3], dtype=accumulation_dtype(pools.keys.dtype), device=pools.keys.device)
+    lse = torch.empty(queries.shape[:3], dtype=accumulation_dtype(queries.dtype), device=pools.keys.device)
 
     def check_all() -> None:
         pools.check(2)
         check("slots", slots, pools.keys, torch.int64, (None,))
-        check("queries", queries, pools.keys, pools.keys.dtype, (len(slots), None, None, pools.keys.shape[1]))
+        dtype = computing_dtype(pools.keys.dtype, queries.dtype)
+        check("queries", queries, pools.keys, dtype, (len(slots), None, None, pools.keys.shape[1]))
         check("query_start", query_start, pools.keys, torch.int64, (len(slots),))
         check("mass", mass, pools.keys, lse.dtype, (len(slots), pools.offsets.shape[1], None))
         check_groups("queries", queries, pools)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.float8 import to_computed
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, gather_heads
 from sparse_rl_lightning.ops.redundancy import key_redundancy
@@ -51,7 +52,7 @@ def redundancy_reference(
     slots = slots.clamp(min=0)
     rows, live = gather_heads(offsets[slots], lengths[slots] * used[:, None], redundancy.shape[2])
     if redundancy.numel():
-        redundancy.copy_(key_redundancy(key_pool[rows], live, threshold))
+        redundancy.copy_(key_redundancy(to_computed(key_pool[rows], redundancy.dtype), live, threshold))
 
 
 register("key_redundancy", redundancy_reference)

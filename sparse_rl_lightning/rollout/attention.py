@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sparse_rl_lightning.rollout.death_attention import death_attention
+from sparse_rl_lightning.rollout.page_attention import LearnerPages
 
 REPLAY = "sparse_rl_replay"
+RETRIEVAL = "sparse_rl_retrieval"
 
 
 def replay_attention(
@@ -32,6 +34,22 @@ def replay_attention(
     """Attention of the learner under the sampler's evictions: the query at q sees the key at k iff k <= q < death."""
     layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
     return death_attention(query, key, value, death[layer], scaling).transpose(1, 2), None
+
+
+def retrieval_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    retrieval: LearnerPages,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the learner to the pages that queries read."""
+    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+    return retrieval.attend(layer, query, key, value, scaling).transpose(1, 2), None
 
 
 @contextmanager
@@ -76,3 +94,4 @@ def _config(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 AttentionInterface.register(REPLAY, replay_attention)
+AttentionInterface.register(RETRIEVAL, retrieval_attention)

@@ -16,8 +16,10 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.arenas import Arenas
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.retrieval import PageCache
 from sparse_rl_lightning.types import NEVER
 
 _PER_SLOT = ("tokens", "seen", "prompt_lengths", "prompt_keys", "sequence_keys")
@@ -34,14 +36,14 @@ class CacheSize:
     max_length: int  # longest sequence in tokens
     state_fields: tuple[str, ...] = ()  # running numbers per entry
     per_head: bool = False  # heads of a slot share its memory unequally
+    retriever: Retriever | None = None  # reads some pages only
+    record_pages: bool = False
 
     def covers(self, other: CacheSize) -> bool:
         """Whether a cache of this size can do the work of the other."""
         slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
         entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
-        same = (other.num_queries, other.state_fields, other.per_head) == (
-            self.num_queries, self.state_fields, self.per_head
-        )  # fmt: skip
+        same = replace(other, num_slots=self.num_slots, max_length=self.max_length, capacities=self.capacities) == self
         return slots and entries and same
 
     def together(self, other: CacheSize) -> CacheSize:
@@ -62,6 +64,7 @@ class PackedPrompts:
     keys: Tensor  # (H, R, D) rotated, of the pools' type
     values: Tensor  # (H, R, D)
     limits: list[int]  # (P) lengths from which on a prompt is compressed in this layer
+    room: list[int]  # (P) tokens that its slot takes afterwards
     mass: list[Tensor] | None = None  # (P) of (H, T): attention each token received, where the compressor has state
 
 
@@ -85,26 +88,32 @@ class SlotCache:
         fields = len(size.state_fields)
         self.state_pool = torch.zeros(len(self.key_pool), fields, device=device) if fields else None
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
-        self.queries = torch.zeros(ring, dtype=g.kv_dtype, device=device)
+        self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
         self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.prompt_keys = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
+        self.pages = None
+        if size.retriever is not None:
+            self.pages = PageCache(size.retriever, g, slots, size.capacities, length, size.record_pages)
 
     def serves(self, geometry: CacheGeometry, size: CacheSize) -> bool:
         """Whether a rollout of this size can use this memory."""
-        sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_dtype", "device")
+        sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_dtype", "query_dtype", "device")
         same = all(getattr(geometry, name) == getattr(self.geometry, name) for name in sizes)
         # memory made under inference_mode cannot be written outside of it
         writable = torch.is_inference_mode_enabled() or not self.key_pool.is_inference()
-        return same and writable and self.size.covers(size)  # sizes only compare where there are as many layers
+        current = self.pages is None or self.pages.is_current
+        return (
+            same and writable and current and self.size.covers(size)
+        )  # sizes only compare where there are as many layers
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of keys and values: the sum of all capacities times the bytes per entry."""
-        return self.pools.nbytes
+        """Bytes of keys and values, all capacities times the bytes per entry, and of what is kept of pages."""
+        return self.pools.nbytes + (0 if self.pages is None else self.pages.nbytes)
 
     def most_entries(self, layer: int) -> int:
         """What no head of the layer can exceed."""
@@ -116,7 +125,7 @@ class SlotCache:
         self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
         probs: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Write one token per slot, remember its query, and attend over all live entries, itself included.
+        """Write one token per slot, remember its query, and attend over all live entries or the pages that are read.
 
         Args:
             layer: Layer index.
@@ -131,11 +140,14 @@ class SlotCache:
         Returns:
             (R, Hq, D), zeros in padding.
         """
-        pools, kind = self.layers[layer], self.key_pool.dtype
+        pools, kind = self.layers[layer], self.geometry.query_dtype
         own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
         key, value = (t.to(kind).contiguous() for t in (key, value))
         ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
-        out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer), probs=probs)
+        if self.pages is not None and self.pages.reads(layer):
+            out = self.pages.attend(layer, pools, slots, own, self.geometry.scale)
+        else:
+            out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer), probs=probs)
         return out.to(query.dtype)
 
     def store(
@@ -156,8 +168,10 @@ class SlotCache:
         if self.arenas is not None:
             long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
             if long:
-                room = torch.minimum(budgets, lengths)[long] + compressor.buffer
-                self.arenas.lay_out(slice(layer, layer + 1), slots[long], room[None])
+                room = torch.tensor([prompts.room[i] for i in long], device=device)[:, None]
+                self.arenas.lay_out(
+                    slice(layer, layer + 1), slots[long], (torch.minimum(budgets, lengths)[long] + room)[None]
+                )
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(
             prompts.keys.flatten(0, 1), prompts.values.flatten(0, 1), self.pools.positions,
@@ -168,6 +182,8 @@ class SlotCache:
             self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
             compressor.window, self.seen[:-1], source, self.death[layer : layer + 1],
         )  # fmt: skip
+        if self.pages is not None:
+            self.pages.refresh(layer, self.layers[layer], slots)
 
     # ---------------------------------------------------------------- whole slots
 
@@ -181,14 +197,17 @@ class SlotCache:
         self.sequence_keys[slot] = self.prompt_keys[slot] = prompt_key
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
 
-    def compact(self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor) -> None:
-        """Evict all but the best entries of these slots, and make room for ``buffer`` tokens.
+    def compact(
+        self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
+    ) -> None:
+        """Evict all but the best entries of these slots, and make room for the next tokens.
 
         Args:
             slots: Each slot once.
             scores: (L) of (S, H, N) float32, N as large as a layer needs.
             budgets: (L) of (S, H) int32.
             compressor: Says what is pinned.
+            room: Tokens that each slot must take.
         """
         chosen = torch.tensor(slots, device=self.key_pool.device)
         widest = max(layer.shape[-1] for layer in scores)
@@ -197,7 +216,9 @@ class SlotCache:
             torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
         )  # fmt: skip
         if self.arenas is not None:
-            self.arenas.move(chosen, self.lengths[:, chosen] + compressor.buffer, self.state_pool)
+            free = torch.tensor(room, device=chosen.device)[:, None]
+            self.arenas.move(chosen, self.lengths[:, chosen] + free, self.state_pool)
+        self._refresh_pages(chosen)
 
     def held(self, slots: Tensor) -> Tensor:
         """(n,) live entries of these slots, a mean over layers and heads."""
@@ -223,6 +244,7 @@ class SlotCache:
             getattr(self, name)[:, slot] = content[name]
         for name in _PER_SLOT:
             getattr(self, name)[slot] = content[name]
+        self._refresh_pages(torch.tensor([slot], device=self.key_pool.device))
 
     def fork(self, source: int, destinations: list[int]) -> None:
         """Copy a slot to others: a prompt to all its samples."""
@@ -236,6 +258,14 @@ class SlotCache:
         for name in _PER_SLOT:
             tensor: Tensor = getattr(self, name)
             tensor[there] = tensor[source].clone()
+        if self.pages is not None:
+            self.pages.fork(source, there)
+
+    def _refresh_pages(self, slots: Tensor) -> None:
+        """Entries of these slots (B,) have moved: summarise their pages anew."""
+        for layer, pools in enumerate(self.layers):
+            if self.pages is not None:
+                self.pages.refresh(layer, pools, slots)
 
     def _live_rows(self, slot: int, lengths: Tensor) -> Tensor:
         rows, live = gather_heads(self.pools.offsets[:, slot], lengths, int(lengths.max()))

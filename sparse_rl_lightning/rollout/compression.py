@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops.float8 import to_computed
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.rollout.cache import PackedPrompts, SlotCache
+from sparse_rl_lightning.rollout.trigger import Trigger
 from sparse_rl_lightning.types import LayerState
 
 
@@ -23,32 +26,9 @@ class Compression:
     num_layers: int
 
     @cached_property
-    def layer_budgets(self) -> list[int]:
-        """(L) tokens kept per head, a mean over the heads."""
-        return self.compressor.layer_budgets(self.num_layers)
-
-    def capacities(self, longest_prompt: int, max_length: int) -> tuple[int, ...]:
-        """(L) entries per slot and KV head that a cache needs."""
-        c = self.compressor
-        if not c.evicts:
-            return (max_length,) * self.num_layers
-        held = 0 if c.compress_prompt else longest_prompt
-        return tuple(max(budget, held) + c.buffer for budget in self.layer_budgets)
-
-    def limits(self, prompt_length: int) -> list[int]:
-        """(L) entries at which a slot is compressed for the first time; from then on always after ``buffer`` tokens."""
-        c = self.compressor
-        if not c.evicts:
-            return [torch.iinfo(torch.int64).max] * self.num_layers
-        # a prompt that is stored whole has the buffer to itself before it is compressed for the first time
-        return list(self.capacities(prompt_length, prompt_length))
-
-    def room(self, prompt_length: int) -> int:
-        """Tokens that a slot with a fresh prompt takes before it must be compressed."""
-        if not self.compressor.evicts:
-            return torch.iinfo(torch.int64).max
-        pairs = zip(self.limits(prompt_length), self.layer_budgets, strict=True)
-        return min(limit - (budget if prompt_length >= limit else prompt_length) for limit, budget in pairs)
+    def trigger(self) -> Trigger:
+        """When slots are compressed and to how much."""
+        return Trigger(self.compressor, self.num_layers)
 
     # ---------------------------------------------------------------- at work
 
@@ -72,18 +52,34 @@ class Compression:
         if c.evicts and long:
             assert state is not None
             part = state if seen == long else prompt_state(cache, layer, prompts, long, state)
-            scores[long, :, : part.valid.shape[-1]], budgets[long] = c.plan_eviction(part, self.layer_budgets[layer])
+            limit = self._budgets([prompts.lengths[i] for i in long], device)[layer]
+            scores[long, :, : part.valid.shape[-1]], budgets[long] = c.plan_eviction(part, limit)
         cache.store(layer, prompts, scores, budgets, c)
         if state is not None and c.state_fields:
             _store_state(cache, layer, prompts.slots, state)
 
-    def compress(self, cache: SlotCache, slots: list[int]) -> None:
-        """Cut every layer and head of these slots to its budget, so that the next tokens find room."""
+    def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
+        """Cut every layer and head of these slots to its budget, so that the next tokens find room.
+
+        Args:
+            cache: Where they are.
+            slots: Each once.
+            lengths: Tokens fed to the sequence in each slot.
+            room: Tokens that each slot takes before it is compressed again.
+        """
         plans = [
             self.compressor.plan_eviction(slot_state(cache, layer, slots), budget)
-            for layer, budget in enumerate(self.layer_budgets)
+            for layer, budget in enumerate(self._budgets(lengths, cache.key_pool.device))
         ]
-        cache.compact(slots, [scores for scores, _ in plans], [budgets for _, budgets in plans], self.compressor)
+        scores, budgets = [scores for scores, _ in plans], [budgets for _, budgets in plans]
+        cache.compact(slots, scores, budgets, self.compressor, room)
+
+    def _budgets(self, lengths: list[int], device: torch.device) -> Sequence[int | Tensor]:
+        """(L) budgets of sequences of these lengths: a number where they agree, else (S,) for each layer."""
+        rows = [self.trigger.budgets(length) for length in lengths]
+        if all(row == rows[0] for row in rows):
+            return rows[0]
+        return list(torch.tensor(rows, device=device).T)
 
     def note_attention(self, cache: SlotCache, slots: list[int], probs: list[Tensor]) -> None:
         """After a step, let the compressor write down the attention that was paid.
@@ -158,6 +154,7 @@ def _state(
     state: dict[str, Tensor],
 ) -> LayerState:  # fmt: skip
     g, own = cache.geometry, _as_range(slots)
+    keys, values = (to_computed(t, g.query_dtype) for t in (keys, values))
     tokens = cache.tokens[own].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
     return LayerState(
         keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),

@@ -13,12 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils.checkpoint import checkpoint
 
-MASK_BYTES = 2**26
-"""Most bytes of a mask that exists at one time on the CPU."""
-BYTES_PER_PAIR = 5
-"""Of a query and a key: a bool, and the float32 that scaled_dot_product_attention turns it into."""
+from sparse_rl_lightning.rollout.masked_attention import MASK_BYTES, masked_attention
+
 BLOCK = 128
 """Queries and keys of a block of FlexAttention."""
 
@@ -44,33 +41,14 @@ def death_attention(query: Tensor, key: Tensor, value: Tensor, death: Tensor, sc
 def sdpa_death_attention(
     query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, mask_bytes: int = MASK_BYTES
 ) -> Tensor:
-    """scaled_dot_product_attention under boolean masks of at most ``mask_bytes``; arguments as above.
+    """scaled_dot_product_attention under boolean masks of at most ``mask_bytes``; arguments as above."""
+    step = torch.arange(key.shape[2], device=key.device)
 
-    A mask is shared by the query heads of a KV head and by nothing else. At least one query is taken at a time.
-    """
-    batch, heads, length, width = key.shape
-    # the query heads of a KV head become the heads, so that one mask serves them all by broadcasting
-    grouped = query.reshape(batch * heads, -1, length, width)
-    keys, values = (t.reshape(batch * heads, 1, length, width).expand_as(grouped) for t in (key, value))
-    deaths = death.reshape(batch * heads, length)
-    size = max(1, mask_bytes // (BYTES_PER_PAIR * batch * heads * length))
-    if size >= length:
-        return _queries(grouped, keys, values, deaths, 0, scale).reshape(query.shape)
-    chunks = []
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        args = grouped[:, :, start:stop], keys[:, :, :stop], values[:, :, :stop], deaths[:, :stop], start, scale
-        # the graph would hold every mask until the backward pass
-        chunks.append(checkpoint(_queries, *args, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(chunks, dim=2).reshape(query.shape)
+    def alive(start: int, stop: int) -> Tensor:
+        queries, keys = step[start:stop, None], step[:stop]
+        return (keys <= queries) & (queries < death[:, :, None, None, :stop])
 
-
-def _queries(query: Tensor, key: Tensor, value: Tensor, death: Tensor, start: int, scale: float) -> Tensor:
-    """Attention of the queries ``start``, ``start + 1``, ... over all keys up to the last of them."""
-    step = torch.arange(key.shape[2], device=query.device)
-    step_q = step[start : start + query.shape[2], None]
-    mask = (step <= step_q) & (step_q < death[:, None, None])
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return masked_attention(query, key, value, alive, scale, mask_bytes)
 
 
 def flex_death_attention(

@@ -147,7 +147,7 @@ class Decoder:
         """Cosines and sines (R, D), rounded as transformers rounds them to the type of the hidden states."""
         angles = positions[:, None].to(torch.float32) * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
-        scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.kv_dtype)
+        scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.query_dtype)
         return (angles.cos() * scaling).to(dtype).to(wide), (angles.sin() * scaling).to(dtype).to(wide)
 
 

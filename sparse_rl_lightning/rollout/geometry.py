@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.ops.float8 import FLOAT8
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose every layer this library knows to reproduce."""
 
@@ -26,6 +28,11 @@ class CacheGeometry:
     dtype: torch.dtype  # what the model computes in
     kv_dtype: torch.dtype  # what keys and values are kept in
     device: torch.device
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """What queries meet the keys in, and compressors see: the keys' type, but eight bits are for storage only."""
+        return self.dtype if self.kv_dtype == FLOAT8 else self.kv_dtype
 
     @property
     def bytes_per_entry(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from sparse_rl_lightning.rollout.cache import CacheSize
 from sparse_rl_lightning.rollout.decoder import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.retrieval import PageLayout
 from sparse_rl_lightning.rollout.sampling import SamplingParams
 from sparse_rl_lightning.rollout.tracks import Tracks
 
@@ -34,11 +35,12 @@ class SlotBytes:
     rows: int  # tokens, counters and logs
     fixed: int  # beside the slots: one more row, where rows that only pad a batch write
     arithmetic: str  # what a slot takes in words, one term after the other
+    pages: int = 0  # vectors that a retriever keeps of pages
 
     @property
     def total(self) -> int:
         """Bytes that one more slot adds."""
-        return self.keys_values + self.places + self.running + self.queries + self.deaths + self.rows
+        return self.keys_values + self.places + self.running + self.queries + self.deaths + self.rows + self.pages
 
     def of(self, num_slots: int) -> int:
         """Bytes of that many slots, with what stands beside them."""
@@ -51,7 +53,7 @@ class MemoryPlan:
 
     num_slots: int
     bytes_per_slot: int
-    pool_bytes: int  # keys and values of all slots, as SlotCache.pool_bytes
+    pool_bytes: int  # keys and values of all slots and what is kept of pages, as SlotCache.pool_bytes
     total_bytes: int  # everything that is kept per slot
     limit: int  # bytes that total_bytes may take
     why: str  # one sentence for the log
@@ -71,35 +73,41 @@ def slot_bytes(
     Raises:
         ValueError: If ``size.capacities`` does not name every layer.
     """
-    g, kind, capacities, max_length = geometry, geometry.kv_dtype.itemsize, size.capacities, size.max_length
+    g, kind, wide = geometry, geometry.kv_dtype.itemsize, geometry.query_dtype.itemsize
+    capacities, max_length = size.capacities, size.max_length
     if len(capacities) != g.num_layers:
         raise ValueError(
             f"capacities must name each of the {g.num_layers} layers, got {len(capacities)} numbers: "
             f"{list(capacities)}."
         )
     entries, heads = sum(capacities), g.num_layers * g.num_kv_heads
-    log, log_fixed = (0, 0) if params is None else _log_bytes(params, max_length, versioned)
+    log, log_fixed = (0, 0) if params is None else _log_bytes(params, size, versioned)
     tokens, recent = INT64 * (max_length + 4), size.num_queries
+    layout = None if size.retriever is None else PageLayout(size.retriever, g, capacities)
+    record = layout.record_bytes(1, max_length) if layout is not None and size.record_pages else 0
     arenas = (INT64 + INT32) * heads + 2 * INT64 * g.num_layers if size.per_head else 0
     sizes = {
         "keys_values": g.bytes_per_entry * g.num_kv_heads * entries,
         "places": INT32 * g.num_kv_heads * entries + (INT64 + 2 * INT32) * heads + arenas,
         "running": FLOAT32 * len(size.state_fields) * g.num_kv_heads * entries,
-        "queries": kind * g.head_dim * recent * g.num_heads * g.num_layers,
+        "queries": wide * g.head_dim * recent * g.num_heads * g.num_layers,
         "deaths": INT32 * max_length * heads,
-        "rows": tokens + log,
+        "rows": tokens + log + record,
+        "pages": 0 if layout is None else layout.summary_bytes,
     }
     rows = f"{entries:,} entries in {g.num_layers} layers x {g.num_kv_heads} KV heads"
     how = {
         "keys_values": f"keys and values ({rows} x 2 x {g.head_dim} x {kind} bytes)",
         "places": f"positions ({rows} x {INT32} bytes + {heads} x {INT64 + 2 * INT32} + {arenas})",
         "running": f"running numbers ({rows} x {len(size.state_fields)} x {FLOAT32} bytes)",
-        "queries": f"queries ({recent} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x {kind})",
+        "queries": f"queries ({recent} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x {wide})",
         "deaths": f"the eviction record ({max_length:,} tokens x {heads} heads of all layers x {INT32})",
-        "rows": f"tokens ({max_length:,} + 4 numbers x {INT64}) and logs ({log:,})",
+        "rows": f"tokens ({max_length:,} + 4 numbers x {INT64}) and logs ({log + record:,})",
+        "pages": "vectors of the pages",
     }
-    arithmetic = " + ".join(f"{sizes[name]:,} for {how[name]}" for name in sizes)
-    return SlotBytes(**sizes, fixed=tokens + log_fixed, arithmetic=arithmetic)
+    arithmetic = " + ".join(f"{sizes[name]:,} for {how[name]}" for name in sizes if sizes[name] or name != "pages")
+    fixed = tokens + log_fixed + record + (0 if layout is None else layout.fixed_bytes)
+    return SlotBytes(**sizes, fixed=fixed, arithmetic=arithmetic)
 
 
 def plan_slots(
@@ -146,7 +154,7 @@ def plan_slots(
         reason = f"as many as fit for {num_sequences} sequences{down}"
     slots = f"{count} slot{'' if count == 1 else 's'} of {_mib(slot.total)}"
     why = f"{slots}: {reason}; {_mib(total)} of the {_mib(available)} allowed ({origin})."
-    return MemoryPlan(count, slot.total, count * slot.keys_values, total, available, why)
+    return MemoryPlan(count, slot.total, count * (slot.keys_values + slot.pages), total, available, why)
 
 
 def free_bytes(device: torch.device | str) -> int:
@@ -184,15 +192,16 @@ def _resolve(limit: int | float, device: torch.device | str) -> tuple[int, str]:
     return limit, "given in bytes"
 
 
-def _log_bytes(params: SamplingParams, length: int, versioned: bool) -> tuple[int, int]:
+def _log_bytes(params: SamplingParams, size: CacheSize, versioned: bool) -> tuple[int, int]:
     """Bytes of Tracks per slot, and beside the slots."""
 
-    def size(num_slots: int) -> int:
-        tracks = Tracks(num_slots, length, params, torch.device("meta"), versioned)  # shapes without memory
+    def of(num_slots: int) -> int:
+        retrieves = size.retriever is not None
+        tracks = Tracks(num_slots, size.max_length, params, torch.device("meta"), versioned, retrieves)  # no memory
         return sum(tensor.nbytes for tensor in vars(tracks).values() if isinstance(tensor, torch.Tensor))
 
-    per_slot = size(2) - size(1)
-    return per_slot, size(1) - per_slot
+    per_slot = of(2) - of(1)
+    return per_slot, of(1) - per_slot
 
 
 def _mib(count: int) -> str:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.ops import KVPools, accumulate_mass
+from sparse_rl_lightning.ops.float8 import to_stored
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.ops.slot_append import rotate
 from sparse_rl_lightning.rollout.cache import PackedPrompts, SlotCache
@@ -25,6 +26,7 @@ class Reading:
     tokens: list[int]
     slot: int
     limits: list[int]  # (L) from this length on it is compressed at the end
+    room: int  # tokens that its slot takes afterwards
 
 
 def read_prompts(
@@ -113,14 +115,14 @@ class _Pack:
                 mass.append(_zero_mass(key[own]))
                 add_mass(mass[-1], query[own], key[own], scale)
             start = own.stop
-        kind = self.cache.key_pool.dtype
         slots, places = self._ring
-        self.cache.queries[layer][slots, :, places] = query[self._recent].to(kind)
-        keys, values = (t.transpose(0, 1).to(kind).contiguous() for t in (key, value))
+        self.cache.queries[layer][slots, :, places] = query[self._recent].to(self.cache.queries.dtype)
+        kind = self.cache.key_pool.dtype
+        keys, values = (to_stored(t.transpose(0, 1), kind).contiguous() for t in (key, value))
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
             [r.slot for r in self.readings], [len(r.tokens) for r in self.readings], self.starts, keys, values,
-            [r.limits[layer] for r in self.readings], mass or None,
+            [r.limits[layer] for r in self.readings], [r.room for r in self.readings], mass or None,
         )  # fmt: skip
         self.compression.store_prompts(self.cache, layer, packed)
         return out
@@ -162,12 +164,13 @@ class _Chunks:
         ring = self.cache.size.num_queries
         if ring:
             recent = torch.arange(max(self.start, self.stop - ring), self.stop, device=query.device)
-            slot, kind = self.reading.slot, self.cache.key_pool.dtype
+            slot, kind = self.reading.slot, self.cache.queries.dtype
             self.cache.queries[layer, slot, :, recent % ring] = query[recent - self.start].transpose(0, 1).to(kind)
         if self.stop == len(self.reading.tokens):
             kind, first = self.cache.key_pool.dtype, torch.zeros(1, dtype=torch.int64, device=query.device)
             packed = PackedPrompts(
-                [self.reading.slot], [self.stop], first, keys.to(kind), values.to(kind), [self.reading.limits[layer]],
+                [self.reading.slot], [self.stop], first, to_stored(keys, kind), to_stored(values, kind),
+                [self.reading.limits[layer]], [self.reading.room],
                 None if self._mass is None else [self._mass[layer]],
             )  # fmt: skip
             self.compression.store_prompts(self.cache, layer, packed)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.tracks import Tracks
-from sparse_rl_lightning.types import NEVER, EvictionRecord, KVUsage, Rollout
+from sparse_rl_lightning.types import NEVER, EvictionRecord, KVUsage, PageRecord, Rollout
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,11 @@ class Ended:
     topk_ids: Tensor  # (T, K)
     topk_logprobs: Tensor  # (T, K)
     versions: Tensor | None  # (T,) int32
-    evictions: dict[str, Any]  # state of the EvictionRecord of this one sequence
+    evictions: dict[str, Any] | None  # state of the EvictionRecord of this one sequence; None under retrieval
     stored: Tensor  # ()
     stored_integral: Tensor  # ()
+    read_integral: Tensor | None = None  # (), under retrieval
+    pages: dict[str, Any] | None = None  # state of the PageRecord of this one sequence
 
     @classmethod
     def copy(cls, cache: SlotCache, tracks: Tracks, slot: int, prompt_length: int, end: int, finished: bool) -> Ended:
@@ -37,7 +39,6 @@ class Ended:
 
         What the slot went through after its end (the host looks only now and then) is left behind.
         """
-        death = cache.death[:, slot : slot + 1, :, : end + 1]
         return cls(
             prompt_length,
             finished,
@@ -47,10 +48,12 @@ class Ended:
             topk_ids=_completion(tracks.topk_ids[slot, : end + 1], prompt_length),
             topk_logprobs=_completion(tracks.topk_logprobs[slot, : end + 1], prompt_length),
             versions=None if tracks.versions is None else _completion(tracks.versions[slot, : end + 1], prompt_length),
-            evictions=EvictionRecord.from_dense(torch.where(death <= end, death, NEVER)).state(),
+            evictions=_evictions(cache, slot, end),
             stored=tracks.held[slot, end - 1].clone(),  # the last token drawn was never fed
             # the step that feeds token t reads what was held before, and t itself
             stored_integral=(tracks.held[slot, prompt_length - 1 : end - 1] + 1).sum(),
+            read_integral=None if tracks.read is None else tracks.read[slot, prompt_length:end].sum(),
+            pages=_pages(cache, slot, prompt_length, end),
         )
 
 
@@ -61,6 +64,9 @@ def assemble(ended: Sequence[Ended], peak_bytes: int, full_peak_bytes: int, pref
     prompt_lengths = torch.tensor([e.prompt_length for e in ended], device=device)
     index = torch.arange(int(lengths.max()), device=device)
     fed, prompt = (lengths - 1).float(), prompt_lengths.float()
+    read = [e.read_integral for e in ended if e.read_integral is not None]
+    evictions = [EvictionRecord(**e.evictions) for e in ended if e.evictions is not None]
+    pages = [PageRecord(**e.pages) for e in ended if e.pages is not None]
     usage = KVUsage(
         stored=torch.stack([e.stored for e in ended]),
         full=fed,
@@ -69,6 +75,7 @@ def assemble(ended: Sequence[Ended], peak_bytes: int, full_peak_bytes: int, pref
         peak_bytes=peak_bytes,
         full_peak_bytes=full_peak_bytes,
         prefill_peak_bytes=prefill_peak_bytes,
+        read_integral=torch.stack(read) if read else None,
     )
     return Rollout(
         sequences=_pad([e.tokens for e in ended]),
@@ -80,9 +87,22 @@ def assemble(ended: Sequence[Ended], peak_bytes: int, full_peak_bytes: int, pref
         topk_ids=_pad([e.topk_ids for e in ended]) if ended[0].topk_ids.numel() else None,
         topk_logprobs=_pad([e.topk_logprobs for e in ended]) if ended[0].topk_ids.numel() else None,
         policy_versions=_pad_optional([e.versions for e in ended]),
-        evictions=EvictionRecord.cat([EvictionRecord(**e.evictions) for e in ended]),
+        evictions=EvictionRecord.cat(evictions) if evictions else None,
+        pages=PageRecord.cat(pages) if pages else None,
         kv=usage,
     )
+
+
+def _evictions(cache: SlotCache, slot: int, end: int) -> dict[str, Any] | None:
+    if cache.pages is not None:
+        return None  # deaths alone do not say what was seen
+    death = cache.death[:, slot : slot + 1, :, : end + 1]
+    return EvictionRecord.from_dense(torch.where(death <= end, death, NEVER)).state()
+
+
+def _pages(cache: SlotCache, slot: int, prompt_length: int, end: int) -> dict[str, Any] | None:
+    record = None if cache.pages is None else cache.pages.record_of(slot, prompt_length, end)
+    return None if record is None else record.state()
 
 
 def _completion(row: Tensor, prompt_length: int) -> Tensor:

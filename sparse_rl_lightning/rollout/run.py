@@ -1,8 +1,8 @@
 """One rollout: the queue of sequences, the slots in use, when to compress, when to stop, when to refill.
 
 The host knows the length of every slot without asking the device: a step adds one entry, a compression leaves the
-budget. So it decides alone when to compress, and looks at the device only every few steps, to see which sequences
-have ended. What a sequence does between its end and that look is thrown away.
+budget of the sequence's length. So it decides alone when to compress, and looks at the device only every few steps,
+to see which sequences have ended. What a sequence does between its end and that look is thrown away.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Held:
     sequence: int
     seen: int  # tokens fed
     room: int  # tokens that may still be fed before it must be compressed
+    evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
     looked: int = 0  # tokens that were searched for stop strings
 
 
@@ -64,6 +65,7 @@ class _Prompt:
     content: dict[str, Tensor]  # empty where all samples have found a slot
     logits: Tensor  # (V,)
     room: int
+    evicted: tuple[int, ...]
 
 
 class Run:
@@ -184,7 +186,7 @@ class Run:
         for prompt, slots in admitted.items():
             self.cache.fork(slots[0], slots[1:])
             for slot in slots:
-                self.slots[slot].room = self.read[prompt].room
+                self.slots[slot].room, self.slots[slot].evicted = self.read[prompt].room, self.read[prompt].evicted
                 self.tracks.begin(slot, len(self.prompts[prompt]) + self.plan.params.max_completion_length - 1)
         order = [slot for slots in admitted.values() for slot in slots]
         places = self._tensor(order)
@@ -197,17 +199,21 @@ class Run:
     def _read(self, slots: dict[int, int]) -> None:
         """Read prompts, each into the slot of its first sample, and keep a copy for samples that have no slot yet."""
         unfinished = self._waiting_prompts()
-        compression, most, readings = self.plan.compression, self.plan.max_prefill_tokens, []
+        compression, most, readings = self.plan.compression, self.plan.max_prefill_tokens, list[Reading]()
+        trigger = compression.trigger
         for prompt, slot in slots.items():
             tokens = self.prompts[prompt]
             self.cache.begin(slot, tokens, prompt_key(self.plan.params.seed, tokens))
-            readings.append(Reading(tokens, slot, compression.limits(len(tokens))))
+            length = len(tokens)
+            room = trigger.room(length, trigger.evicted_from_prompt(length), prompt_length=length)
+            readings.append(Reading(tokens, slot, trigger.limits(length), room))
         prompt_of = {slot: prompt for prompt, slot in slots.items()}
         read = read_prompts(self.cache, self.step.decoder, compression, readings, most)
         for reading, logits, staged in read:
             prompt = prompt_of[reading.slot]
             content = self.cache.read(reading.slot) if prompt in unfinished else {}
-            self.read[prompt] = _Prompt(content, logits, compression.room(len(reading.tokens)))
+            evicted = trigger.evicted_from_prompt(len(reading.tokens))
+            self.read[prompt] = _Prompt(content, logits, reading.room, evicted)
             copies = [p.content[name] for p in self.read.values() for name in ("keys", "values") if p.content]
             parked = sum(tensor.nbytes for tensor in copies)
             self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked)
@@ -231,9 +237,12 @@ class Run:
             held.room -= 1
             if held.room == 0:
                 full.append(slot)
-                held.room = compression.compressor.buffer
+                held.evicted = compression.trigger.evicted(held.seen, held.evicted)
+                held.room = compression.trigger.room(held.seen, held.evicted)
         if full:
-            compression.compress(self.cache, sorted(full))
+            full.sort()
+            lengths, room = [self.slots[slot].seen for slot in full], [self.slots[slot].room for slot in full]
+            compression.compress(self.cache, full, lengths, room)
             places = self._tensor(full)
             self.tracks.held[places, self.cache.seen[places] - 1] = self.cache.held(places)
 

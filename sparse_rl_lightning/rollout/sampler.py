@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.preparation import check_prompts, default_end_token_ids, eval_mode
+from sparse_rl_lightning.rollout.retrieval import check_retriever
 from sparse_rl_lightning.rollout.run import Progress, Run
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.workspace import Workspace
@@ -39,19 +42,25 @@ class RolloutSampler:
 
     Args:
         model: A transformers causal language model: Qwen2, Qwen3, Llama or another full-attention rotary decoder.
-        compressor: What a full slot keeps; ``FullKV()`` for a dense rollout.
+        compressor: What a full slot keeps; default ``FullKV()``, everything.
         num_slots: Sequences decoded at the same time; further ones wait and take the place of finished ones.
             None gives every sequence its own slot.
         end_token_ids: Tokens that end a completion; default those of the model's generation config.
         max_prefill_tokens: Prompts are read in batches of at most this many tokens, longer ones in chunks.
         tokenizer: Needed for stop strings only.
         kv_dtype: What keys and values are kept in, e.g. ``torch.bfloat16`` or ``"bfloat16"`` for half the memory of
-            float32; default what the model computes in. Queries are rounded to it too before they meet the keys.
+            float32; default what the model computes in. Queries are rounded to it too before they meet the keys, but
+            not to ``"float8_e4m3fn"`` (or ``"fp8"``), a byte per number: that is for storage only, and saturates at
+            +-448.
         keep_pool: Keep the cache's memory, and copies of weights made for decoding, between calls; False frees them
             for the learner after each.
         memory_limit: Bytes that slots may take, or a float up to 1.0 for a share of the free memory: no more slots are
             used than fit. What was chosen and why is logged and stands in :attr:`memory_plan`.
         cuda_graphs: Decode from CUDA graphs on a GPU; where a step cannot be captured it runs eagerly, with a warning.
+        retriever: Which pages of what is kept each query reads; None reads everything. It saves time, not memory, and
+            leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
+        record_pages: Bytes that a record of the pages read may take, ``rollout.pages``; 0 records none. For tests and
+            short runs: it can cost as much as the cache.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -65,7 +74,7 @@ class RolloutSampler:
     def __init__(
         self,
         model: PreTrainedModel,
-        compressor: Compressor,
+        compressor: Compressor | None = None,
         num_slots: int | None = None,
         end_token_ids: Sequence[int] | None = None,
         max_prefill_tokens: int = 16384,
@@ -75,14 +84,25 @@ class RolloutSampler:
         keep_pool: bool = True,
         cuda_graphs: bool = True,
         memory_limit: int | float | None = None,
+        retriever: Retriever | None = None,
+        record_pages: int = 0,
     ) -> None:
         if num_slots is not None and num_slots < 1:
             raise ValueError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
         if max_prefill_tokens < 1:
             raise ValueError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
-        CacheGeometry.of(model)  # refuses models that cannot be served
+        geometry = CacheGeometry.of(model, _kv_dtype(kv_dtype))  # refuses models that cannot be served
         self.model = model
-        self.compressor = compressor
+        self.compressor = compressor or FullKV()
+        self.retriever = retriever
+        self.record_pages = record_pages
+        if record_pages < 0 or (record_pages and retriever is None):
+            raise ValueError(
+                "record_pages is a number of bytes for the pages that a retriever reads, got "
+                f"record_pages={record_pages} and retriever={retriever}."
+            )
+        if retriever is not None:
+            check_retriever(retriever, self.compressor, geometry.num_layers, geometry.kv_dtype, record_pages)
         self.num_slots = num_slots
         self.end_token_ids = default_end_token_ids(model) if end_token_ids is None else list(end_token_ids)
         self.max_prefill_tokens = max_prefill_tokens
@@ -208,10 +228,12 @@ class RolloutSampler:
         """A slot that holds any sequence whole costs as much as a full cache."""
         if not self.compressor.evicts or self._warned:
             return
-        room = [min(run.plan.compression.limits(length)) - length for length in set(lengths)]
+        trigger = run.plan.compression.trigger
+        lost = {length: trigger.evicted_from_prompt(length) for length in lengths}
+        room = [0 if any(own) else trigger.room(length, own, prompt_length=length) for length, own in lost.items()]
         if min(room) >= completion:
             self._warned = True
-            capacity = min(run.plan.compression.limits(max(lengths)))
+            capacity = min(trigger.capacities(max(lengths), max(lengths)))
             warnings.warn(
                 f"A slot of {capacity} tokens holds the longest prompt and completion ({max(lengths) + completion} "
                 "tokens) whole: nothing will be evicted. Lower the compressor's budget or buffer to save memory.",
@@ -220,7 +242,10 @@ class RolloutSampler:
 
 
 def _kv_dtype(kind: torch.dtype | str | None) -> torch.dtype | None:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    known = {
+        "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
+        "float8_e4m3fn": FLOAT8, "fp8": FLOAT8,
+    }  # fmt: skip
     found = known.get(kind) if isinstance(kind, str) else kind
     if kind is not None and found not in known.values():
         raise ValueError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")

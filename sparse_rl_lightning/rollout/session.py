@@ -12,13 +12,13 @@ from typing import Any
 from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.preparation import check_prompts
 from sparse_rl_lightning.rollout.results import Ended
-from sparse_rl_lightning.rollout.run import Held, Progress
+from sparse_rl_lightning.rollout.run import Held, Progress, Run
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.workspace import Workspace
 from sparse_rl_lightning.types import Rollout, tensors_to
 
-_TRACKS = ("logprobs", "behavior", "held", "versions", "topk_ids", "topk_logprobs", "ends", "finished")
+_TRACKS = ("logprobs", "behavior", "held", "read", "versions", "topk_ids", "topk_logprobs", "ends", "finished")
 
 
 class RolloutSession:
@@ -32,7 +32,7 @@ class RolloutSession:
         max_prompt_length: Tokens of the longest prompt there will be.
 
     Raises:
-        ValueError: If the sampler has no ``num_slots``.
+        ValueError: If the sampler has no ``num_slots``, or records the pages it reads.
 
     Example::
 
@@ -45,6 +45,11 @@ class RolloutSession:
     def __init__(self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int) -> None:
         if sampler.num_slots is None:
             raise ValueError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
+        if sampler.record_pages:
+            raise ValueError(
+                "A RolloutSession keeps no record of the pages read, which would have to outlive updates: set "
+                "record_pages of the RolloutSampler to 0."
+            )
         self.sampler, self.params, self.max_prompt_length = sampler, params, max_prompt_length
         self._workspace = Workspace()
         self._broken = False
@@ -153,15 +158,17 @@ class RolloutSession:
             "slots": slots,
             "counters": {name: getattr(run, name) for name in _COUNTERS},
             "version": int(run.tracks.version),
+            "settings": _settings(run),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up what :meth:`state` returned, in a session of the same settings.
 
         Raises:
-            ValueError: If a slot of the state is not there.
+            ValueError: If a slot of the state is not there, or was written under other settings.
         """
         run = self.run
+        _check_settings(state, run)
         missing = [slot for slot in state["slots"] if slot >= run.plan.num_slots]
         if missing:
             raise ValueError(
@@ -191,6 +198,36 @@ class RolloutSession:
         rows = {name: tensor[slot].to("cpu", copy=True) for name, tensor in tracks.items() if tensor is not None}
         cache = tensors_to(run.cache.read(slot), "cpu")
         return {"held": vars(run.slots[slot]).copy(), "cache": cache, "tracks": rows}
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What the state of a session depends on, the number of samples first: on that alone a restart depends."""
+    g, size, params = run.cache.geometry, run.cache.size, run.plan.params
+    return {
+        "num_generations": params.num_generations,
+        "max_prompt_length + max_completion_length": size.max_length,
+        "top_logprobs": params.top_logprobs,
+        "truncated sampling": params.truncates,
+        "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
+        "kv_dtype": str(g.kv_dtype),
+        "type of the queries": str(g.query_dtype),
+        "slot capacities": list(size.capacities),
+        "num_queries": size.num_queries,
+        "state_fields": list(size.state_fields),
+        "unequal heads": size.per_head,
+    }
+
+
+def _check_settings(state: dict[str, Any], run: Run) -> None:
+    own = _settings(run)
+    was = state.get("settings", own)  # older states do not say
+    names = list(own) if state["slots"] else ["num_generations"]
+    changed = [f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name]]
+    if changed:
+        raise ValueError(
+            f"The state was written by a session with other settings: {'; '.join(changed)}. Make the session with the "
+            "same, or save unfinished sequences for a restart, state(restart=True), with the same num_generations."
+        )
 
 
 _COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")

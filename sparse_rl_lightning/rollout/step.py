@@ -62,12 +62,16 @@ class Step:
             return cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin, probs)
 
         positions = cache.seen[places]
+        if cache.pages is not None:
+            cache.pages.begin_step(places, positions)
         hidden = self.decoder(cache.tokens[places, positions], positions, attend)
         cache.seen[places] = positions + 1
         cache.seen[-1] = 0  # padding stays at its first token
         if paid:
             self.compression.note_attention(cache, rows.used, paid)
         self.tracks.held[places, positions] = cache.held(rows.slots.clamp(min=0))
+        if cache.pages is not None and self.tracks.read is not None:
+            self.tracks.read[places, positions] = cache.pages.entries_read(cache.lengths[:, rows.slots.clamp(min=0)])
         self.draw(self.decoder.logits(hidden), places)
 
     def draw(self, logits: Tensor, places: Tensor) -> None:

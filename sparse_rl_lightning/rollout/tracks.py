@@ -19,16 +19,24 @@ class Tracks:
         params: Says what is wanted.
         device: Where they live.
         versioned: Note which version of the policy drew each token.
+        retrieves: Note how much each step reads.
     """
 
     def __init__(
-        self, num_slots: int, length: int, params: SamplingParams, device: torch.device, versioned: bool = False
+        self,
+        num_slots: int,
+        length: int,
+        params: SamplingParams,
+        device: torch.device,
+        versioned: bool = False,
+        retrieves: bool = False,
     ) -> None:
         # float32 is spelt out: under precision=bf16-true Lightning makes bfloat16 the default
         shape = (num_slots + 1, length)
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.behavior = torch.zeros_like(self.logprobs) if params.truncates else None
         self.held = torch.zeros_like(self.logprobs)  # entries after the step that fed token t, mean over heads
+        self.read = torch.zeros_like(self.logprobs) if retrieves else None  # entries read by the step that fed token t
         self.versions = torch.zeros(shape, dtype=torch.int32, device=device) if versioned else None
         self.version = torch.zeros((), dtype=torch.int32, device=device)  # of the policy that draws now
         top = (*shape, params.top_logprobs)

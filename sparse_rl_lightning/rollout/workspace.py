@@ -14,6 +14,7 @@ from sparse_rl_lightning.rollout.decoder import Decoder
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.graphs import GraphedStep
 from sparse_rl_lightning.rollout.memory import MemoryPlan, plan_slots, slot_bytes
+from sparse_rl_lightning.rollout.retrieval import PageLayout
 from sparse_rl_lightning.rollout.run import Plan, Run
 from sparse_rl_lightning.rollout.sampling import SamplingParams
 from sparse_rl_lightning.rollout.step import Step
@@ -57,7 +58,8 @@ class Workspace:
             versioned: Whether weights change during the run.
 
         Raises:
-            ValueError: If the sampler's memory limit does not allow one slot, or stop strings lack a tokenizer.
+            ValueError: If the sampler's memory limit does not allow one slot, stop strings lack a tokenizer, or the
+                pages read take more to record than allowed.
         """
         stop = StopStrings(params.stop_strings, sampler.tokenizer) if params.stop_strings else None
         geometry = CacheGeometry.of(sampler.model, sampler.kv_dtype)
@@ -65,8 +67,14 @@ class Workspace:
         length = longest_prompt + params.max_completion_length + check_every - 1
         slots = min(sampler.num_slots or total, total)
         c, compression = sampler.compressor, Compression(sampler.compressor, geometry.num_layers)
-        capacities, splits = compression.capacities(longest_prompt, length), c.evicts and c.budget_rule.splits_heads
-        size = CacheSize(slots, capacities, c.num_queries, length, c.state_fields, splits)
+        capacities = compression.trigger.capacities(longest_prompt, length)
+        splits = c.evicts and c.budget_rule.splits_heads
+        size = CacheSize(
+            slots, capacities, c.num_queries, length, c.state_fields, splits, sampler.retriever,
+            sampler.record_pages > 0,
+        )  # fmt: skip
+        if size.retriever is not None and size.record_pages:
+            PageLayout(size.retriever, geometry, capacities).check_record(total, length, sampler.record_pages)
         if sampler.memory_limit is not None:
             size = self._fit(size, geometry, params, sampler.memory_limit, versioned)
         self.run = None
@@ -115,7 +123,8 @@ class Workspace:
                 if last.end_ids.tolist() == sampler.end_token_ids:
                     return self._step
         if tracks is None:
-            tracks = Tracks(cache.size.num_slots, cache.size.max_length, params, geometry.device, versioned)
+            slots, length, retrieves = cache.size.num_slots, cache.size.max_length, cache.pages is not None
+            tracks = Tracks(slots, length, params, geometry.device, versioned, retrieves)
         end_ids = torch.tensor(sampler.end_token_ids, dtype=torch.int64, device=geometry.device)
         step = Step(self._decoder, cache, tracks, params, end_ids, compression)
         self._step = GraphedStep(step, sampler.cuda_graphs)

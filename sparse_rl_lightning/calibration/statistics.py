@@ -137,7 +137,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {given.statistics}")
-
-
-if __name__ == "__main__":
-    main()

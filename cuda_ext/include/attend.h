@@ -1,0 +1,111 @@
+// Attention of one query token over tiles of keys and values, softmax kept online: what the CPU kernels of
+// decode_attention and page_attention share.
+#pragma once
+
+#include "dots.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+namespace sparse_rl {
+
+inline constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Running softmax of up to eight query rows: the largest logits so far and the sums of exp(logit - largest).
+struct Softmax {
+  float largest[kRows], sum[kRows] = {};
+
+  Softmax() { std::fill(largest, largest + kRows, kNothing); }
+};
+
+// Turn a tile of logits (see dot_tile) into exp(logit - largest so far); `rescale` is what earlier sums must be
+// multiplied by. A vector holds several keys, Stride rows of each.
+template <int Rows>
+SPARSE_RL_CLONES void add_tile(float* logits, int64_t count, Softmax& state, float* rescale) {
+  constexpr int Stride = key_stride(Rows);
+  const int64_t end = (count * Stride + kLanes - 1) / kLanes * kLanes;
+  for (int64_t i = count * Stride; i < end; ++i) logits[i] = kNothing;
+  alignas(64) float lanes[kLanes], base[kLanes];
+  Vec top = splat(kNothing);
+  for (int64_t at = 0; at < end; at += kLanes) {
+    Vec v = load(logits + at);
+    top = v > top ? v : top;
+  }
+  store(lanes, top);
+  for (int r = 0; r < Rows; ++r) {
+    const float before = state.largest[r];
+    for (int i = r; i < kLanes; i += Stride) state.largest[r] = std::max(state.largest[r], lanes[i]);
+    base[r] = state.largest[r] == kNothing ? 0.0f : state.largest[r];
+    rescale[r] = before == state.largest[r] ? 1.0f : std::exp(before - base[r]);
+  }
+  for (int r = Rows; r < Stride; ++r) base[r] = 0.0f;
+  for (int i = Stride; i < kLanes; ++i) base[i] = base[i - Stride];
+  const Vec bases = load(base);
+  Vec sum{};
+  for (int64_t at = 0; at < end; at += kLanes) {
+    Vec p = exp_negative(load(logits + at) - bases);
+    store(logits + at, p);
+    sum += p;
+  }
+  store(lanes, sum);
+  for (int r = 0; r < Rows; ++r) {
+    state.sum[r] *= rescale[r];
+    for (int i = r; i < kLanes; i += Stride) state.sum[r] += lanes[i];
+  }
+}
+
+// out[r] = out[r] * rescale[r] + sum_j weights[j * key_stride(Rows) + r] * values[j]
+template <class T, int Rows>
+SPARSE_RL_CLONES void add_values(
+    const T* values, int64_t count, int64_t dim, const float* weights, const float* rescale, float* out) {
+  const int64_t width = padded(dim);
+  for (int64_t at = 0; at < dim; at += kBlock) {
+    Vec sum[2 * Rows];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      sum[2 * r] = load(out + r * width + at) * rescale[r];
+      sum[2 * r + 1] = load(out + r * width + at + kLanes) * rescale[r];
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      Vec a, b;
+      load_part(values + j * dim, at, dim, a, b);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        const float w = weights[j * key_stride(Rows) + r];
+        sum[2 * r] += a * w;
+        sum[2 * r + 1] += b * w;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      store(out + r * width + at, sum[2 * r]);
+      store(out + r * width + at + kLanes, sum[2 * r + 1]);
+    }
+  }
+}
+
+// A finished row: its result is written, its log-sum-exp returned. A row without entries gives zeros and -inf.
+template <class T>
+float finish_row(float largest, float sum, const float* sums, int64_t dim, T* out) {
+  pack_row_any(sums, sum > 0 ? 1 / sum : sum, dim, out);
+  return largest == kNothing ? kNothing : largest + std::log(sum);
+}
+
+// Call `run` with the number of rows as a constant, at most kRows.
+template <class Run>
+void with_rows(int64_t rows, Run run) {
+  switch (rows) {
+    case 1: return run(std::integral_constant<int, 1>{});
+    case 2: return run(std::integral_constant<int, 2>{});
+    case 3: return run(std::integral_constant<int, 3>{});
+    case 4: return run(std::integral_constant<int, 4>{});
+    case 5: return run(std::integral_constant<int, 5>{});
+    case 6: return run(std::integral_constant<int, 6>{});
+    case 7: return run(std::integral_constant<int, 7>{});
+    default: return run(std::integral_constant<int, 8>{});
+  }
+}
+
+}  // namespace sparse_rl

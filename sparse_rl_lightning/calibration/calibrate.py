@@ -1,0 +1,189 @@
+"""From prompts to a schedule: sweep budgets, find the tail in every bin of lengths, pick, check, write down."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparse_rl_lightning.acceptance import tail_target
+from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.calibration.sweep import Method, Sweep
+from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, tail
+from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.retrievers import Retriever
+
+DENSE, CHECK = "dense", "schedule"
+Told = Callable[[str, float], None]
+"""Called with what is being done, and how many methods are done, parts of them included."""
+
+
+@dataclass(frozen=True)
+class Binning:
+    """How tokens are sorted and judged.
+
+    Args:
+        bin_size: Tokens per bin of sequence length.
+        min_tokens: A bin with fewer tokens at a budget has no data there.
+        resamples: Bootstrap samples behind every confidence interval.
+        seed: Of them.
+
+    Raises:
+        ValueError: If a number is below 1.
+    """
+
+    bin_size: int = 2000
+    min_tokens: int = 200
+    resamples: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("bin_size", "min_tokens", "resamples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration found."""
+
+    table: dict[int, list[Cell | None]]  # by budget, one cell per bin
+    choice: Choice
+    ceiling: float  # 5th percentile between dense sampler and dense learner, all lengths together
+    target: float
+    bin_size: int
+    check: list[Cell | None] | None = None  # the schedule itself, measured; None if it was not
+
+    @property
+    def schedule(self) -> LengthSchedule:
+        """What was picked."""
+        return self.choice.schedule
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know: bins without data, targets that are missed."""
+        return [*self.choice.notes, *self._missed()]
+
+    def _missed(self) -> list[str]:
+        """Bins in which the schedule itself does worse than its budgets did alone."""
+        return [
+            f"lengths {number * self.bin_size} to {(number + 1) * self.bin_size - 1}: the schedule itself reaches "
+            f"{found.tail:.4f} ({found.low:.4f} to {found.high:.4f}), below the target: what smaller budgets evicted "
+            "earlier is gone."
+            for number, found in enumerate(self.check or [])
+            if found is not None and found.high < self.target
+        ]
+
+    def csv(self) -> str:
+        """The table as text: a row per budget and bin, empty numbers where there is no data."""
+        names = list(Cell.__dataclass_fields__)
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(["budget", "first_length", "last_length", "chosen", *names])
+        measured: list[tuple[int | str, list[Cell | None]]] = [*self.table.items(), (CHECK, self.check or [])]
+        for budget, found in measured:
+            for number, own in enumerate(found):
+                first = number * self.bin_size
+                numbers = [f"{getattr(own, name):.6g}" if own else "" for name in names]
+                chosen = int(self.choice.budgets[number] == budget)
+                rows.writerow([budget, first, first + self.bin_size - 1, chosen, *numbers])
+        return text.getvalue()
+
+    def summary(self) -> dict[str, object]:
+        """Everything but the table, for a JSON file."""
+        return {
+            "ceiling": self.ceiling,
+            "target": self.target,
+            "bin_size": self.bin_size,
+            "budgets": self.choice.budgets,
+            "starts": list(self.schedule.starts),
+            "schedule": list(self.schedule.budgets),
+            "notes": self.notes,
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write ``schedule.yaml``, ``table.csv`` and ``calibration.json``."""
+        title = f"5th percentile of the acceptance at least {self.target:.4f} (ceiling {self.ceiling:.4f})"
+        self.schedule.save(folder / "schedule.yaml", "\n".join([title, *self.notes]))
+        (folder / "table.csv").write_text(self.csv(), encoding="utf-8")
+        (folder / "calibration.json").write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
+
+
+def calibrate(
+    sweep: Sweep,
+    method: Method,
+    budgets: Sequence[int],
+    binning: Binning,
+    target: float | None = None,
+    check: bool = True,
+    monotone: bool | None = None,
+    told: Told | None = None,
+) -> Calibration:
+    """Measure the tail of the acceptance at every budget and pick the cheapest per bin of lengths.
+
+    Args:
+        sweep: Policy, prompts and how to draw.
+        method: The compressor or the retriever; its own budget does not count.
+        budgets: To sweep.
+        binning: How tokens are sorted and judged.
+        target: The 5th percentile to hold; default 0.86 scaled from Sparrow's ceiling to one's own.
+        check: Draw once more under the schedule that was picked, and measure what it holds.
+        monotone: Let no budget be smaller than that of shorter sequences; None for compressors only. Evicted tokens do
+            not come back, so a bin that needs little would ruin the next.
+        told: Called as the sweep proceeds.
+
+    Raises:
+        ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or nothing can be
+            judged.
+    """
+    methods = {budget: method.with_budget(budget) for budget in _checked(method, budgets)}
+    sweep.claim(method)
+    found: dict[str, Acceptances] = {}
+    swept: dict[str, Method] = {DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}
+    for done, (name, own) in enumerate(swept.items()):
+        found[name] = _acceptances(sweep, name, own, done, told)
+    ceiling = tail(found[DENSE].lower)
+    target = tail_target(ceiling) if target is None else target
+    if target > ceiling:
+        raise ValueError(
+            f"target={target:.4f} is above the ceiling: even a dense sampler reaches {ceiling:.4f}. Lower it, or leave "
+            f"it out for {tail_target(ceiling):.4f}."
+        )
+    num_bins = (sweep.longest - 1) // binning.bin_size + 1
+    judged = {name: _cells(acceptances, binning, num_bins) for name, acceptances in found.items()}
+    table = {budget: judged[_name(budget)] for budget in methods}
+    rises = not isinstance(method, Retriever) if monotone is None else monotone
+    choice = choose(table, target, binning.bin_size, rises)
+    checked = None
+    if check:
+        name = f"{CHECK}_{'_'.join(map(str, (*choice.schedule.starts, *choice.schedule.budgets)))}"[:200]
+        drawn = _acceptances(sweep, name, method.with_budget(choice.schedule), len(methods) + 1, told)
+        checked = _cells(drawn, binning, num_bins)
+    return Calibration(table, choice, ceiling, target, binning.bin_size, checked)
+
+
+def _cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | None]:
+    b = binning
+    return cells(found, b.bin_size, num_bins, b.min_tokens, b.resamples, b.seed)
+
+
+def _acceptances(sweep: Sweep, name: str, method: Method, done: int, told: Told | None) -> Acceptances:
+    found = sweep.acceptances(name, method, None if told is None else lambda share: told(name, done + share))
+    if told is not None:
+        told(name, done + 1)
+    return found
+
+
+def _name(budget: int) -> str:
+    return f"budget_{budget}"
+
+
+def _checked(method: Method, budgets: Sequence[int]) -> list[int]:
+    if not getattr(method, "evicts", True):
+        raise ValueError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
+    if not budgets or min(budgets) < 1:
+        raise ValueError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
+    return sorted(set(budgets))

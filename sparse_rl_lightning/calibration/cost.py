@@ -1,0 +1,179 @@
+"""The cost model: seconds per decode step, bytes and best batch of dense, evicting and retrieving rollouts.
+
+A step of B sequences that read ``entries`` tokens of the cache each takes::
+
+    overhead + max(W / bandwidth, 2 P B / flops) + B entries max(kv / bandwidth, 4 layers heads head_dim / flops)
+
+with P weights (W bytes) that a step reads and kv bytes per token of the cache. Kernels are taken to be ideal; what they
+are not is the overhead's part. Compressing and choosing pages cost nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout.trigger import Trigger
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Retrieval as the cost model sees it: all of the cache stays, pages chosen by their metadata are read."""
+
+    budget: int | LengthSchedule  # tokens in pages chosen by score
+    page_size: int = 16
+    metadata: float = 0.5  # of a page, in tokens: 0.5 for a mean key (Sparrow), 1 for minimum and maximum (Quest)
+    reserved: int = 0  # tokens that are read besides: Sparrow's first page and two last are 48
+    dense_layers: int = 0  # layers that read everything: Sparrow 2
+
+    @classmethod
+    def of(cls, retriever: Retriever) -> Pages:
+        """What a retriever reads; its budget includes the pages that are always read."""
+        r = retriever
+        return cls(r.schedule, r.page_size, metadata=0.5 * r.num_vectors, dense_layers=r.num_dense_layers)
+
+    @property
+    def schedule(self) -> LengthSchedule:
+        """The budget by length."""
+        return LengthSchedule.constant(self.budget) if isinstance(self.budget, int) else self.budget
+
+
+Method = Compressor | Pages
+"""``FullKV()`` for dense, any other compressor for eviction, :class:`Pages` for retrieval."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sequences of equal length that are decoded together."""
+
+    batch: int
+    prompt: int  # tokens that are there when decoding begins
+    length: int  # tokens that are decoded
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What rollouts of a model cost on a machine."""
+
+    shape: ModelShape
+    hardware: Hardware
+
+    # ---------------------------------------------------------------- time
+
+    def linear_seconds(self, batch: int) -> float:
+        """A step's matrix products with the weights."""
+        weights = self.shape.weights_read
+        reading = weights * self.shape.weight_bytes / self.hardware.bandwidth
+        return max(reading, 2 * weights * batch / self.hardware.flops)
+
+    def attention_seconds(self, entries: float) -> float:
+        """A step's attention over so many tokens of the cache, summed over the batch."""
+        s = self.shape
+        computing = 4 * s.num_layers * s.num_heads * s.head_dim / self.hardware.flops
+        return max(s.kv_bytes_per_token / self.hardware.bandwidth, computing) * entries
+
+    def step_seconds(self, method: Method, work: Work) -> float:
+        """A decode step, averaged over all steps of the sequences."""
+        entries = float(entries_read(method, work, self.shape.num_layers).mean())
+        attention = self.attention_seconds(work.batch * entries)
+        return self.hardware.step_overhead + self.linear_seconds(work.batch) + attention
+
+    def tokens_per_second(self, method: Method, work: Work) -> float:
+        """Tokens drawn per second."""
+        return work.batch / self.step_seconds(method, work)
+
+    def speedup(self, method: Method, work: Work, dense: Work | None = None) -> float:
+        """Tokens per second of a method over those of a dense rollout.
+
+        Args:
+            method: The method.
+            work: What it does.
+            dense: What the dense rollout does, default the same; with less memory per sequence a method may decode
+                more of them at once.
+        """
+        return self.tokens_per_second(method, work) / self.tokens_per_second(FullKV(), dense or work)
+
+    # ---------------------------------------------------------------- memory
+
+    def bytes_per_sequence(self, method: Method, prompt: int, length: int) -> int:
+        """Bytes of cache that a sequence needs at its peak: its slot, or all of it and the pages' metadata."""
+        layers, per_layer = self.shape.num_layers, self.shape.kv_bytes_per_token // self.shape.num_layers
+        if isinstance(method, Pages):
+            return round((prompt + length) * (1 + method.metadata / method.page_size) * layers * per_layer)
+        return sum(Trigger(method, layers).capacities(prompt, prompt + length)) * per_layer
+
+    def best_batch(self, method: Method, limit: float, prompt: int, length: int, most: int | None = None) -> int:
+        """Sequences that fit into so many bytes of cache: the most are the fastest.
+
+        Args:
+            method: The method.
+            limit: Bytes.
+            prompt: Tokens of the prompt.
+            length: Tokens of the completion.
+            most: No more than this.
+
+        Raises:
+            ValueError: If not even one sequence fits.
+        """
+        need = self.bytes_per_sequence(method, prompt, length)
+        fits = int(limit // need)
+        if fits < 1:
+            raise ValueError(f"Not even one sequence fits into {limit:,.0f} bytes: it needs {need:,}.")
+        return fits if most is None else min(fits, most)
+
+    # ---------------------------------------------------------------- schedules
+
+    def fastest_schedule(
+        self, methods: Sequence[tuple[int, Method]], meets: Sequence[Sequence[bool]], bin_size: int, work: Work
+    ) -> LengthSchedule:
+        """Of the budgets that hold the tail in a bin of lengths, that which is fastest there, bin by bin.
+
+        Args:
+            methods: Each budget with the method at that budget.
+            meets: For every bin, whether each budget holds the target there.
+            bin_size: Tokens per bin.
+            work: Batch, prompt and length; what is not decoded there is judged by its last length.
+
+        Raises:
+            ValueError: If no budget meets the target in a bin.
+        """
+        read = {budget: entries_read(method, work, self.shape.num_layers) for budget, method in methods}
+        budgets = []
+        for number, allowed in enumerate(meets):
+            own = [budget for (budget, _), meet in zip(methods, allowed, strict=True) if meet]
+            if not own:
+                raise ValueError(f"no budget meets the target at lengths from {number * bin_size} on.")
+            first = min(max(number * bin_size - work.prompt, 0), work.length - 1)
+            last = max(min((number + 1) * bin_size - work.prompt, work.length), first + 1)
+            cost = {budget: float(read[budget][first:last].mean()) for budget in own}
+            budgets.append(min(own, key=lambda budget: (cost[budget], budget)))
+        return LengthSchedule.of_bins(budgets, bin_size)
+
+
+def entries_read(method: Method, work: Work, num_layers: int) -> Tensor:
+    """(length,) float64: tokens of the cache that a sequence reads in each decode step, a mean over layers."""
+    lengths = torch.arange(work.prompt + 1, work.prompt + work.length + 1, dtype=torch.float64)
+    if isinstance(method, Pages):
+        budgets = method.schedule.lookup(lengths) + method.reserved
+        sparse = budgets + lengths * method.metadata / method.page_size
+        sparse = torch.where(lengths > budgets, sparse, lengths)
+        dense = min(method.dense_layers / num_layers, 1.0)
+        return dense * lengths + (1 - dense) * sparse
+    if not method.evicts:
+        return lengths
+    trigger = Trigger(method, num_layers)
+    lost = trigger.evicted_from_prompt(work.prompt)
+    fed, end, first = work.prompt, work.prompt + work.length, True
+    while fed < end:
+        room = min(trigger.room(fed, lost, work.prompt if first else None), end - fed)
+        lengths[fed - work.prompt : fed - work.prompt + room] -= sum(lost) / num_layers
+        fed, first = fed + room, False
+        lost = trigger.evicted(fed, lost)
+    return lengths

@@ -1,0 +1,64 @@
+"""The picture of a calibration: the tail against the length, a line per budget, and the schedule that was picked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparse_rl_lightning.calibration.table import Cell
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from sparse_rl_lightning.calibration.calibrate import Calibration
+
+
+def draw(found: Calibration, path: Path, title: str = "") -> None:
+    """Two panels side by side, as a PNG or whatever the path's ending says.
+
+    Args:
+        found: What was calibrated.
+        path: The file.
+        title: Above it.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _tails(left, found)
+    _budgets(right, found)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+
+
+def _tails(ax: Axes, found: Calibration) -> None:
+    from matplotlib import colormaps
+
+    colors = colormaps["viridis"].resampled(max(len(found.table), 2))
+    for number, (budget, own) in enumerate(sorted(found.table.items())):
+        _line(ax, own, found.bin_size, color=colors(number), label=str(budget))
+    if found.check:
+        _line(ax, found.check, found.bin_size, color="#c2410c", label="schedule", lw=2.4)
+    ax.axhline(found.target, color="#1f2937", lw=1, ls="--")
+    ax.axhline(found.ceiling, color="#9ca3af", lw=1, ls=":")
+    ax.annotate("target", (0.0, found.target), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    ax.set(xlabel="tokens of the sequence", ylabel="5th percentile of the acceptance")
+    ax.legend(title="budget", fontsize=8, ncols=2, frameon=False)
+
+
+def _line(ax: Axes, cells: Sequence[Cell | None], bin_size: int, *, color: object, label: str, lw: float = 1.4) -> None:
+    known = [(bin_size * (number + 0.5), cell) for number, cell in enumerate(cells) if cell is not None]
+    at = [length for length, _ in known]
+    ax.plot(at, [cell.tail for _, cell in known], color=color, label=label, lw=lw, marker=".")
+    ax.fill_between(at, [c.low for _, c in known], [c.high for _, c in known], color=color, alpha=0.12, lw=0)
+
+
+def _budgets(ax: Axes, found: Calibration) -> None:
+    edges = [found.bin_size * number for number in range(len(found.choice.budgets) + 1)]
+    ax.stairs(found.choice.budgets, edges, color="#2563eb", lw=2)
+    ax.set(xlabel="tokens of the sequence", ylabel="budget, tokens per layer and KV head", ylim=(0, None))

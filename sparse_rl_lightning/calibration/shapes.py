@@ -1,0 +1,115 @@
+"""What a decode step costs depends on: the sizes of a model, and the speed of the machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder with gated MLPs (Llama, Qwen2, Qwen3); biases and norms are left out."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    weight_bytes: int = 2  # bytes of one weight
+    kv_bytes: int = 2  # bytes of one number in the cache
+
+    @classmethod
+    def of(cls, model: Any, weight_bytes: int = 2, kv_bytes: int = 2) -> Self:
+        """Read the sizes off a transformers configuration, a model, or take those of :data:`SHAPES` by name.
+
+        Args:
+            model: A configuration, a model with one, or a name such as ``qwen3-1.7b``.
+            weight_bytes: Bytes of one weight.
+            kv_bytes: Bytes of one number in the cache.
+
+        Raises:
+            ValueError: If there is no shape of this name.
+        """
+        if isinstance(model, str):
+            if model not in SHAPES:
+                raise ValueError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
+            return cls(*SHAPES[model], weight_bytes, kv_bytes)
+        config = getattr(model, "config", model)
+        heads = config.num_attention_heads
+        return cls(
+            config.num_hidden_layers,
+            config.hidden_size,
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            config.intermediate_size,
+            config.vocab_size,
+            weight_bytes,
+            kv_bytes,
+        )
+
+    @property
+    def weights_read(self) -> int:
+        """Weights that a decode step multiplies by: all layers and the head, not the table of embeddings."""
+        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a machine does per second at best, and what a decode step costs on top of it."""
+
+    bandwidth: float  # bytes per second from memory
+    flops: float  # floating-point operations per second of a matrix product
+    step_overhead: float = 0.0  # seconds per decode step that are neither
+
+    def __post_init__(self) -> None:
+        if self.bandwidth <= 0 or self.flops <= 0 or self.step_overhead < 0:
+            raise ValueError(f"Hardware: bandwidth and flops must be positive, step_overhead not negative, got {self}.")
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote, or ``sparse-rl calibrate --hardware``.
+
+        Raises:
+            ValueError: If there is no such file, or a number is missing.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"there is no file {str(path)!r}. `sparse-rl calibrate --hardware {path}` measures one.")
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls(**{f.name: float(found[f.name]) for f in fields(cls)})
+        except (ValueError, KeyError, TypeError) as error:
+            names = ", ".join(f.name for f in fields(cls))
+            raise ValueError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error
+
+    def save(self, path: str | Path, **notes: str) -> None:
+        """Write a JSON file, with notes on how the numbers came about."""
+        Path(path).write_text(json.dumps({**asdict(self), **notes}, indent=2) + "\n", encoding="utf-8")
+
+
+H200 = Hardware(bandwidth=4.3e12, flops=790e12)
+"""What an H200 reaches in practice in bfloat16; its data sheet says 4.8e12 and 989e12."""
+
+SHAPES: dict[str, tuple[int, int, int, int, int, int, int]] = {
+    # layers, hidden, heads, KV heads, head dimension, intermediate, vocabulary: from the models' config.json
+    "qwen2.5-1.5b": (28, 1536, 12, 2, 128, 8960, 151936),
+    "qwen2.5-3b": (36, 2048, 16, 2, 128, 11008, 151936),
+    "qwen2.5-7b": (28, 3584, 28, 4, 128, 18944, 152064),
+    "llama-3.2-1b": (16, 2048, 32, 8, 64, 8192, 128256),
+    "qwen3-1.7b": (28, 2048, 16, 8, 128, 6144, 151936),
+    "qwen3-4b": (36, 2560, 32, 8, 128, 9728, 151936),
+    "qwen3-8b": (36, 4096, 32, 8, 128, 12288, 151936),
+    "qwen3-14b": (40, 5120, 40, 8, 128, 17408, 151936),
+}
+"""Shapes by name, arguments of :class:`ModelShape`."""

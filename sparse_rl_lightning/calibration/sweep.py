@@ -1,0 +1,177 @@
+"""The sweep of a calibration: sequences drawn by the sparse policy at a budget, and what the dense policy says to them.
+
+Finished parts are files, so a sweep that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.acceptance import rollout_acceptance
+from sparse_rl_lightning.calibration.table import Acceptances
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.types import Rollout
+
+FINGERPRINT = "fingerprint.json"
+Method = Compressor | Retriever
+"""What has a budget."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Draws sequences for the same prompts under one method after the other, and keeps what it found in a folder.
+
+    Args:
+        model: The policy, dense learner and sparse sampler in one.
+        prompts: Token ids of each prompt.
+        params: How to draw; ``top_logprobs`` says how many tokens bound the acceptance.
+        folder: For the finished parts.
+        prompts_per_part: Prompts that are drawn together and written as one file.
+        micro_batch: Sequences per dense forward pass.
+        keeps: What the cache keeps where a retriever is swept, default everything.
+        sampler_options: Further arguments of :class:`RolloutSampler`.
+
+    Raises:
+        ValueError: If there is no prompt, ``top_logprobs`` is 0, or the folder holds a sweep of something else.
+    """
+
+    model: PreTrainedModel
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    folder: Path
+    prompts_per_part: int = 64
+    micro_batch: int = 8
+    keeps: Compressor = field(default_factory=FullKV)
+    sampler_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
+        if self.params.top_logprobs < 1:
+            raise ValueError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
+        if self.params.truncates:
+            raise ValueError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0.")
+
+    @property
+    def num_parts(self) -> int:
+        """Files per method."""
+        return -(-len(self.prompts) // self.prompts_per_part)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence there can be."""
+        return max(map(len, self.prompts)) + self.params.max_completion_length
+
+    def claim(self, method: Method) -> None:
+        """Say whose sweep the folder holds, or find that it is the same.
+
+        Args:
+            method: The method at any budget.
+
+        Raises:
+            ValueError: If it holds that of another policy, method, prompts or settings.
+        """
+        own = self._fingerprint(method)
+        path = self.folder / FINGERPRINT
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        other = [name for name in own if found.get(name) != own[name]]
+        if other:
+            raise ValueError(
+                f"{self.folder} holds a calibration with another {', '.join(other)}. Choose another folder, or remove "
+                "this one."
+            )
+
+    def acceptances(self, name: str, method: Method, progress: Callable[[float], None] | None = None) -> Acceptances:
+        """Every token that is drawn under a method, from files where there are any.
+
+        Args:
+            name: Of the method's folder, such as ``budget_512``.
+            method: The method with its budget.
+            progress: Called with the share of the method's sequences that is done.
+
+        Raises:
+            ValueError: If every completion is nothing but an end token.
+        """
+        sampler = self._sampler(method)
+        parts = []
+        for part in range(self.num_parts):
+            path = self._file(name, part)
+            if not path.exists():
+                found = self._draw(sampler, part, progress)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = path.with_name(f".{path.name}.{os.getpid()}")
+                save_file({key: tensor.contiguous() for key, tensor in vars(found).items()}, temporary)
+                temporary.replace(path)
+            parts.append(Acceptances(**load_file(path)))
+        found = Acceptances.cat(parts)
+        if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
+            raise ValueError(
+                f"{name}: all {len(found)} completions are a single token, the end of the sequence, so no length can "
+                "be judged. Check the prompts' format (chat template), the end tokens and the temperature."
+            )
+        return found
+
+    def _sampler(self, method: Method) -> RolloutSampler:
+        if isinstance(method, Compressor):
+            return RolloutSampler(self.model, method, **self.sampler_options)
+        return RolloutSampler(self.model, self.keeps, retriever=method, **self.sampler_options)
+
+    def _draw(self, sampler: RolloutSampler, part: int, told: Callable[[float], None] | None) -> Acceptances:
+        first = part * self.prompts_per_part
+        prompts = self.prompts[first : first + self.prompts_per_part]
+        generations = self.params.num_generations
+        numbers = range(first * generations, (first + len(prompts)) * generations)
+        rollout = sampler.generate(
+            prompts, self.params, sequence_ids=numbers,
+            progress=None if told is None else lambda now: told((part + now.finished / now.total) / self.num_parts),
+        )  # fmt: skip
+        pieces = rollout.parts(-(-len(rollout) // self.micro_batch))
+        return Acceptances.cat([self._score(piece, numbers[i * len(pieces[0]) :]) for i, piece in enumerate(pieces)])
+
+    def _score(self, rollout: Rollout, numbers: Sequence[int]) -> Acceptances:
+        lower, upper = rollout_acceptance(self.model, rollout, self.params.temperature or 1.0)
+        row, length = rollout.completion_mask.nonzero(as_tuple=True)
+        names = torch.tensor(list(numbers[: len(rollout)]), dtype=torch.int32)
+        return Acceptances(
+            lengths=length.to("cpu", torch.int32),
+            lower=lower[row, length].to("cpu", torch.float32),
+            upper=upper[row, length].to("cpu", torch.float32),
+            sequences=names[row.cpu()],
+        )
+
+    def _file(self, name: str, part: int) -> Path:
+        return self.folder / name / f"part_{part:04d}.safetensors"
+
+    def _fingerprint(self, method: Method) -> dict[str, str]:
+        """What must be the same for parts to belong together."""
+        weights = hashlib.sha256()
+        for name, weight in self.model.state_dict().items():
+            weights.update(f"{name} {tuple(weight.shape)} {float(weight.sum(dtype=torch.float64))!r}\n".encode())
+        settings = {name: self.sampler_options.get(name) for name in ("end_token_ids", "kv_dtype")}
+        return {
+            "policy": weights.hexdigest(),
+            "prompts": hashlib.sha256(repr([list(prompt) for prompt in self.prompts]).encode()).hexdigest(),
+            "method": repr((method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1)), self.keeps)),
+            "sampling": repr((self.params, settings)),
+            "prompts_per_part": str(self.prompts_per_part),
+        }
+
+
+_ANY_BUDGET = 2**24
+"""Tokens or pages in the fingerprint, where the budget does not count."""

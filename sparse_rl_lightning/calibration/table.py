@@ -1,0 +1,174 @@
+"""The table of a calibration: the tail of the acceptance by budget and length, and the schedule that it allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparse_rl_lightning.acceptance import NEAR_ONE
+from sparse_rl_lightning.budgets import LengthSchedule
+
+TAIL = 0.05  # the percentile that decides
+CONFIDENCE = (0.025, 0.975)
+
+
+@dataclass(frozen=True)
+class Acceptances:
+    """What sequences drawn at one budget say: one number for each of their N tokens."""
+
+    lengths: Tensor  # (N,) int32, tokens of the sequence before this one
+    lower: Tensor  # (N,) float32, bounds of the acceptance
+    upper: Tensor  # (N,) float32
+    sequences: Tensor  # (N,) int32, which sequence
+
+    @classmethod
+    def cat(cls, parts: Sequence[Acceptances]) -> Acceptances:
+        """All of them; their sequences have different numbers."""
+        names = ("lengths", "lower", "upper", "sequences")
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Tensor) -> Acceptances:
+        return Acceptances(self.lengths[index], self.lower[index], self.upper[index], self.sequences[index])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The acceptance of the tokens of one bin of lengths at one budget."""
+
+    tokens: int
+    tail: float  # 5th percentile of the lower bound
+    low: float  # of 95 % of bootstrap samples of the sequences
+    high: float
+    tail_upper: float  # 5th percentile of the upper bound
+    mean: float  # of the lower bound
+    near_one: float  # share of tokens above 0.999
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, and how it came about."""
+
+    schedule: LengthSchedule
+    budgets: list[int]  # per bin
+    notes: list[str]  # bins without data, bins that no budget serves
+
+
+def tail(values: Tensor, quantile: float = TAIL) -> float:
+    """A quantile of (N,) numbers, interpolated between neighbours."""
+    return float(np.quantile(values.numpy(), quantile))
+
+
+def cell(found: Acceptances, resamples: int = 200, seed: int = 0) -> Cell:
+    """The statistics of these tokens.
+
+    Args:
+        found: At least one token.
+        resamples: Bootstrap samples behind the confidence interval.
+        seed: Of them.
+    """
+    low, high = bootstrap(found.lower, found.sequences, resamples, seed)
+    return Cell(
+        tokens=len(found),
+        tail=tail(found.lower),
+        low=low,
+        high=high,
+        tail_upper=tail(found.upper),
+        mean=float(found.lower.double().mean()),
+        near_one=float((found.lower > NEAR_ONE).double().mean()),
+    )
+
+
+def cells(
+    found: Acceptances, bin_size: int, num_bins: int, min_tokens: int = 1, resamples: int = 200, seed: int = 0
+) -> list[Cell | None]:
+    """A cell for every bin of ``bin_size`` tokens, None for bins with fewer than ``min_tokens`` tokens."""
+    bins = found.lengths // bin_size
+    own = [found[bins == number] for number in range(num_bins)]
+    return [cell(part, resamples, seed) if len(part) >= max(min_tokens, 1) else None for part in own]
+
+
+def bootstrap(values: Tensor, owners: Tensor, resamples: int, seed: int) -> tuple[float, float]:
+    """Where the 5th percentile lies in 95 % of samples of whole sequences, drawn with replacement.
+
+    The tokens of a sequence resemble each other, so it is sequences that are drawn anew.
+
+    Args:
+        values: (N,) numbers.
+        owners: (N,) the sequence of each.
+        resamples: How many samples.
+        seed: Of the draws.
+    """
+    order = values.argsort()
+    ordered: NDArray[np.float32] = values[order].numpy()
+    names, owner = np.unique(owners[order].numpy(), return_inverse=True)
+    random, found = np.random.default_rng(seed), []
+    for _ in range(resamples):
+        times = np.bincount(random.integers(len(names), size=len(names)), minlength=len(names))
+        below = times[owner].cumsum()
+        found.append(ordered[np.searchsorted(below, TAIL * below[-1])])
+    low, high = np.quantile(found, CONFIDENCE)
+    return float(low), float(high)
+
+
+def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: int, monotone: bool = False) -> Choice:
+    """The cheapest budget that meets the target in every bin of lengths.
+
+    A bin that no budget serves gets the largest. A bin without data gets what the next bin with data got, or the last
+    one where none follows.
+
+    Args:
+        table: For every budget a cell per bin, None where there are too few tokens.
+        target: The 5th percentile to hold.
+        bin_size: Tokens per bin.
+        monotone: No bin gets less than the one before it. For evicting caches: a bin in which little is needed would
+            evict what the next one needs.
+
+    Raises:
+        ValueError: If no bin has data.
+    """
+    ascending, num_bins = sorted(table), len(next(iter(table.values())))
+    picked: list[int | None] = []
+    notes = []
+    for number in range(num_bins):
+        known = {budget: found for budget in ascending if (found := table[budget][number]) is not None}
+        before = max((b for b in picked if b is not None), default=0) if monotone else 0
+        serving = [budget for budget, found in known.items() if found.tail >= target]
+        picked.append(None if not known else max(before, min(serving, default=ascending[-1])))
+        if known and not serving:
+            best = max(found.tail for found in known.values())
+            notes.append(
+                f"{_span(number, bin_size)}: no budget meets the target of {target:.4f}, the best reaches {best:.4f}; "
+                f"the largest, {ascending[-1]}, is taken. Calibrate larger budgets."
+            )
+    return _filled(picked, bin_size, notes)
+
+
+def _filled(picked: list[int | None], bin_size: int, notes: list[str]) -> Choice:
+    """The choice with bins without data served by their neighbours."""
+    known = [number for number, budget in enumerate(picked) if budget is not None]
+    if not known:
+        raise ValueError(
+            "no bin of lengths has enough tokens to be judged: give more prompts or samples, larger bins (bin_size), "
+            "or lower min_tokens."
+        )
+    budgets: list[int] = []
+    for number, budget in enumerate(picked):
+        source = next((other for other in known if other >= number), known[-1])
+        found = picked[source]
+        assert found is not None
+        if budget is None:
+            notes.append(f"{_span(number, bin_size)}: too few tokens, so budget {found} of {_span(source, bin_size)}.")
+        budgets.append(found)
+    return Choice(LengthSchedule.of_bins(budgets, bin_size), budgets, notes)
+
+
+def _span(number: int, bin_size: int) -> str:
+    return f"lengths {number * bin_size} to {(number + 1) * bin_size - 1}"

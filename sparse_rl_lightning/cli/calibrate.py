@@ -1,0 +1,238 @@
+"""``sparse-rl calibrate``: from prompts to the cheapest schedule of budgets that holds the tail of the acceptance."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import auto_cli
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, Told
+from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibration
+from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work
+from sparse_rl_lightning.calibration.hardware import measure_hardware
+from sparse_rl_lightning.calibration.picture import draw
+from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
+from sparse_rl_lightning.calibration.sweep import Method, Sweep
+from sparse_rl_lightning.callbacks.console import say
+from sparse_rl_lightning.callbacks.folders import writable_folder
+from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.modules.policy import PolicySource, resolve_policy
+from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.preparation import default_end_token_ids
+from sparse_rl_lightning.rollout.prompts import encode_prompts
+
+HARDWARE = "hardware.json"
+PARSER: dict[str, Any] = {"as_positional": False, "parser_class": ClearParser, "prog": "sparse-rl calibrate"}
+
+
+def calibrate(
+    policy: str | PolicySource,
+    data: PromptDataModule,
+    budgets: list[int],
+    compressor: Compressor | None = None,
+    retriever: Retriever | None = None,
+    folder: str = "runs/calibrate",
+    num_prompts: PositiveInt = 64,
+    num_generations: PositiveInt = 8,
+    max_completion_length: PositiveInt = 4096,
+    temperature: float = 1.0,
+    top_logprobs: PositiveInt = 20,
+    bin_size: PositiveInt = 2000,
+    min_tokens: PositiveInt = 200,
+    target: float | None = None,
+    check: bool = True,
+    monotone: bool | None = None,
+    resamples: PositiveInt = 200,
+    prompts_per_part: PositiveInt = 64,
+    micro_batch: PositiveInt = 8,
+    num_slots: PositiveInt | None = None,
+    memory_limit: int | float | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    num_threads: PositiveInt | None = None,
+    machine: str | None = None,
+) -> Calibration:
+    """Find the cheapest budget per bin of sequence lengths that keeps the sparse policy close to the dense one.
+
+    Every budget draws the same completions' worth of tokens with the compressor, the dense policy scores them, and the
+    5th percentile of the acceptance is taken in every bin of lengths. Writes schedule.yaml, table.csv, table.png and
+    calibration.json; what is finished is kept, so the same command goes on after an interruption.
+
+    Args:
+        policy: Hugging Face folder, hub name, or a policy source.
+        data: Where the prompts are from: its validation rows first, then training rows.
+        budgets: Budgets to sweep, in tokens.
+        compressor: Its budget is swept; with a retriever, what evicts beside it.
+        retriever: Its budget is swept.
+        folder: For the results and the finished parts.
+        num_prompts: Prompts to draw for.
+        num_generations: Completions per prompt and budget.
+        max_completion_length: Most tokens of a completion.
+        temperature: As in training.
+        top_logprobs: The acceptance is bounded from so many most likely tokens; the whole vocabulary makes it exact.
+        bin_size: Tokens per bin of lengths.
+        min_tokens: A bin with fewer tokens is not judged.
+        target: 5th percentile to hold; null for Sparrow's 0.86 scaled from its ceiling of 0.945 to one's own.
+        check: Draw once more with the schedule that was picked.
+        monotone: Let no budget be smaller than that of shorter sequences, since what is evicted does not come back;
+            null for compressors only.
+        resamples: Bootstrap samples behind every confidence interval.
+        prompts_per_part: Prompts whose completions are one finished part.
+        micro_batch: Sequences per dense forward pass.
+        num_slots: Sequences decoded at the same time, null for all of a part.
+        memory_limit: Bytes of the cache, or a share of the free memory as a float.
+        device: Null for a GPU where there is one.
+        seed: Of the completions.
+        num_threads: CPU threads of torch, null for the default.
+        machine: A file of `sparse-rl calibrate --hardware`, to predict what the schedule saves there.
+
+    Raises:
+        ValueError: If there are no prompts, the policy says nothing, or the target cannot be reached.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    method: Method | None = retriever or compressor
+    if method is None:
+        raise ValueError("calibrate: give a compressor or a retriever, whose budget is to be found.")
+    place = writable_folder(folder, "folder")
+    hardware = None if machine is None else Hardware.from_file(machine)
+    model, tokenizer = resolve_policy(policy).load()
+    model.to(device or _default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
+    rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends = sorted({*default_end_token_ids(model), *end})
+    params = SamplingParams(
+        num_generations=num_generations, max_completion_length=max_completion_length, temperature=temperature,
+        top_logprobs=min(top_logprobs, model.config.vocab_size), seed=seed,
+    )  # fmt: skip
+    options = {"end_token_ids": ends, "num_slots": num_slots, "memory_limit": memory_limit}
+    prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows])
+    keeps = compressor if retriever and compressor else FullKV()
+    sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)
+    binning = Binning(bin_size, min_tokens, resamples, seed)
+    with _bar(1 + len(set(budgets)) + check) as told:
+        found = run_calibration(sweep, method, budgets, binning, target, check, monotone, told)
+    found.write(place)
+    _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {num_generations}")
+    if hardware is not None:
+        _predict(found, method, ModelShape.of(model, *[model.dtype.itemsize] * 2), hardware, sweep)
+    return found
+
+
+def main(args: Sequence[str]) -> Calibration | None:
+    """``sparse-rl calibrate --config FILE``, or ``--hardware [FILE]`` to measure the machine only.
+
+    Args:
+        args: What follows ``calibrate``.
+
+    Raises:
+        ValueError: As :func:`calibrate`.
+    """
+    if any(argument.partition("=")[0] == "--hardware" for argument in args):
+        auto_cli(hardware, args=with_file(args), **PARSER)
+        return None
+    try:
+        return auto_cli(calibrate, args=list(args), **PARSER)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+
+
+def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str | None = None) -> None:
+    """Measure memory bandwidth, matrix products and the cost of a decode step without work, and write them down.
+
+    Args:
+        hardware: The file to write.
+        num_layers: Layers of the model that rollouts will be of.
+        device: Null for a GPU where there is one.
+    """
+    place = torch.device(device or _default_device())
+    kind = torch.bfloat16 if place.type == "cuda" else torch.float32
+    found = measure_hardware(place, kind, num_layers)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    found.save(hardware, device=name, dtype=str(kind).removeprefix("torch."), num_layers=str(num_layers))
+    say(
+        f"{name}: {found.bandwidth / 1e9:,.1f} GB/s, {found.flops / 1e12:,.2f} TFLOP/s, "
+        f"{1e3 * found.step_overhead:,.2f} ms per decode step of {num_layers} layers without work. Written: {hardware}"
+    )
+
+
+def with_file(args: Sequence[str]) -> list[str]:
+    """``--hardware`` may stand alone; then it writes ``hardware.json``."""
+    given = list(args)
+    if "--hardware" not in given:  # --hardware=FILE
+        return given
+    place = given.index("--hardware")
+    if place + 1 == len(given) or given[place + 1].startswith("-"):
+        given.insert(place + 1, HARDWARE)
+    return given
+
+
+# ---------------------------------------------------------------- inside
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Told]:
+    """A bar over the methods, with the time that is left; lines where there is no terminal."""
+    style = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
+    bar = Tqdm(total=total, bar_format=style, disable=not sys.stderr.isatty())
+    shown = [""]
+
+    def told(name: str, done: float) -> None:
+        bar.set_description_str(name, refresh=False)
+        bar.n = min(done, total)
+        if not bar.disable:
+            bar.refresh()
+        elif name != shown[0]:
+            shown[0] = name
+            say(f"{name} ({int(done)} of {total} done)")
+
+    try:
+        yield told
+    finally:
+        bar.close()
+
+
+def _tell(found: Calibration, folder: Path, title: str) -> None:
+    """The result in words, and the picture where matplotlib is there."""
+    try:
+        draw(found, folder / "table.png", title)
+    except ImportError:
+        say("No picture: it needs matplotlib, pip install 'sparse-rl-lightning[report]'.")
+    say(f"Ceiling {found.ceiling:.4f}, target {found.target:.4f}. Schedule: {found.schedule!r}")
+    for note in found.notes:
+        say(f"- {note}")
+    say(f"Written: schedule.yaml, table.csv and calibration.json to {folder}")
+
+
+def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Hardware, sweep: Sweep) -> None:
+    """What the cost model expects of the schedule and of the fixed budget that would be needed in its place."""
+    prompt = sum(map(len, sweep.prompts)) // len(sweep.prompts)
+    work = Work(len(sweep.prompts) * sweep.params.num_generations, prompt, sweep.params.max_completion_length)
+    model = CostModel(shape, machine)
+    speed = {
+        "the schedule": _speedup(model, method.with_budget(found.schedule), work),
+        f"a fixed budget of {found.schedule.maximum}": _speedup(
+            model, method.with_budget(found.schedule.maximum), work
+        ),
+    }
+    told = ", ".join(f"{name} {value:.2f} times" for name, value in speed.items())
+    say(f"Predicted speed over dense rollouts of {asdict(work)}: {told}.")
+
+
+def _speedup(model: CostModel, method: Method, work: Work) -> float:
+    return model.speedup(Pages.of(method) if isinstance(method, Retriever) else method, work)

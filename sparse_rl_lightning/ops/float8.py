@@ -1,0 +1,44 @@
+"""Keys and values kept in eight bits, float8_e4m3fn: for storage only, everything else computes in another type.
+
+A number has four bits of exponent and three of mantissa: 2^-9 to 448 and no infinity. Rounding to the nearest even is
+off by at most 1/16 of a number from 2^-6 on, and by at most 2^-10 below. There are no scales: a factor moves the range
+of a floating type, not its precision, and keys and values of language models lie well inside the range.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0
+COMPUTING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in the type of a pool; float8 takes what is out of its range for +-448, and keeps NaN.
+
+    Some versions of torch make NaN of larger numbers instead.
+    """
+    if dtype != FLOAT8 or x.dtype == FLOAT8:
+        return x.to(dtype)
+    return x.clamp(-LARGEST, LARGEST).to(FLOAT8)
+
+
+def to_computed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What was read from a pool in a type that torch computes in: float8 exactly as ``dtype``, others as they are."""
+    return x.to(dtype) if x.dtype == FLOAT8 else x
+
+
+def computing_dtype(stored: torch.dtype, given: torch.dtype) -> torch.dtype:
+    """The type that queries and new keys and values must have: the pools' own, or for float8 pools the one given.
+
+    Raises:
+        ValueError: If the pools are float8 and nothing computes in the type given.
+    """
+    if stored != FLOAT8:
+        return stored
+    if given not in COMPUTING:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPUTING)
+        raise ValueError(f"with float8 pools queries, new keys and values must be one of {names}, got {given}.")
+    return given

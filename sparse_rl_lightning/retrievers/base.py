@@ -1,0 +1,153 @@
+"""What a retriever is: what to keep of a page, and how much a query wants it. The rest is written once, elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.ops.pages import PageReduction
+
+
+class Retriever(ABC):
+    """Decides which ``budget`` tokens of the cache each query reads; subclasses write :meth:`summarize`, :meth:`score`.
+
+    Nothing is deleted: retrieval saves the time to read keys and values, not the memory that holds them, which even
+    grows by what is kept of each page. A sequence's entries are cut into pages of ``page_size``. At every decode step
+    and for every KV head the first ``num_first_pages``, the last ``num_last_pages`` and the best scores among the
+    others are attended to; the query heads of a group read the same pages. Prompts attend to everything. A retriever
+    keeps no state: one instance serves all layers, slots and ranks.
+
+    Args:
+        budget: Tokens that a query reads per layer and KV head, first and last pages included (Sparrow counts its
+            chosen pages only: its 1024 tokens are ``1024 + 3 * 16`` here); a number, or a schedule by the length of
+            the sequence.
+        page_size: Entries of a page.
+        num_first_pages: Pages at the beginning that are always read.
+        num_last_pages: Pages at the end that are always read, the incomplete one with the query's own token first.
+        num_dense_layers: First layers whose queries read everything.
+
+    Raises:
+        ValueError: If a budget is no whole number of pages, or leaves nothing to choose.
+    """
+
+    num_vectors = 1
+    """Vectors of the head size that are kept of a page, in the type of the keys."""
+
+    def __init__(
+        self,
+        budget: int | LengthSchedule,
+        page_size: int = 16,
+        num_first_pages: int = 1,
+        num_last_pages: int = 2,
+        num_dense_layers: int = 2,
+    ) -> None:
+        name = type(self).__name__
+        if page_size < 1 or num_first_pages < 0 or num_last_pages < 1 or num_dense_layers < 0:
+            raise ValueError(
+                f"{name}: page_size and num_last_pages must be at least 1, num_first_pages and num_dense_layers at "
+                f"least 0, got page_size={page_size}, num_first_pages={num_first_pages}, "
+                f"num_last_pages={num_last_pages}, num_dense_layers={num_dense_layers}."
+            )
+        self.page_size = page_size
+        self.num_first_pages = num_first_pages
+        self.num_last_pages = num_last_pages
+        self.num_dense_layers = num_dense_layers
+        self._set_budget(budget)
+
+    def with_budget(self, budget: int | LengthSchedule) -> Self:
+        """A copy with another budget.
+
+        Raises:
+            ValueError: If it is no whole number of pages, or leaves nothing to choose.
+        """
+        other = copy.copy(self)
+        other._set_budget(budget)
+        return other
+
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        name, page_size = type(self).__name__, self.page_size
+        num_first_pages, num_last_pages = self.num_first_pages, self.num_last_pages
+        if isinstance(budget, int) and budget < 1:
+            raise ValueError(f"{name}: budget must be a positive number of tokens, got budget={budget}.")
+        self.schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
+        broken = [tokens for tokens in self.schedule.budgets if tokens % page_size]
+        if broken:
+            raise ValueError(
+                f"{name}: page_size={page_size} does not divide budget={broken[0]}. Take "
+                f"{broken[0] // page_size * page_size} or {-(-broken[0] // page_size) * page_size} tokens, or another "
+                "page_size."
+            )
+        reserved = num_first_pages + num_last_pages
+        if self.schedule.minimum < reserved * page_size:
+            raise ValueError(
+                f"{name}: budget={self.schedule.minimum} is smaller than the pages that are always read: "
+                f"(num_first_pages + num_last_pages) x page_size = ({num_first_pages} + {num_last_pages}) x "
+                f"{page_size} = {reserved * page_size} tokens. Raise budget or lower one of them."
+            )
+
+    @property
+    def budget(self) -> int:
+        """The largest budget of :attr:`schedule`, by which memory is sized."""
+        return self.schedule.maximum
+
+    # ---------------------------------------------------------------- what a method declares
+
+    @abstractmethod
+    def summarize(self, keys: Tensor) -> Tensor:
+        """What is kept of complete pages: (..., page_size, D) post-RoPE keys to (..., num_vectors, D) of their type."""
+
+    @abstractmethod
+    def score(self, queries: Tensor, summaries: Tensor) -> Tensor:
+        """How much queries want pages, higher is read.
+
+        The engine asks for one query at a time and the learner for many, so no query may see another.
+
+        Args:
+            queries: (..., G, Q, D) post-RoPE, G query heads of a group.
+            summaries: (..., num_vectors, P, D), what :meth:`summarize` kept of P pages.
+
+        Returns:
+            (..., Q, P).
+        """
+
+    # ---------------------------------------------------------------- what the engine asks
+
+    @property
+    def kernel(self) -> PageReduction | None:
+        """The reduction over a group with which the ops ``summarize_pages`` and ``select_pages`` do the same.
+
+        None runs :meth:`summarize` and :meth:`score` in PyTorch, as a subclass of one's own does.
+        """
+        return None
+
+    def page_limits(self, device: torch.device | str) -> PageLimits:
+        """How many pages a sequence of a length reads, for tensors of lengths on a device."""
+        starts = torch.tensor(self.schedule.starts, dtype=torch.int64, device=device)
+        limits = torch.tensor([budget // self.page_size for budget in self.schedule.budgets], device=device)
+        return PageLimits(starts, limits.to(torch.int32))
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in {"budget": self.schedule.plain, **shown}.items())
+        return f"{type(self).__name__}({arguments})"
+
+
+class PageLimits:
+    """A schedule in pages, as tensors made once, so that a decode step does not copy numbers to the device.
+
+    Args:
+        starts: (n,) int64, lengths at which a limit begins, ascending from 0.
+        limits: (n,) int32, pages.
+    """
+
+    def __init__(self, starts: Tensor, limits: Tensor) -> None:
+        self.starts, self.limits = starts, limits
+
+    def __call__(self, lengths: Tensor) -> Tensor:
+        """Pages that sequences of these lengths read: the same shape, int32."""
+        return self.limits[torch.bucketize(lengths, self.starts, right=True) - 1]

@@ -1,0 +1,246 @@
+"""LengthSchedule: a budget that follows the length of each sequence (Sparrow, arXiv 2606.08446).
+
+The longer a sequence, the more tokens it takes to keep the sparse policy as close to the dense one: a schedule spends
+little while a sequence is short. Which budget a length needs is calibrated once per model; see ``docs/sparrow.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from importlib import resources
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+DATA = "published_schedules.json"
+GROWTH_OF_ONE = Fraction(5, 4)  # by which a schedule of a single budget is raised
+
+
+class LengthSchedule:
+    """Budget as a step function of a sequence's length, prompt included: ``budgets[i]`` from ``starts[i]`` tokens on.
+
+    The last budget has no end. Give ``starts`` and ``budgets``, or ``pairs`` of both.
+
+    Args:
+        starts: Lengths in tokens at which a budget begins, ascending, the first 0.
+        budgets: Tokens per layer and KV head, one for each start.
+        pairs: ``[[0, 512], [2000, 1024]]``, in place of the other two.
+
+    Raises:
+        ValueError: If there is no step, or starts and budgets do not fit.
+
+    Example::
+
+        RKV(budget=LengthSchedule(starts=[0, 2000, 4000], budgets=[512, 1024, 1536]), buffer=256)
+    """
+
+    def __init__(
+        self,
+        starts: list[int] | None = None,
+        budgets: list[int] | None = None,
+        pairs: list[list[int]] | None = None,
+    ) -> None:
+        if pairs is not None:
+            if starts is not None or budgets is not None or any(len(pair) != 2 for pair in pairs):
+                raise ValueError(
+                    f"LengthSchedule: pairs must be pairs of a start and a budget, without starts and budgets beside "
+                    f"them, got pairs={pairs}, starts={starts}, budgets={budgets}."
+                )
+            starts, budgets = [start for start, _ in pairs], [budget for _, budget in pairs]
+        self.starts = tuple(starts or ())
+        self.budgets = tuple(budgets or ())
+        self._check()
+
+    def _check(self) -> None:
+        given = f"got starts={list(self.starts)}, budgets={list(self.budgets)}"
+        if not self.starts or len(self.starts) != len(self.budgets):
+            raise ValueError(f"LengthSchedule: give one budget for every start, at least one; {given}.")
+        if self.starts[0] != 0 or any(b <= a for a, b in pairwise(self.starts)):
+            raise ValueError(f"LengthSchedule: starts must begin with 0 and ascend; {given}.")
+        if min(self.budgets) < 1:
+            raise ValueError(f"LengthSchedule: budget must be a positive number of tokens everywhere; {given}.")
+
+    @classmethod
+    def constant(cls, budget: int) -> LengthSchedule:
+        """The same budget for every length."""
+        return LengthSchedule([0], [budget])
+
+    @classmethod
+    def of_bins(cls, budgets: Sequence[int], bin_size: int) -> LengthSchedule:
+        """One budget for each bin of ``bin_size`` tokens, equal neighbours as one step."""
+        changes = [i for i, budget in enumerate(budgets) if i == 0 or budget != budgets[i - 1]]
+        return LengthSchedule([i * bin_size for i in changes], [budgets[i] for i in changes])
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> LengthSchedule:
+        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, such as :meth:`save` writes, or pairs.
+
+        Raises:
+            ValueError: If there is no such file, or no schedule in it.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"there is no schedule at {str(path)!r}. `sparse-rl calibrate` writes one.")
+        try:
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is neither YAML nor JSON: {error}") from error
+        if isinstance(found, dict):
+            found = found.get("init_args", found)
+        if isinstance(found, list):
+            found = {"pairs": found}
+        if not isinstance(found, dict) or not {"starts", "budgets", "pairs"} & found.keys():
+            raise ValueError(f"{path} holds no schedule: give a mapping of starts and budgets, or a list of pairs.")
+        return LengthSchedule(found.get("starts"), found.get("budgets"), found.get("pairs"))
+
+    def save(self, path: str | Path, comment: str = "") -> None:
+        """Write a YAML file that :meth:`from_file` reads and that may be pasted behind ``budget:`` in a configuration.
+
+        Args:
+            path: Where to.
+            comment: Lines in front of it.
+        """
+        lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+        lines += ["class_path: LengthSchedule", "init_args:", f"  starts: {list(self.starts)}"]
+        Path(path).write_text("\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]), encoding="utf-8")
+
+    # ---------------------------------------------------------------- what it says
+
+    def at(self, length: int) -> int:
+        """The budget of a sequence of ``length`` tokens."""
+        return self.budgets[self.level(length)]
+
+    def level(self, length: int) -> int:
+        """The number of the step that ``length`` falls into, from 0."""
+        return max(bisect_right(self.starts, length) - 1, 0)
+
+    def lookup(self, lengths: Tensor) -> Tensor:
+        """:meth:`at` for a tensor of lengths, on its device: the same shape, int64."""
+        starts = torch.tensor(self.starts, device=lengths.device)
+        level = torch.bucketize(lengths.to(torch.int64), starts, right=True) - 1
+        return torch.tensor(self.budgets, device=lengths.device)[level.clamp(min=0)]
+
+    @property
+    def maximum(self) -> int:
+        """The largest budget, by which memory is sized."""
+        return max(self.budgets)
+
+    @property
+    def minimum(self) -> int:
+        """The smallest budget."""
+        return min(self.budgets)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all lengths have the same budget."""
+        return self.maximum == self.minimum
+
+    @property
+    def plain(self) -> int | LengthSchedule:
+        """The number itself where all lengths have the same budget, else the schedule."""
+        return self.maximum if self.is_constant else self
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether a longer sequence somewhere has a smaller budget."""
+        return any(b < a for a, b in pairwise(self.budgets))
+
+    def mean(self, lengths: Sequence[int]) -> float:
+        """The budget averaged over these lengths."""
+        return sum(map(self.at, lengths)) / len(lengths)
+
+    def raised(self, steps: int = 1) -> LengthSchedule:
+        """The schedule with every budget replaced by the next larger one that it knows.
+
+        The largest grows by as much as it lies above the second; a single budget grows by a quarter.
+
+        Args:
+            steps: How often.
+
+        Raises:
+            ValueError: If ``steps`` is negative.
+        """
+        if steps < 0:
+            raise ValueError(f"LengthSchedule: steps must not be negative, got steps={steps}.")
+        if steps == 0:
+            return LengthSchedule(list(self.starts), list(self.budgets))
+        levels = sorted(set(self.budgets))
+        top = 2 * levels[-1] - levels[-2] if len(levels) > 1 else ceil(levels[-1] * GROWTH_OF_ONE)
+        following = dict(pairwise([*levels, top]))
+        return LengthSchedule(list(self.starts), [following[budget] for budget in self.budgets]).raised(steps - 1)
+
+    def __str__(self) -> str:
+        if self.is_constant:
+            return str(self.maximum)
+        return f"{self.minimum} to {self.maximum} by length"
+
+    def __repr__(self) -> str:
+        return f"LengthSchedule(starts={list(self.starts)}, budgets={list(self.budgets)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LengthSchedule) and (self.starts, self.budgets) == (other.starts, other.budgets)
+
+    def __hash__(self) -> int:
+        return hash((self.starts, self.budgets))
+
+
+class ScheduleFile(LengthSchedule):
+    """A schedule from a file, such as ``sparse-rl calibrate`` writes.
+
+    Args:
+        path: YAML or JSON file, as :meth:`LengthSchedule.from_file` reads it.
+
+    Raises:
+        ValueError: If there is no such file, or no schedule in it.
+    """
+
+    def __init__(self, path: str) -> None:
+        found = self.from_file(path)
+        super().__init__(list(found.starts), list(found.budgets))
+
+
+class PublishedSchedule(LengthSchedule):
+    """A schedule that Sparrow ships for retrieval with pages of 16 tokens on Qwen3 (arXiv 2606.08446 and its code).
+
+    Budgets count the pages chosen by score; Sparrow reads one first and two last pages besides, 48 tokens, which the
+    budget of a retriever here includes: ``reserved=48``. The number in the name is the 5th percentile of the acceptance
+    that is held. Of some schedules only the beginning is known here: their last known budget goes on, with a warning.
+
+    Args:
+        name: Model and target, such as ``qwen3-1.7b-0.86``.
+        reserved: Tokens to add to every budget.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+
+    def __init__(self, name: str, reserved: int = 0) -> None:
+        known = published_schedules()
+        if name not in known:
+            raise ValueError(f"PublishedSchedule: name must be one of {', '.join(sorted(known))}, got name={name!r}.")
+        found = known[name]
+        budgets: list[int] = found["budgets"]
+        if not found["complete"]:
+            warnings.warn(
+                f"{name} is known up to {found['bin_size'] * len(budgets)} tokens only; its last known budget, "
+                f"{budgets[-1]}, is used behind them.",
+                stacklevel=2,
+            )
+        steps = self.of_bins([budget + reserved for budget in budgets], found["bin_size"])
+        super().__init__(list(steps.starts), list(steps.budgets))
+        self.name = name
+
+
+def published_schedules() -> dict[str, dict[str, Any]]:
+    """What is known of Sparrow's schedules: ``budgets`` by bins of ``bin_size`` tokens, and whether they are all."""
+    text = resources.files(__package__).joinpath(DATA).read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)["schedules"]
+    return found

@@ -1,0 +1,33 @@
+"""The op benchmark's rows of retrieval run in toy sizes and compare what they say."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def test_retrieval_in_toy_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    arguments = ["--device", "cpu", "--threads", "1", "--rounds", "1", "--parts", "retrieval", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["ops.py", *arguments, "--save", str(tmp_path)])
+    names = ("ops", "_retrieval", "_timing", "_table")
+    kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    try:
+        importlib.import_module("ops").main()
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
+    lines = (tmp_path / "cpu.md").read_text().splitlines()
+    rows = [line.split(" | ") for line in lines if "of 96 tokens" in line or "of 128 tokens" in line]
+    assert [row[0].lstrip("| ") for row in rows[:2]] == [
+        "Centroid, 64 of 96 tokens, float32",
+        "Quest, 64 of 96 tokens, float32",
+    ]
+    assert len(rows) == 8
+    assert all("decode attention over all" in row[2] and float(row[1]) > 0 for row in rows)
