@@ -14,9 +14,11 @@ import torch
 import yaml
 from transformers import LlamaForCausalLM
 
+from sparse_rl_lightning.budgets import PublishedSchedule
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.modules.block import BlockPlan
+from sparse_rl_lightning.retrievers import Centroid
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +30,7 @@ PAPER_MODELS = {
     "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "llama-3.2-1b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
 }
+SPARROW = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
 ARMS = ("dense", "naive", "replay", "sparse_rl_official", "sparse_rl_paper")
 CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
 MODULES = {"replay": "ReplayGRPO", "distill": "DistillSparse"}  # of the other arms: SparseGRPO
@@ -94,7 +97,10 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         folder = tmp_path_factory.getbasetemp() / f"tiny-{name}"
         if not folder.exists():
             tokenizer = character_tokenizer(string.printable)
-            model = tiny_model(name, vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1)
+            layers = 3 if name == "qwen3" else 2  # Sparrow leaves two dense
+            model = tiny_model(
+                name, vocab_size=len(tokenizer), hidden_size=32, num_layers=layers, initializer_range=0.1
+            )
             if name == "llama":  # rotary frequencies as in Llama 3.2
                 model.config.rope_parameters = {
                     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
@@ -115,7 +121,8 @@ def prompt_file(folder: Path, chat: bool) -> Path:
         system, user = "You are a helpful assistant.", f"What is {n}+{n}? Put your answer within \\boxed{{}}."
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-        rows.append({"prompt": messages if chat else f"{text}<|im_start|>assistant\n", "label": str(2 * n)})
+        row = {"prompt": messages if chat else f"{text}<|im_start|>assistant\n", "label": str(2 * n)}
+        rows.append(row | {"problem": user, "answer": str(2 * n)})  # as other data sets name them
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -132,7 +139,8 @@ def shrunk(config: dict[str, Any], folder: Path, policy: Callable[[str], Path]) 
     if isinstance(source, str):
         changes["model.init_args.policy"] = policy("qwen2")
     elif source["class_path"] == "PretrainedPolicy":
-        name = "llama" if "llama" in source["init_args"]["path"].lower() else "qwen2"
+        path = source["init_args"]["path"].lower()
+        name = next(family for family in ("llama", "qwen3", "qwen2") if family in path)
         changes["model.init_args.policy.init_args.path"] = policy(name)
     if config["data"]["class_path"] == "JsonlPrompts":
         changes["data.init_args.path"] = prompt_file(folder, chat="llama" in str(source).lower())
@@ -154,9 +162,8 @@ def test_one_optimiser_step(
     assert metrics
     assert all(torch.tensor(value).isfinite() for value in metrics.values()), metrics
     if "compressor" in config["model"]["init_args"]:
-        assert (metrics["kv/saving_final"] > 0) == (
-            config["model"]["init_args"]["compressor"]["class_path"] != "FullKV"
-        )
+        compressor = config["model"]["init_args"]["compressor"]["class_path"]
+        assert (metrics["kv/saving_final"] > 0) == (compressor != "FullKV")
     if path.stem in PAPER_MODELS:
         policy = cli.model.policy
         dtype = getattr(torch, config["model"]["init_args"]["policy"]["init_args"]["dtype"])
@@ -236,7 +243,26 @@ def test_every_recipe_is_checked() -> None:
 
 def test_every_model_of_the_paper_has_its_file() -> None:
     paths = {path.stem: lookup(read(path), "model.init_args.policy.init_args.path") for path in CONFIGS}
-    assert {stem: name for stem, name in paths.items() if name} == PAPER_MODELS
+    known = {stem: name for stem, name in paths.items() if name}
+    assert {stem: name for stem, name in known.items() if stem not in SPARROW} == PAPER_MODELS
+    assert {known[stem].lower() for stem in SPARROW} == {f"qwen/{stem}" for stem in SPARROW}
+
+
+@pytest.mark.parametrize("stem", SPARROW)
+def test_hyper_parameters_of_sparrow(stem: str) -> None:
+    """ArXiv 2606.08446 and its code: 8 samples, clip 0.2 and 0.28, no KL, 1e-6, pages of 16, two dense layers."""
+    config = read(ROOT / "configs" / "sparrow" / f"{stem}.yaml")
+    model = config["model"]["init_args"]
+    values = {name: model[name] for name in ("num_generations", "epsilon", "epsilon_high", "beta")}
+    assert values == {"num_generations": 8, "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0}
+    assert model["optimizer"]["init_args"]["lr"] == 1e-6
+    schedule = model["retriever"]["init_args"]["budget"]["init_args"]
+    assert schedule["name"] == f"{stem}-0.86"
+    retriever = Centroid(PublishedSchedule(**schedule))
+    assert (retriever.page_size, retriever.num_dense_layers) == (16, 2)
+    reserved = retriever.page_size * (retriever.num_first_pages + retriever.num_last_pages)
+    assert reserved == schedule["reserved"]
+    assert callbacks(config)["TIS"] == {"clip_max": 3.0}
 
 
 @pytest.mark.parametrize("stem", PAPER_MODELS)

@@ -60,6 +60,6 @@ def test_a_configuration_names_a_retriever(tmp_path: Path, monkeypatch: pytest.M
     grpo = main(["fit", "--config", "run.yaml"]).model
     assert isinstance(grpo.retriever, Centroid)
     assert (grpo.retriever.group_reduction, grpo.retriever.schedule.at(20)) == ("max", 16)
-    Path("run.yaml").write_text(yaml.safe_dump(settings).replace("Centroid", "Centriod"), encoding="utf-8")
+    Path("run.yaml").write_text(yaml.safe_dump(settings).replace("Centroid", "Centroids"), encoding="utf-8")
     with pytest.raises((ValueError, SystemExit)):
         main(["fit", "--config", "run.yaml"])

@@ -39,15 +39,16 @@ struct Strip {
     }
   }
 
-  SPARSE_RL_DEVICE void dots(
-      const P* keys, const int (&entries)[Keys], int dim, float (&logits)[Heads_][Keys]) const {
+  // `entry` says where the k-th of the four stands, -1 for none.
+  template <class Entry>
+  SPARSE_RL_DEVICE void dots(const P* keys, Entry entry, int dim, float (&logits)[Heads_][Keys]) const {
 #pragma unroll
     for (int k = 0; k < Keys; ++k) {
       float key[Parts][Width];
 #pragma unroll
       for (int p = 0; p < Parts; ++p) {
-        const bool there = entries[k] >= 0 && place(p) < dim;
-        load(there, keys + static_cast<int64_t>(entries[k]) * dim, place(p), key[p]);
+        const bool there = entry(k) >= 0 && place(p) < dim;
+        load(there, keys + static_cast<int64_t>(entry(k)) * dim, place(p), key[p]);
       }
 #pragma unroll
       for (int r = 0; r < Heads_; ++r) {
@@ -59,8 +60,9 @@ struct Strip {
     }
   }
 
+  template <class Entry>
   SPARSE_RL_DEVICE void add_values(
-      const P* values, const int (&entries)[Keys], int dim, const float (&shares)[Heads_][Keys],
+      const P* values, Entry entry, int dim, const float (&shares)[Heads_][Keys],
       const float (&factors)[Heads_]) {
 #pragma unroll
     for (int r = 0; r < Heads_; ++r) {
@@ -72,8 +74,8 @@ struct Strip {
 #pragma unroll
       for (int p = 0; p < Parts; ++p) {
         float value[Width];
-        const bool there = entries[k] >= 0 && place(p) < dim;
-        load(there, values + static_cast<int64_t>(entries[k]) * dim, place(p), value);
+        const bool there = entry(k) >= 0 && place(p) < dim;
+        load(there, values + static_cast<int64_t>(entry(k)) * dim, place(p), value);
 #pragma unroll
         for (int r = 0; r < Heads_; ++r) {
 #pragma unroll
@@ -105,14 +107,17 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) 
       const int start = base + part % Groups;
       int entries[Keys];
 #pragma unroll
-      for (int k = 0; k < Keys; ++k) entries[k] = reading.at(start + k * Groups);
+      for (int k = 0; k < Keys; ++k) entries[k] = Paged ? reading.at(start + k * Groups) : 0;
+      const auto entry = [&](int k) {  // looked up once; without a list it is cheaper to ask again than to remember
+        return Paged ? entries[k] : reading.at(start + k * Groups);
+      };
       float logits[Heads_][Keys], factors[Heads_];
-      rows.dots(keys, entries, dim, logits);
+      rows.dots(keys, entry, dim, logits);
 #pragma unroll
       for (int r = 0; r < Heads_; ++r) {
 #pragma unroll
         for (int k = 0; k < Keys; ++k) {
-          const bool there = entries[k] >= 0;
+          const bool there = entry(k) >= 0;
           logits[r][k] = there ? logits[r][k] * op.scale : kNothing;
           if (op.probs && there && r < count && threadIdx.x % Lanes == 0) {
             op.probs[(first + r) * op.num_probs + start + k * Groups] = logits[r][k];
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) 
         }
         factors[r] = rows.softmax[r].add(logits[r], [](float x) { return x; });
       }
-      rows.add_values(values, entries, dim, logits, factors);
+      rows.add_values(values, entry, dim, logits, factors);
     }
     if (threadIdx.x % Lanes == 0) {
 #pragma unroll
