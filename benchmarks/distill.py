@@ -34,7 +34,7 @@ POLICY = ROOT / "runs" / "warmup" / "policy"
 BEGIN = "<!-- written by benchmarks/distill.py -->"
 SCHEDULE = {"class_path": "LengthSchedule", "init_args": {"starts": [0, 32, 40], "budgets": [22, 26, 30]}}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "policy gradient + 0.001 KL (Sparrow)": {},
+    "policy gradient + 0.001 KL (Sparrow)": {"kl_coef": 0.001, "policy_gradient": True},
     "KL alone": {"kl_coef": 1.0, "policy_gradient": False},
 }
 

@@ -202,6 +202,7 @@ class ScoredRollout:
     index: int  # number of this rollout since the start of training
     seconds: dict[str, float] = field(default_factory=dict)  # time of each stage
     reward_counters: dict[str, float] = field(default_factory=dict)  # what reward functions counted
+    reward_failures: dict[str, int] = field(default_factory=dict)  # samples that each reward function could not judge
 
     @property
     def num_generations(self) -> int:

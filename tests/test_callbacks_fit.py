@@ -133,7 +133,7 @@ def test_a_resumed_run_keeps_evaluation_and_history(tmp_path: Path) -> None:
     first = Unwritten(num_problems=3)
     save = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1)
     fit(tmp_path / "cut", [first, save], steps=3, ckpt_path=None)
-    (checkpoint,) = (tmp_path / "ckpt").iterdir()
+    (checkpoint,) = (tmp_path / "ckpt").glob("*.ckpt")
     state = torch.load(checkpoint, weights_only=True)["callbacks"][first.state_key]
     assert state["before"] == whole.record.before
     state["before"]["dense"] = first.record.before["dense"] = 0.125  # to see that it is taken, not evaluated again

@@ -112,8 +112,43 @@ def test_ranks_share_out_whole_prompts(num_replicas: int) -> None:
     assert sum(len(set(part)) for part in parts) == len(set().union(*parts))
     together = sampler(20, block_size=2 * num_replicas).epoch_indices(0)
     for step in range(len(parts[0]) // 2):  # the same global block as on one rank
-        block = [index for part in parts for index in part[2 * step : 2 * step + 2]]
-        assert block == together[2 * num_replicas * step : 2 * num_replicas * (step + 1)]
+        whole = together[2 * num_replicas * step : 2 * num_replicas * (step + 1)]
+        for rank, part in zip(ranks, parts, strict=True):
+            rank.position = 2 * step + 1
+            assert part[2 * step : 2 * step + 2] == [whole[place] for place in rank.places]
+
+
+def test_ranks_get_prompts_of_like_lengths() -> None:
+    """Of any block the longest prompts are shared out: no rank's sum is off by more than one prompt's excess."""
+    lengths = torch.randint(1, 1000, (48,)).tolist()
+    arguments: dict[str, Any] = {"block_size": 4, "num_replicas": 3, "lengths": lengths}
+    parts = [RepeatedBlockSampler(range(48), rank=rank, **arguments).epoch_indices(0) for rank in range(3)]
+    shuffled = [sampler(48, block_size=4, num_replicas=3, rank=rank).epoch_indices(0) for rank in range(3)]
+    for start in range(0, 16, 4):
+        block = [[lengths[index] for index in part[start : start + 4]] for part in parts]
+        assert all(own == sorted(own, reverse=True) for own in block)
+        assert max(map(sum, block)) - min(map(sum, block)) <= max(map(max, block)) - min(map(min, block))
+    spread, without = (
+        sum(max(sums) - min(sums) for sums in by_block(indices, lengths)) for indices in (parts, shuffled)
+    )
+    assert spread < without / 2
+
+
+def by_block(parts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    return [[sum(lengths[index] for index in part[s : s + 4]) for part in parts] for s in range(0, 16, 4)]
+
+
+@pytest.mark.parametrize(("position", "ranks"), [(0, 1), (12, 1), (14, 1), (12, 4), (18, 4), (18, 3)])
+def test_other_ranks_go_on_with_whole_new_blocks(position: int, ranks: int) -> None:
+    """Saved by two ranks, blocks of 2 three times over: 12 positions are two blocks of 4 prompts together."""
+    saved = sampler(40, num_replicas=2)
+    saved.position = position
+    other = sampler(40, num_replicas=ranks)
+    other.load_state_dict(saved.state_dict())
+    used = {i for r in range(2) for i in sampler(40, num_replicas=2, rank=r).epoch_indices(0)[: -(-position // 6) * 6]}
+    rest = {i for r in range(ranks) for i in sampler(40, num_replicas=ranks, rank=r).epoch_indices(0)[other.position :]}
+    assert other.position % 6 == 0
+    assert not used & rest
 
 
 def test_lightning_leaves_it_alone() -> None:

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[1] / PACKAGE
 # A module imports from its own row or from rows below, never from above. "" is the package's __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("", "__main__", "cli", "doctor"),
-    ("callbacks", "data", "modules", "report", "strategies"),
+    ("callbacks", "checkpoints", "data", "modules", "report", "strategies"),
     (
         "acceptance",
         "advantages",
@@ -30,13 +30,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "metrics",
         "rewards",
         "rollout",
+        "sharding",
         "testing",
     ),
     ("budgets", "compressors", "retrievers", "schedules"),
     ("ops",),
     ("evictions", "page_record", "types"),
 )
-KNOW_LIGHTNING = {"cli", "modules", "callbacks", "data", "strategies"}
+KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "strategies"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 KNOW_HOOKS = {f"{PACKAGE}.rollout.attention", f"{PACKAGE}.rollout.cache"}
 HOOKS = {

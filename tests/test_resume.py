@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback, Trainer
 
 from sparse_rl_lightning.cli import main
 
@@ -81,6 +85,17 @@ def noisy_reward(completions: list[str], **_: object) -> list[float | None]:
     return [float(len(set(text))) / 10 + float(torch.rand(())) for text in completions]
 
 
+class SignalItself(Callback):
+    """Sends this process a signal when a micro-batch begins, as a scheduler does that wants the machine back."""
+
+    def __init__(self, number: int, batch: int) -> None:
+        self.number, self.batch = number, batch
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            os.kill(os.getpid(), self.number)
+
+
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == STEPS
@@ -104,7 +119,9 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 def test_resume_is_bitwise(stop: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     path = config(tmp_path)
     main(["fit", "--config", str(path), "--trainer.max_steps", str(stop)])
-    main(["fit", "--config", str(path), "--ckpt_path", "last"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "This checkpoint falls between two optimiser steps")
+        main(["fit", "--config", str(path), "--ckpt_path", "last"])
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 
@@ -153,37 +170,71 @@ def test_resume_from_a_named_checkpoint(tmp_path: Path, uninterrupted: dict[str,
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 
-def kill_and_resume(folder: Path, after_step: int, delay: float) -> None:
-    """Start a real process, SIGKILL it ``delay`` seconds after a checkpoint appears, and resume in a new one."""
+def kill_and_resume(folder: Path, moment: Callable[[Path], bool], delay: float = 0.0) -> None:
+    """Start a real process, SIGKILL it ``delay`` seconds after a moment in its folder, and resume in a new one."""
     command = [sys.executable, "-m", "sparse_rl_lightning", "fit", "--config", str(config(folder))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(Path(__file__).parents[1])])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
-        saved, last = f"*step={after_step}.ckpt", folder / "checkpoints" / "last.ckpt"
-        while not (list(last.parent.glob(saved)) and last.exists()):
+        while not moment(folder / "checkpoints"):
             assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline
-            time.sleep(0.005)
+            time.sleep(0.0005)
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
         process.wait()
     subprocess.run([*command, "--ckpt_path", "last"], env=environment, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(("after_step", "delay"), [(4, 0.02)])
-def test_killed_run_loses_nothing(
-    after_step: int, delay: float, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
-) -> None:
-    kill_and_resume(tmp_path, after_step, delay)
+def saved(step: int) -> Callable[[Path], bool]:
+    """Both checkpoints of a step are there."""
+    return lambda folder: bool(list(folder.glob(f"*step={step}.ckpt"))) and (folder / "last.ckpt").exists()
+
+
+def while_saving(folder: Path) -> bool:
+    """``last.ckpt`` is being replaced."""
+    return (folder / "last.ckpt").exists() and (folder / ".incomplete" / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize("kill", range(2))
+def test_killed_run_loses_nothing(kill: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
+    """At a moment drawn anew in every run of the tests; the message of a failure has it."""
+    step, delay = random.SystemRandom().randint(1, 8), random.SystemRandom().uniform(0, 0.1)
+    kill_and_resume(tmp_path, saved(step), delay)
+    assert_equal(final_weights(tmp_path), uninterrupted)
+
+
+def test_run_killed_while_saving_loses_nothing(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
+    kill_and_resume(tmp_path, while_saving)
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after_step", range(1, 9))
-def test_killed_run_loses_nothing_at_any_step(
-    after_step: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+@pytest.mark.parametrize("kill", range(20))
+def test_killed_run_loses_nothing_at_any_moment(
+    kill: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
-    kill_and_resume(tmp_path, after_step, delay=0.013 * after_step)
+    kill_and_resume(tmp_path, saved(1 + kill % 8), delay=0.007 * kill)
+    assert_equal(final_weights(tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_preempted_run_saves_and_ends_well(
+    number: signal.Signals, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    """Checkpoints are rare here, so that the one to go on from is the signal's own."""
+    path = config(tmp_path)
+    values = yaml.safe_load(path.read_text())
+    values["trainer"]["callbacks"][-1]["init_args"]["every_n_train_steps"] = STEPS
+    values["trainer"]["callbacks"].append({"class_path": "tests.test_resume.SignalItself"})
+    values["trainer"]["callbacks"][-1]["init_args"] = {"number": int(number), "batch": 8}
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(path)])
+    assert end.value.code == 0
+    last = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == 5, "the window of micro-batch 8 is the fifth"
+    main(["fit", "--config", str(path), "--ckpt_path", "last"])
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 

@@ -13,6 +13,7 @@ from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
+from sparse_rl_lightning.callbacks.step_guard import StepGuard
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
 from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -200,7 +201,7 @@ def test_a_reward_that_raises_names_the_sample() -> None:
     def broken(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
         return [1 / (len(p) - 10) for p in prompts]
 
-    with pytest.raises(Exception, match=r"broken.*sample|sample.*broken"):
+    with pytest.warns(UserWarning, match=r"reward function broken failed on 4 sample\(s\), first sample \d+ .*by zero"):
         fit(module(broken), 4)
 
 
@@ -209,7 +210,7 @@ def test_a_nan_reward_names_the_sample() -> None:
         fit(module(lambda completions, **_: [float("nan")] * len(completions)), 1)
 
 
-def test_a_nan_loss_names_the_sequences() -> None:
+def test_a_policy_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     grpo = module()
     grpo.configure_model()
 
@@ -217,8 +218,8 @@ def test_a_nan_loss_names_the_sequences() -> None:
         def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
             module.policy.model.norm.weight.data.fill_(float("nan"))
 
-    with pytest.raises(ValueError, match=r"loss of rollout 0 is nan.*\[0, 1, 2"):
-        fit(grpo, 1, [Break()])
+    with pytest.raises(ValueError, match=r"optimiser step 1 is not finite.*step_000001_rank_0.pt"):
+        fit(grpo, 1, [Break(), StepGuard(max_in_a_row=1)], default_root_dir=tmp_path)
 
 
 @pytest.mark.parametrize(("parts", "accumulate"), [(16, 4), (8, 2)])

@@ -6,9 +6,11 @@ from sparse_rl_lightning.callbacks.acceptance_monitor import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.dry_run import DryRun
+from sparse_rl_lightning.callbacks.empty_rollouts import EmptyRollouts
 from sparse_rl_lightning.callbacks.export import ExportPolicy
 from sparse_rl_lightning.callbacks.mismatch_split import MismatchSplit
 from sparse_rl_lightning.callbacks.opsm import OPSM
+from sparse_rl_lightning.callbacks.preemption import Preemption
 from sparse_rl_lightning.callbacks.presets import (
     MIS,
     TIS,
@@ -19,10 +21,14 @@ from sparse_rl_lightning.callbacks.presets import (
     SequenceTIS,
 )
 from sparse_rl_lightning.callbacks.progress import RolloutProgress
+from sparse_rl_lightning.callbacks.rank_watch import RankWatch
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
+from sparse_rl_lightning.callbacks.step_guard import StepGuard
+from sparse_rl_lightning.callbacks.step_times import StepTimes
 from sparse_rl_lightning.callbacks.summary import RunSummary
 from sparse_rl_lightning.callbacks.tail_guard import TailGuard
+from sparse_rl_lightning.callbacks.zero_sharding import ZeroSharding
 
 __all__ = [
     "MIS",
@@ -31,11 +37,14 @@ __all__ = [
     "AcceptanceMonitor",
     "CompletionsTable",
     "DryRun",
+    "EmptyRollouts",
     "ExportPolicy",
     "GeometricTIS",
     "IcePop",
     "ImportanceReweighting",
     "MismatchSplit",
+    "Preemption",
+    "RankWatch",
     "RolloutCallback",
     "RolloutProgress",
     "RunSummary",
@@ -43,5 +52,8 @@ __all__ = [
     "SequenceMaskTIS",
     "SequenceTIS",
     "SparsityAwareRejection",
+    "StepGuard",
+    "StepTimes",
     "TailGuard",
+    "ZeroSharding",
 ]

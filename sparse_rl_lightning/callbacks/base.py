@@ -22,6 +22,9 @@ class RolloutCallback(Callback):
     def on_rollout_progress(self, trainer: Trainer, module: LightningModule, progress: Progress) -> None:
         """Called after every decode step of a training rollout."""
 
+    def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Called when a rollout is drawn and decoded, before it is rescored."""
+
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         """Called when a rollout has its dense log-probs, rewards and advantages, before the first loss.
 

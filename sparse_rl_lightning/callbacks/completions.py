@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
@@ -30,6 +32,8 @@ class CompletionsTable(RolloutCallback):
         folder: Where the ``completions`` folder goes, default ``trainer.default_root_dir``.
         console: Print.
         parquet: Write files.
+        loggers: Give the table to the trainer's loggers: W&B's as a table, TensorBoard's as text, CSVLogger's as
+            ``completions.csv`` beside its metrics.
         width: Most characters of a prompt and of a completion to print.
 
     Raises:
@@ -44,6 +48,7 @@ class CompletionsTable(RolloutCallback):
         console: bool = True,
         parquet: bool = True,
         width: int = 60,
+        loggers: bool = True,
     ) -> None:
         for name, value, least in (
             ("every_n_rollouts", every_n_rollouts, 1), ("num_samples", num_samples, 0), ("width", width, 10)
@@ -56,6 +61,7 @@ class CompletionsTable(RolloutCallback):
         self.console = console
         self.parquet = parquet
         self.width = width
+        self.loggers = loggers
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out before training that the folder can be written."""
@@ -71,6 +77,9 @@ class CompletionsTable(RolloutCallback):
             say(f"\nRollout {scored.index}\n{_table(columns, self.num_samples, self.width)}\n")
         if self.parquet:
             write_parquet(self._folder(trainer) / f"completions_{scored.index:05d}.parquet", columns)
+        if self.loggers:
+            for logger in trainer.loggers:
+                log_table(logger, columns, trainer.global_step)
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(self.folder or trainer.default_root_dir).expanduser() / "completions"
@@ -97,6 +106,32 @@ def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]
     rejected = [False] * count if rollout.keep is None else (~rollout.keep.any(dim=1)).tolist()
     own = {"reward": _numbers(rollout.rewards), "advantage": _numbers(rollout.advantages), "rejected": rejected}
     return columns | {name: values for name, values in own.items() if values}
+
+
+def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:
+    """Hand a table to a logger in the form it knows; one that knows none gets nothing.
+
+    Args:
+        logger: Of W&B (anything with ``log_text``), TensorBoard (an experiment with ``add_text``) or CSVLogger.
+        columns: As :func:`completion_columns` makes them.
+        step: Optimiser steps done.
+    """
+    names, rows = list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+    if isinstance(logger, CSVLogger):
+        _append_csv(Path(logger.log_dir) / "completions.csv", names, rows)
+    elif hasattr(logger, "log_text"):
+        logger.log_text("completions", columns=names, data=rows, step=step)
+    elif (experiment := getattr(logger, "experiment", None)) is not None and hasattr(experiment, "add_text"):
+        body = [[printable(str(value), 200).replace("|", "\\|") for value in row] for row in rows]
+        lines = [" | ".join(row) for row in [names, ["---"] * len(names), *body]]
+        experiment.add_text("completions", "\n".join(lines), step)
+
+
+def _append_csv(path: Path, names: list[str], rows: list[list[Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        csv.writer(file).writerows([names] * is_new + rows)
 
 
 def _numbers(values: Tensor | None) -> list[float | None]:

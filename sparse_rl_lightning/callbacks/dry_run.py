@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.modules.largest_case import LargestCase
@@ -54,12 +55,20 @@ class DryRun(Callback):
         on_gpu = pl_module.device.type == "cuda"
         if not (on_gpu if self.enabled is None else self.enabled):
             return
+        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)) or is_deepspeed(trainer):
+            rank_zero_warn(f"DryRun: skipped, {type(trainer.strategy).__name__} cannot undo a trial step.")
+            return
         loader = trainer.train_dataloader
         rows, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
         if size is None or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             rank_zero_warn("DryRun: skipped, because the training loader does not show its rows and its batch size.")
             return
         _rehearse(trainer, cast("SparseGRPO", pl_module), size)
+
+
+def is_deepspeed(trainer: Trainer) -> bool:
+    """Whether gradients and optimiser are DeepSpeed's."""
+    return isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
 def _rehearse(trainer: Trainer, module: SparseGRPO, num_prompts: int) -> None:

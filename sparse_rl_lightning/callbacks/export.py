@@ -15,8 +15,8 @@ from sparse_rl_lightning.callbacks.folders import writable_folder
 class ExportPolicy(Callback):
     """Write policy and tokenizer as a Hugging Face folder at the end of ``fit``, all of it or nothing.
 
-    A run that is interrupted or only tried out (``fast_dev_run``) leaves an existing folder as it is. The weights
-    must be whole on rank zero, so this is for strategies that do not shard parameters.
+    A run that is interrupted or only tried out (``fast_dev_run``) leaves an existing folder as it is. Weights that are
+    sharded over ranks are gathered.
 
     Args:
         folder: Where to; the export of an earlier run there is replaced.
@@ -40,30 +40,43 @@ class ExportPolicy(Callback):
             )
         if trainer.is_global_zero:
             writable_folder(self.folder.absolute().parent, "ExportPolicy: the parent of folder")
-            if self.folder.exists():
-                self._check_replaceable()
+            check_replaceable(self.folder, "ExportPolicy: folder")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export beside the folder, then rename."""
-        if not trainer.is_global_zero:
-            return
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info(f"ExportPolicy: a trial run (fast_dev_run), {self.folder} is left as it is.")
             return
-        new, old = (self.folder.with_name(f".{self.folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        pl_module.export(new)  # type: ignore[operator]  # checked in setup
-        if self.folder.exists():
-            self.folder.rename(old)
-        new.rename(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
-        rank_zero_info(f"Policy written to {self.folder}")
+        write_policy(pl_module, self.folder)
 
-    def _check_replaceable(self) -> None:
-        path = writable_folder(self.folder, "ExportPolicy: folder")
-        if any(path.iterdir()) and not (path / "config.json").is_file():
-            raise ValueError(
-                f"ExportPolicy: folder={str(path)!r} is not empty and holds no model (no config.json), so it is not "
-                "replaced. Give a new folder, or empty this one."
-            )
+
+def write_policy(module: LightningModule, folder: Path) -> None:
+    """Export beside the folder, then rename. All ranks call this, rank zero writes."""
+    is_zero = module.global_rank == 0
+    new, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
+    if is_zero:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+    module.export(new)  # type: ignore[operator]  # checked in setup
+    if is_zero:
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+        rank_zero_info(f"Policy written to {folder}")
+
+
+def check_replaceable(folder: Path, argument: str) -> None:
+    """Refuse a folder that holds something else than a model.
+
+    Raises:
+        ValueError: If it does, or cannot be written.
+    """
+    if not folder.exists():
+        return
+    path = writable_folder(folder, argument)
+    if any(path.iterdir()) and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{argument}={str(path)!r} is not empty and holds no model (no config.json), so it is not "
+            "replaced. Give a new folder, or empty this one."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
@@ -72,12 +73,21 @@ class ImportanceReweighting(CorrectionCallback):
         weights = importance_weights(log_ratio, mask, self.mode, self.clip_min, self.clip_max)
         reference = self._reference(log_ratio, mask, weights)
         if self.normalize == "batch":
-            weights = normalize_weights(weights, reference, mask)
+            weights = normalize_weights(weights, reference, mask) * self._own_to_common(trainer, reference, mask)
         elif self.normalize == "micro_batch":
             if rollout.weight_reference is not None:
                 raise ValueError("Only one ImportanceReweighting may have normalize='micro_batch'. Remove the other.")
             rollout.weight_reference = reference
         rollout.weights = weights if rollout.weights is None else rollout.weights * weights
+
+    def _own_to_common(self, trainer: Trainer, reference: Tensor, mask: Tensor) -> Tensor | float:
+        """This rank's mean of the reference over that of all ranks."""
+        if trainer.world_size == 1:
+            return 1.0
+        own = torch.stack([reference[mask].sum(), mask.sum()]).double()
+        total: Tensor = trainer.strategy.reduce(own.clone(), reduce_op="sum")
+        means = [sums[0] / sums[1].clamp(min=1) for sums in (own, total)]
+        return torch.where(means[0] > 0, means[0] / means[1].clamp(min=1e-300), 1.0).to(reference.dtype)
 
     def _reference(self, log_ratio: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
         """(B, T) whose mean divides the weights."""

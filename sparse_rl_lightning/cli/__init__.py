@@ -1,4 +1,4 @@
-"""The command line: ``sparse-rl fit|validate|test|predict --config FILE``, a plain LightningCLI, and ``calibrate``."""
+"""The command line: ``sparse-rl fit|validate|test|predict|export --config FILE``, a LightningCLI, and ``calibrate``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import write_whole
 from sparse_rl_lightning.cli.calibrate import main as calibrate
 from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, warn_of_earlier_run
+from sparse_rl_lightning.cli.export import ExportingTrainer
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_own, own_error
 from sparse_rl_lightning.cli.quiet import quiet
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -38,6 +39,11 @@ from sparse_rl_lightning.modules.generation import GenerationModule
 
 class SparseRLCLI(LightningCLI):
     """LightningCLI that settles what must hold before any model is built, and never starts over silently."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and ``export``."""
+        return LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the number of torch threads: on a small machine one's own choice beats the default."""
@@ -122,6 +128,7 @@ def main(args: ArgsType = None) -> LightningCLI:
         return SparseRLCLI(
             PolicyModule,
             PromptDataModule,
+            trainer_class=ExportingTrainer,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,

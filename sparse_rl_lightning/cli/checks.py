@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from sparse_rl_lightning.checkpoints import recover
+
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
 """What Lightning's ``ckpt_path`` may say instead of a path, ``last`` apart."""
 
@@ -46,6 +48,8 @@ def check_checkpoint(config: Any) -> None:
             raise ValueError(f"ckpt_path={str(ckpt_path)!r} does not exist. Give the path of a checkpoint, or 'last'.")
         return
     folders = list(checkpoint_folders(config))
+    for folder in folders:
+        recover(Path(folder) / "last.ckpt")
     found = [path for folder in folders for path in Path(folder).glob("*.ckpt")]
     if not any(path.name.startswith("last") for path in found):
         others = f", but there are {', '.join(map(str, found))}" if found else ""

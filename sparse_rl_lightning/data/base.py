@@ -74,6 +74,7 @@ class PromptDataModule(LightningDataModule):
             num_replicas=self.trainer.world_size if self.trainer else 1,
             rank=self.trainer.global_rank if self.trainer else 0,
             seed=self.seed,
+            lengths=[_length(row["prompt"]) for row in self._train],
         )
         return StatefulDataLoader(
             cast("Dataset[list[Row]]", self._train),
@@ -100,6 +101,11 @@ class PromptDataModule(LightningDataModule):
     def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows."""
         return self.val_dataloader()
+
+
+def _length(prompt: Any) -> int:
+    """Characters of a prompt, text or chat, to compare prompts by."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(str(message)) for message in prompt)
 
 
 def as_list(rows: Sequence[Row]) -> list[Row]:

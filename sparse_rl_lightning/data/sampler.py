@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import math
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 
@@ -28,6 +30,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         num_replicas: Number of ranks.
         rank: This rank.
         seed: With the epoch it decides the order.
+        lengths: A length per prompt, by which several ranks share a block's prompts so that each gets about as much.
 
     Raises:
         ValueError: If a number is out of range or the prompts do not fill one block on every rank.
@@ -41,6 +44,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         num_replicas: int = 1,
         rank: int = 0,
         seed: int = 0,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         for name, value in (("block_size", block_size), ("repeats", repeats)):
             if value < 1:
@@ -51,6 +55,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         self.repeats = repeats
         self.num_blocks = self.num_rows // (block_size * num_replicas)
         self.position = 0  # indices already yielded in this epoch
+        self._lengths = torch.zeros(self.num_rows) if lengths is None else torch.tensor(list(lengths))
         if self.num_blocks == 0:
             raise ValueError(
                 f"{self.num_rows} prompts do not fill one block: {block_size} prompts per rollout on each of "
@@ -70,12 +75,31 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
 
     def epoch_indices(self, epoch: int) -> list[int]:
         """This rank's indices of one epoch, repetitions included."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(self.num_rows, generator=generator)
-        blocks = order[: self.num_blocks * self.num_replicas * self.block_size]
-        mine = blocks.view(self.num_blocks, self.num_replicas, self.block_size)[:, self.rank]
+        order, places = self._blocks(epoch)
+        mine = order.gather(1, places)
         indices: list[int] = mine.repeat_interleave(self.repeats, dim=0).flatten().tolist()
         return indices
+
+    @property
+    def places(self) -> list[int]:
+        """Which prompts of the block of all ranks, in one rank's order, those last yielded on this rank are."""
+        block = max(0, self.position - 1) // (self.block_size * self.repeats)
+        own: list[int] = self._blocks(self.epoch)[1][block].tolist()
+        return own
+
+    def _blocks(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Prompts (blocks, ranks x block_size) of all ranks, and the places (blocks, block_size) of this rank's."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(self.num_rows, generator=generator)
+        order = order[: self.num_blocks * self.num_replicas * self.block_size].view(self.num_blocks, -1)
+        if self.num_replicas == 1:
+            return order, torch.arange(self.block_size).expand(self.num_blocks, -1)
+        longest_first = self._lengths[order].argsort(dim=1, descending=True, stable=True)
+        return order, longest_first[:, [self._turn(turn) for turn in range(self.block_size)]]
+
+    def _turn(self, turn: int) -> int:
+        """The prompt of this rank's turn, dealt out back and forth (0, 1, 2, 2, 1, 0, ...)."""
+        return turn * self.num_replicas + (self.num_replicas - 1 - self.rank if turn % 2 else self.rank)
 
     def set_epoch(self, epoch: int) -> None:
         """Start with this epoch. A stream that has already begun goes on undisturbed."""
@@ -87,13 +111,16 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         return {"epoch": self.epoch, "position": self.position, "layout": self._layout()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the place of :meth:`state_dict`.
+        """Go on at the place of :meth:`state_dict`; with another number of ranks, at the next block that is whole.
 
         Raises:
-            ValueError: If it was saved with other prompts, blocks, repetitions, ranks or another seed.
+            ValueError: If it was saved with other prompts or another seed, or on as many ranks with other blocks.
         """
         saved, mine = state["layout"], self._layout()
-        if saved != mine:
+        kept = ("number of prompts", "seed")
+        if saved["ranks"] != mine["ranks"] and all(saved[name] == mine[name] for name in kept):
+            self.epoch, self.position = state["epoch"], self._position_after(state["position"], saved)
+        elif saved != mine:
             changed = ", ".join(
                 f"{name} was {saved.get(name)} and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
             )
@@ -101,7 +128,14 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
                 f"The checkpoint's place in the data fits another run: {changed}. Resume with the same numbers, "
                 "or start a new run from the checkpoint's weights."
             )
-        self.epoch, self.position = state["epoch"], state["position"]
+        else:
+            self.epoch, self.position = state["epoch"], state["position"]
+
+    def _position_after(self, position: int, saved: dict[str, int]) -> int:
+        """The start of the first block all of whose prompts are new, counting a block that was begun as done."""
+        size = saved["prompts per rollout"]
+        prompts = math.ceil(position / (size * saved["steps per rollout"])) * size * saved["ranks"]
+        return math.ceil(prompts / (self.block_size * self.num_replicas)) * self.block_size * self.repeats
 
     def _layout(self) -> dict[str, int]:
         return {

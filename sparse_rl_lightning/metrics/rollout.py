@@ -17,6 +17,7 @@ completions/repetition_rate                 share        4-grams that stood in t
 rewards/{function}/mean                     reward       mean of one reward function where it applies
 rewards/{function}/std                      reward       its standard deviation over all completions
 rewards/{function}/{counter}                count        what a checker met: no_box, fallbacks, timeouts, crashes, ...
+rewards/{function}/failed                   samples      it raised an error for these, or took too long
 reward                                      reward       mean of the weighted sum of the reward functions
 reward_std                                  reward       standard deviation within a prompt's samples, mean of it
 frac_reward_zero_std                        share        prompts whose samples all have the same reward
@@ -119,6 +120,7 @@ def _rewards(scored: ScoredRollout) -> dict[str, Tensor]:
     for name, values in {name: values.to(device) for name, values in scored.reward_table.items()}.items():
         metrics[f"rewards/{name}/mean"] = values.nanmean()
         metrics[f"rewards/{name}/std"] = _nanstd(values[None])[0]
+    metrics |= {f"rewards/{name}/failed": torch.tensor(float(n)) for name, n in scored.reward_failures.items()}
     rewards, generations = scored.rollout.rewards, scored.num_generations
     if rewards is not None:
         metrics["reward"] = rewards.nanmean()

@@ -1,5 +1,6 @@
 """The LightningModules: what happens to a batch of prompts between the loader and the loss."""
 
+from sparse_rl_lightning import strategies as strategies  # its names are known to trainers from now on
 from sparse_rl_lightning.modules.distill import DistillSparse, SparseAdapter
 from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.modules.learner import Learner

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
+from sparse_rl_lightning.sharding import is_sharded, shard_fully, whole_weights
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
@@ -45,6 +49,13 @@ class PolicyModule(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
 
+    def setup(self, stage: str) -> None:
+        """Have single-file checkpoints written durably, unless the trainer was given a way of its own."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+            if type(strategy.checkpoint_io) is TorchCheckpointIO:
+                strategy.checkpoint_io = DurableCheckpointIO()
+
     def configure_model(self) -> None:
         """Load the policy once, whoever asks first."""
         if self.policy is not None:
@@ -59,6 +70,22 @@ class PolicyModule(LightningModule):
         self.policy.train()
         if self.without_dropout:
             disable_dropout(self.policy)
+        self.on_policy_loaded()
+        if self._device_mesh is not None:
+            self._shard_fully()
+
+    def on_policy_loaded(self) -> None:
+        """Called once, while the policy is still whole on every rank."""
+
+    def _shard_fully(self) -> None:
+        assert self.policy is not None
+        assert self.device_mesh is not None
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            raise ValueError(
+                "ModelParallelStrategy: tensor parallelism is not supported. Set tensor_parallel_size to 1 and "
+                "data_parallel_size to the number of ranks."
+            )
+        shard_fully(self, self.policy, self.device_mesh["data_parallel"])
 
     def on_fit_start(self) -> None:
         """Give rotary positions their precision back, which ``precision: bf16-true`` takes away with the weights'."""
@@ -105,11 +132,19 @@ class PolicyModule(LightningModule):
             )
 
     def export(self, folder: str | Path) -> None:
-        """Write policy and tokenizer as a plain Hugging Face folder (safetensors)."""
+        """Write policy and tokenizer as a plain Hugging Face folder (safetensors).
+
+        On several ranks all call this, and rank zero writes.
+        """
         assert self.policy is not None
         assert self.tokenizer is not None
-        self.policy_source.exported(self.policy).save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        is_zero = self._trainer is None or self.global_rank == 0
+        state = None
+        if is_sharded(self.policy):
+            state = {n: v.detach().to("cpu", copy=True) for n, v in whole_weights(self.policy) if is_zero}
+        if is_zero:
+            self.policy_source.exported(self.policy).save_pretrained(folder, state_dict=state)
+            self.tokenizer.save_pretrained(folder)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T, V) logits of the dense policy, for trying things out."""

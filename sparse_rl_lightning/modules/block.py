@@ -123,6 +123,12 @@ class RolloutBlock:
         part = self.rollout[shares[turn]]
         return (trimmed(part) if self.plan.packs else part), items
 
+    def last_window(self) -> Rollout:
+        """The sequences of the optimiser step that the last micro-batch served belongs to."""
+        start = (self.cursor - 1) // self.plan.accumulate * self.plan.accumulate
+        size = self.plan.micro_batch
+        return self.rollout[self._order()[start * size : (start + self.plan.accumulate) * size]]
+
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
         return {"rollout": self.rollout.state(), "index": self.index, "cursor": self.cursor}

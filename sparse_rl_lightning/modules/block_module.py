@@ -6,16 +6,21 @@ import math
 import time
 from typing import Any
 
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
 from sparse_rl_lightning.modules.learner import Learner
-from sparse_rl_lightning.modules.objective import Objective
+from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialRollouts, check_storable
+from sparse_rl_lightning.modules.ranks import gather_to_zero
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
 from sparse_rl_lightning.rollout.preparation import check_prompts
-from sparse_rl_lightning.types import ScoredRollout
+from sparse_rl_lightning.sharding import is_sharded
+from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 
 class BlockModule(GenerationModule):
@@ -34,6 +39,9 @@ class BlockModule(GenerationModule):
     Raises:
         ValueError: If a number is out of range, or partial rollouts meet a setting that they cannot work with.
     """
+
+    trains_whole_policy = True
+    """Whether every step has a gradient for every trainable weight."""
 
     replays = False
     """Whether the learner attends under the sampler's evictions."""
@@ -94,7 +102,7 @@ class BlockModule(GenerationModule):
         if self.partial is None:
             return self.generate(rows, index=self.num_rollouts, progress=self._report_progress)
         start, prompts, sampler = time.perf_counter(), self.encode(rows), self.sampler()
-        ids = self.sequence_ids(self.num_rollouts, len(prompts) * self.num_generations)
+        ids = self.sequence_ids(self.num_rollouts, len(prompts), self.num_generations)
         unit = self.steps_per_generation // math.gcd(self.steps_per_generation, self.num_generations)
         rollout, own = self.partial.draw(
             sampler, self.sampling, rows, prompts, ids, unit=unit, progress=self._report_progress
@@ -102,6 +110,13 @@ class BlockModule(GenerationModule):
         assert self.partial.session is not None
         self._tell_memory_plan(self.partial.session.memory_plan, dense=False)
         return self._decoded(rollout, own, self.num_rollouts, start)
+
+    def places(self, prompts: int) -> list[int]:
+        """As one rank has them in its blocks, so that a prompt is drawn alike on any number of ranks."""
+        sampler = getattr(self.trainer.train_dataloader, "sampler", None) if self._world_size > 1 else None
+        if isinstance(sampler, RepeatedBlockSampler) and sampler.block_size == prompts:
+            return sampler.places
+        return super().places(prompts)
 
     def longest_row(self) -> dict[str, Any]:
         """The row with the longest prompt, in tokens, of the training loader.
@@ -114,6 +129,13 @@ class BlockModule(GenerationModule):
         return rows[lengths.index(max(lengths))]
 
     # ---------------------------------------------------------------- Lightning
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What every run has, unless the trainer has its own: DryRun, ZeroSharding and the guards against faults."""
+        from sparse_rl_lightning.callbacks import defaults  # it needs this package
+
+        given = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [kind() for kind in defaults.CALLBACKS if not any(isinstance(c, kind) for c in given)]
 
     def configure_model(self) -> None:
         """Load the policy, make it ready for the learner, and refuse attention that takes no mask where it replays.
@@ -132,17 +154,16 @@ class BlockModule(GenerationModule):
         """Check that prompts, generations and steps fit together, and say how."""
         super().on_fit_start()
         self.block = None  # of an earlier, interrupted fit
-        if self.trainer.world_size > 1:
-            raise ValueError(
-                f"{type(self).__name__} trains in one process so far, got {self.trainer.world_size}: set "
-                "trainer.devices and trainer.num_nodes to 1."
-            )
+        self._check_ranks()
         data = getattr(self.trainer, "datamodule", None)
         if data is not None and hasattr(data, "prompts_per_rollout"):
             rank_zero_info(f"Each rollout: {self.plan(max(1, round(data.prompts_per_rollout / self.oversampling)))}.")
 
     def on_train_start(self) -> None:
         """Partial rollouts must know the longest prompt, and that all rows can be stored, before the first one."""
+        for callback in self.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):  # a resumed one would save again after the first micro-batch
+                callback._last_global_step_saved = self.trainer.global_step
         if self.partial is None:
             return
         check_storable(self._training_rows())
@@ -155,7 +176,7 @@ class BlockModule(GenerationModule):
         if self._block_state is not None:
             state, self._block_state = self._block_state, None
             plan = self.plan(len(state["rollout"]["sequences"]) // self.num_generations)
-            self.block = RolloutBlock.from_state(plan, state, self.seed, self.objective.items)
+            self.block = RolloutBlock.from_state(plan, state, self.seed, self.count_items)
             self.block.rollout = self.block.rollout.to(self.device)
         if self._random_state is not None:
             restore_random_state(self._random_state)
@@ -174,12 +195,13 @@ class BlockModule(GenerationModule):
                 "an exact resume, save with ModelCheckpoint.every_n_train_steps."
             )
         unspent = self.block is not None and not self.block.is_spent
-        checkpoint["sparse_rl"] = {
+        own = {
             "num_rollouts": self.num_rollouts,
             "block": self.block.state() if unspent and self.block is not None else None,
             "partial": None if self.partial is None else self.partial.state(),
             "random_state": random_state(),
         }
+        checkpoint["sparse_rl"] = own | {"other_ranks": gather_to_zero(own, self._world_size)[1:]}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the weights' checks from the base, and keep the rest for the first batch."""
@@ -188,6 +210,14 @@ class BlockModule(GenerationModule):
         if state is None:
             return
         self.num_rollouts = state["num_rollouts"]
+        ranks = [state, *state.get("other_ranks", [])]
+        if len(ranks) != self._world_size:
+            rank_zero_warn(
+                f"The checkpoint is of {len(ranks)} rank(s), this run has {self._world_size}: the rest of its last "
+                "rollout and its random state are dropped, training goes on with a new rollout."
+            )
+            return
+        state = ranks[self.global_rank]
         self._block_state, self._random_state = state["block"], state["random_state"]
         if self.partial is not None:
             self.partial.load_state(state.get("partial"))
@@ -196,6 +226,16 @@ class BlockModule(GenerationModule):
                 "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model."
                 "partial_rollout_steps is null now."
             )
+
+    @property
+    def starts_rollout(self) -> bool:
+        """Whether the next training step begins with a rollout."""
+        return self._block_state is None and (self.block is None or self.block.is_spent)
+
+    def count_items(self, window: Rollout) -> Items:
+        """The items of one optimiser step over all ranks; ``window`` holds this rank's sequences of it."""
+        own = self.objective.items(window)
+        return own if self._world_size == 1 else own.summed(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
 
     @property
     def _accumulate(self) -> int:
@@ -209,6 +249,24 @@ class BlockModule(GenerationModule):
                 f"prompts (PromptDataModule), or with a loader over a list of rows, not over {type(data).__name__}."
             )
         return [data[index] for index in range(len(data))]
+
+    def _check_ranks(self) -> None:
+        """Refuse, by name, what several ranks cannot do."""
+        if self.trainer.world_size > 1 and self.partial is not None:
+            raise ValueError(
+                "partial_rollout_steps works in one process so far: set model.partial_rollout_steps to null, or "
+                "trainer.devices and trainer.num_nodes to 1."
+            )
+        if self.trainer.world_size > 1 and not self.trains_whole_policy:
+            raise ValueError(
+                f"{type(self).__name__} trains one part of the policy at a time, which works in one process so far: "
+                "set trainer.devices and trainer.num_nodes to 1."
+            )
+        if self.learner.packs and is_sharded(self.dense_policy):
+            raise ValueError(
+                "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
+                "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
+            )
 
     def _check_partial(self) -> None:
         """Refuse, by name, what partial rollouts cannot work with."""

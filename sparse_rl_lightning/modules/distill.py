@@ -81,6 +81,7 @@ class DistillSparse(SparseGRPO):
     """
 
     replays = keeps_evictions = True
+    trains_whole_policy = False
 
     def __init__(self, *args: Any, adapter: SparseAdapter | None = None, record_pages: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

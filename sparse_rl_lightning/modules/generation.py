@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,9 +19,11 @@ from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import compute_rewards, reward_counters, reward_name
+from sparse_rl_lightning.rewards.guarded import GuardedReward
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.memory import MemoryPlan
 from sparse_rl_lightning.rollout.prompts import encode_prompts
+from sparse_rl_lightning.sharding import ShadowPolicy
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 Rows = list[dict[str, Any]]
@@ -41,6 +43,7 @@ class GenerationModule(PolicyModule):
         retriever: As in SparseGRPO.
         val_sampling: As in SparseGRPO.
         val_max_completion_length: As in SparseGRPO.
+        reward_timeout: As in SparseGRPO.
         optimizer: As in SparseGRPO.
         lr_scheduler: As in SparseGRPO.
         disable_dropout: As in SparseGRPO.
@@ -58,6 +61,7 @@ class GenerationModule(PolicyModule):
         retriever: Retriever | None = None,
         val_sampling: SamplingParams | None = None,
         val_max_completion_length: int | None = None,
+        reward_timeout: float | None = None,
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
         disable_dropout: bool,
@@ -72,6 +76,9 @@ class GenerationModule(PolicyModule):
                 f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs: "
                 "give one number per function."
             )
+        if reward_timeout is not None and reward_timeout <= 0:
+            raise ValueError(f"reward_timeout must be positive or null (no limit), got {reward_timeout}.")
+        self.reward_timeout = reward_timeout
         self.sampling = sampling
         self.val_sampling = val_sampling or SamplingParams(
             max_completion_length=val_max_completion_length or sampling.max_completion_length,
@@ -84,6 +91,8 @@ class GenerationModule(PolicyModule):
         self.seed = sampling.seed
         self._samplers: dict[bool, RolloutSampler] = {}
         self._plans_told: set[bool] = set()
+        self._failures_told: set[str] = set()
+        self._shadow: ShadowPolicy | None = None
 
     @property
     def rolls_out_sparse(self) -> bool:
@@ -97,11 +106,20 @@ class GenerationModule(PolicyModule):
         assert self.policy is not None
         return self.policy
 
+    @property
+    def shadow(self) -> ShadowPolicy | None:
+        """The whole copy of a sharded policy that rollouts read, None where they read the policy itself."""
+        return self._shadow
+
+    @shadow.setter
+    def shadow(self, shadow: ShadowPolicy | None) -> None:
+        self._shadow, self._samplers = shadow, {}
+
     def sampler(self, dense: bool = False) -> RolloutSampler:
         """The sampler with the module's compressor and retriever, or with the full cache."""
         if dense not in self._samplers:
-            policy, compressor = self.dense_policy, FullKV() if dense else self.compressor
-            retriever = None if dense else self.retriever
+            compressor, retriever = (FullKV(), None) if dense else (self.compressor, self.retriever)
+            policy = self.dense_policy if self.shadow is None else self.shadow.model
             assert self.tokenizer is not None
             self._samplers[dense] = self.sampler_options.sampler(policy, self.tokenizer, compressor, retriever)
         return self._samplers[dense]
@@ -125,6 +143,8 @@ class GenerationModule(PolicyModule):
             progress: Called after every decode step.
         """
         start, params = time.perf_counter(), params or self.sampling
+        if self.shadow is not None:
+            self.shadow.fill(self.trainer.global_step)
         prompts = self.encode(rows)
 
         def report(now: Progress) -> None:
@@ -133,7 +153,7 @@ class GenerationModule(PolicyModule):
                 progress(now)
 
         rollout = self.sampler(dense).generate(
-            prompts, params, sequence_ids=self.sequence_ids(index, len(prompts) * params.num_generations),
+            prompts, params, sequence_ids=self.sequence_ids(index, len(prompts), params.num_generations),
             progress=report,
         )  # fmt: skip
         return self._decoded(rollout, rows, index, start)
@@ -144,10 +164,14 @@ class GenerationModule(PolicyModule):
         assert self.tokenizer is not None
         return encode_prompts(self.tokenizer, [row["prompt"] for row in rows])
 
-    def sequence_ids(self, index: int, count: int) -> range:
-        """The numbers of this rank's ``count`` sequences of rollout ``index``, different in every rollout and rank."""
-        first = (index * self._world_size + self.global_rank) * count
-        return range(first, first + count)
+    def sequence_ids(self, index: int, prompts: int, generations: int) -> list[int]:
+        """The numbers of this rank's sequences of rollout ``index``, different in every rollout and rank."""
+        first = index * prompts * self._world_size
+        return [(first + p) * generations + sample for p in self.places(prompts) for sample in range(generations)]
+
+    def places(self, prompts: int) -> list[int]:
+        """Where this rank's prompts stand among those of all ranks."""
+        return list(range(self.global_rank * prompts, (self.global_rank + 1) * prompts))
 
     def _decoded(self, rollout: Rollout, rows: Rows, index: int, start: float) -> ScoredRollout:
         """The rollout with its text and the time since ``start``."""
@@ -168,8 +192,9 @@ class GenerationModule(PolicyModule):
         """(B,) weighted sums of the reward functions; each function's own values go into the reward table."""
         repeated = [row for row in scored.rows for _ in range(scored.num_generations)]
         columns = {name: [row.get(name) for row in repeated] for name in repeated[0] if name != "prompt"}
+        functions = [GuardedReward(function, self.reward_timeout) for function in self.reward_funcs]
         rewards, table = compute_rewards(
-            self.reward_funcs,
+            functions,
             self.reward_weights,
             [row["prompt"] for row in repeated],
             scored.completions,
@@ -178,7 +203,20 @@ class GenerationModule(PolicyModule):
         )
         scored.reward_table = {reward_name(f): table[:, i] for i, f in enumerate(self.reward_funcs)}
         scored.reward_counters = reward_counters(self.reward_funcs)
+        scored.reward_failures = {function.__name__: function.failed for function in functions}
+        for function in functions:
+            self._tell_failures(function)
         return rewards.to(scored.rollout.sequences.device)
+
+    def _tell_failures(self, function: GuardedReward) -> None:
+        """Say once per reward function that it fails on samples."""
+        if function.failed and function.__name__ not in self._failures_told:
+            self._failures_told.add(function.__name__)
+            name = function.__name__
+            rank_zero_warn(
+                f"The reward function {name} failed on {function.failed} sample(s), first {function.first}. They get "
+                f"no reward from it; rewards/{name}/failed counts such samples from now on."
+            )
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
         """Completions with the sparse and with the full cache: what was trained, and what is deployed."""

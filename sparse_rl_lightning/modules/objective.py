@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import normalize_weights, off_policy_sequences
@@ -28,6 +30,14 @@ class Items:
     policy: Tensor | None  # ()
     penalty: Tensor | None  # (), of the KL term
     everything: Tensor | None = None  # (), of a policy term from which nothing is rejected
+
+    def summed(self, add: Callable[[Tensor], Tensor]) -> Items:
+        """The same counts, each summed over all ranks by ``add``, in one call."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if not names:
+            return self
+        totals = add(torch.stack([getattr(self, name) for name in names]))
+        return Items(**{"policy": None, "penalty": None, **dict(zip(names, totals.unbind(), strict=True))})
 
 
 @dataclass(frozen=True)

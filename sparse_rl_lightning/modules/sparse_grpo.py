@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.advantages import ScaleRewards, group_advantages, informative_groups
+from sparse_rl_lightning.advantages import ScaleRewards, informative_groups
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
@@ -24,6 +23,7 @@ from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
 from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.modules.ranks import advantages_of_rank
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
@@ -43,6 +43,8 @@ class SparseGRPO(BlockModule):
         compressor: What a full slot of the rollout cache keeps.
         reward_funcs: Reward functions with TRL's signature, a single one or several.
         reward_weights: Factor of each reward function, default 1.
+        reward_timeout: Seconds that a reward function may take for a rollout. Samples on which it takes longer, or
+            raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
         num_generations: Samples per prompt, at least 2.
         max_completion_length: Most tokens of a completion.
         min_completion_length: End tokens are forbidden before.
@@ -103,6 +105,7 @@ class SparseGRPO(BlockModule):
         # the list first: jsonargparse saves a list of functions only as the union's first member
         reward_funcs: list[Callable[..., list[float | None]]] | Callable[..., list[float | None]],
         reward_weights: list[float] | None = None,
+        reward_timeout: float | None = None,
         num_generations: int = 8,
         max_completion_length: int = 256,
         min_completion_length: int = 0,
@@ -161,7 +164,8 @@ class SparseGRPO(BlockModule):
             ),
             steps_per_generation=steps_per_generation, num_iterations=num_iterations, oversampling=oversampling,
             learner=learner, partial=None if steps is None else PartialRollouts(steps, partial_checkpoint),
-            retriever=retriever, val_sampling=val_sampling, val_max_completion_length=val_max_completion_length,
+            retriever=retriever, reward_timeout=reward_timeout, val_sampling=val_sampling,
+            val_max_completion_length=val_max_completion_length,
             optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
@@ -187,6 +191,7 @@ class SparseGRPO(BlockModule):
         """Everything that happens to a block of prompts before the first loss, in this order."""
         self._dispatch("on_rollout_start", rows)
         scored = self.draw(rows)  # sparse policy
+        self._dispatch("on_rollout_drawn", scored)
         self._rescore(scored)  # dense policy
         self._score(scored)  # rewards and advantages
         self._dispatch("on_rollout_scored", scored)  # rejection, reweighting, tables
@@ -195,15 +200,11 @@ class SparseGRPO(BlockModule):
 
     def _loss(self, part: Rollout, items: Items) -> Tensor:
         """The micro-batch's share of its optimiser step's loss, and the metrics of the policy update."""
-        output, logprobs = self.micro_batch_loss(part, items)
-        if not bool(output.loss.isfinite()):
-            worst = (~logprobs.isfinite()).any(dim=1).nonzero().flatten().tolist()
-            raise ValueError(
-                f"The loss of rollout {self.num_rollouts - 1} is {output.loss.item()}; sequences of the micro-batch "
-                f"with log-probs that are not finite: {worst or 'none'}. Lower the learning rate or check the weights."
-            )
+        output, _ = self.micro_batch_loss(part, items)
         self.log_dict(output.metrics, batch_size=len(part))
-        return output.loss * self._accumulate  # Lightning divides by it
+        if items.policy is None:  # every micro-batch by itself: Lightning takes the mean of them
+            return output.loss
+        return output.loss * self._accumulate * self._world_size  # trainer and strategy divide by both
 
     def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
         """The learner's forward pass: the loss with its metrics, and the log-probs (B, T) it comes from."""
@@ -241,7 +242,8 @@ class SparseGRPO(BlockModule):
     def _score(self, scored: ScoredRollout) -> None:
         start, rollout = time.perf_counter(), scored.rollout
         rollout.rewards = self.reward(scored)
-        rollout.advantages = group_advantages(rollout.rewards, self.num_generations, self.scale_rewards)
+        trainer = self.trainer if self._world_size > 1 else None
+        rollout.advantages = advantages_of_rank(rollout.rewards, self.num_generations, self.scale_rewards, trainer)
         rollout.keep = rollout.completion_mask.clone()
         scored.seconds["rewards"] = time.perf_counter() - start
 
@@ -252,7 +254,7 @@ class SparseGRPO(BlockModule):
         rollout.evictions = rollout.evictions if self.keeps_evictions else None
         rollout = self._most_informative(rollout, len(rows)) if self.oversampling > 1 else rollout
         plan = self.plan(len(rollout) // self.num_generations)
-        block = RolloutBlock(plan, rollout, self.num_rollouts, self.seed, self.objective.items)
+        block = RolloutBlock(plan, rollout, self.num_rollouts, self.seed, self.count_items)
         self.num_rollouts += 1
         return block
 
@@ -290,17 +292,9 @@ class SparseGRPO(BlockModule):
 
     # ---------------------------------------------------------------- Lightning
 
-    def configure_callbacks(self) -> list[Callback]:
-        """A dry run of the worst case before training, unless the trainer has one."""
-        from sparse_rl_lightning.callbacks.dry_run import DryRun  # it needs this package
-
-        return [] if any(isinstance(c, DryRun) for c in self.trainer.callbacks) else [DryRun()]  # type: ignore[attr-defined]
-
-    def configure_model(self) -> None:
-        """Load the policy, and the reference policy where the objective needs one."""
-        first = self.policy is None
-        super().configure_model()
-        if first and self.objective.beta > 0:
+    def on_policy_loaded(self) -> None:
+        """Load the reference policy where the objective needs one."""
+        if self.objective.beta > 0:
             self._reference = [self.policy_source.load_reference()]
 
     def on_fit_start(self) -> None:

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Two nodes of eight GPUs with ZeRO-2: sbatch docs/slurm.sh configs/qwen2.5-7b.yaml
+# Five minutes before the time limit the run saves after its optimiser step, and the job queues again.
+#SBATCH --job-name=sparse-rl
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+set -uo pipefail
+
+config=$1
+dirpath=$(sed -n 's/.*dirpath: *\([^,} ]*\).*/\1/p' "$config" | head -1)
+resume=()
+if [[ -e "$dirpath/last.ckpt" ]]; then resume=(--ckpt_path=last); fi
+
+srun sparse-rl fit --config "$config" --trainer.strategy=sparse_rl_deepspeed_stage_2 \
+  --trainer.devices=8 --trainer.num_nodes="$SLURM_NNODES" "${resume[@]}" &
+run=$!
+
+preempted=0
+trap 'preempted=1; kill -USR1 "$run"' USR1 # srun passes it on to all ranks
+status=0
+while kill -0 "$run" 2> /dev/null; do
+  wait "$run"
+  status=$?
+done
+if ((preempted && status == 0)); then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"

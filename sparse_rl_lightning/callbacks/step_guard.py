@@ -1,0 +1,97 @@
+"""StepGuard: a step whose gradient is not finite is skipped; several in a row end the run, their sequences kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.tensor import DTensor
+
+from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.modules.block_module import BlockModule
+
+
+class StepGuard(Callback):
+    """Skip optimiser steps with a NaN or infinite gradient of any rank, count them, and stop after some in a row.
+
+    A skipped step leaves weights and optimiser as they are. ``skipped_steps`` is logged, the number so far. When the
+    run stops, every rank's sequences of the last step are in ``bad_steps/`` below ``trainer.default_root_dir``, as
+    tensors that ``torch.load(weights_only=True)`` reads. Modules that roll out add this callback themselves.
+
+    Args:
+        max_in_a_row: Steps skipped in a row after which the run stops.
+
+    Raises:
+        ValueError: If the number is below 1; in training, when so many steps were skipped.
+    """
+
+    def __init__(self, max_in_a_row: int = 3) -> None:
+        if max_in_a_row < 1:
+            raise ValueError(f"StepGuard: max_in_a_row must be at least 1, got max_in_a_row={max_in_a_row}.")
+        self.max_in_a_row = max_in_a_row
+        self.skipped = 0  # since the start of the run
+        self.in_a_row = 0
+        self._skips_now = False
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Take bad gradients away: an optimiser passes over weights without any."""
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            return  # it looks at its own gradients, see on_train_batch_end
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        finite = all(bool(torch.isfinite(norm)) for norm in _norms([p.grad for p in parameters]))
+        self._skips_now = not trainer.strategy.reduce_boolean_decision(finite, all=True)
+        if self._skips_now:
+            for parameter in parameters:
+                parameter.grad = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of an optimiser step, count."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            self._skips_now = not trainer.strategy.deepspeed_engine.was_step_applied()
+        self.in_a_row = self.in_a_row + 1 if self._skips_now else 0
+        self.skipped += self._skips_now
+        pl_module.log("skipped_steps", float(self.skipped))
+        if self._skips_now:
+            self._tell(trainer, cast("BlockModule", pl_module))
+        self._skips_now = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts."""
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
+
+    def _tell(self, trainer: Trainer, module: BlockModule) -> None:
+        said = f"The gradient of optimiser step {trainer.global_step} is not finite: the step is skipped"
+        if self.in_a_row < self.max_in_a_row:
+            rank_zero_warn(f"{said} ({self.in_a_row} in a row, {self.skipped} in all).")
+            return
+        folder = Path(trainer.default_root_dir) / "bad_steps"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step_{trainer.global_step:06d}_rank_{trainer.global_rank}.pt"
+        window = {} if module.block is None else module.block.last_window().state()
+        write_durably(path, lambda new: save_tensors({"rollout": window, "step": trainer.global_step}, new))
+        raise ValueError(
+            f"{said}, as the {self.in_a_row - 1} before it. The sequences of this step are in {path}. Lower the "
+            "learning rate or gradient_clip_val, bound the weights (ImportanceReweighting.clip_max), or check the "
+            "reward functions and the policy's weights; --ckpt_path=last goes back to the last checkpoint."
+        )
+
+
+def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One norm per gradient, infinite or NaN if anything in it is."""
+    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    own = [gradient for gradient in own if gradient.numel()]  # of a small weight a rank may hold nothing
+    return list(torch._foreach_norm(own, torch.inf)) if own else []

@@ -1,0 +1,92 @@
+"""The manifest of a checkpoint folder: which files belong to it, their hashes, and who wrote them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from sparse_rl_lightning.checkpoints.files import write_durably
+
+NAME = "manifest.json"
+KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, digests: dict[str, str], **facts: Any) -> None:
+    """Write ``manifest.json``, signed with this user's key.
+
+    Args:
+        folder: The checkpoint.
+        digests: SHA-256 of every file by its path inside the folder.
+        **facts: What a reader must know beside, as JSON.
+    """
+    body = json.dumps({"files": digests, **facts}, sort_keys=True)
+    text = json.dumps({"body": body, "signature": _sign(body)})
+    write_durably(folder / NAME, lambda new: _write(new, text))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, if this user signed it.
+
+    Raises:
+        ValueError: If it is missing, malformed or signed with another key.
+    """
+    advice = (
+        "Shards of DeepSpeed are pickled, so only those are read that were written under this user's account. Start "
+        f"from the weights instead: export {folder / 'weights.safetensors'} as a model folder and name it under "
+        f"model.policy. If it is your own from another account, set {KEY_VARIABLE} to that account's key file."
+    )
+    try:
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        body, signature = str(content["body"]), str(content["signature"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
+    if not hmac.compare_digest(signature, _sign(body)):
+        raise ValueError(f"ckpt_path={str(folder)!r} carries another account's signature. {advice}")
+    manifest: dict[str, Any] = json.loads(body)
+    return manifest
+
+
+def changed_files(folder: Path, digests: dict[str, str]) -> list[str]:
+    """Names of files that are missing or not as they were written."""
+    return [name for name, known in digests.items() if not _matches(folder / name, known)]
+
+
+def _matches(path: Path, known: str) -> bool:
+    return path.is_file() and hmac.compare_digest(digest(path), known)
+
+
+def _sign(body: str) -> str:
+    return hmac.new(_key(), body.encode(), hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes:
+    """This user's secret, made when it is first needed and readable by nobody else."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    path = Path(os.environ.get(KEY_VARIABLE) or state / "sparse-rl" / "checkpoint.key")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own = path.with_name(f".{path.name}.{os.getpid()}")
+        own.touch(mode=0o600)
+        own.write_text(secrets.token_hex(32))
+        try:
+            os.link(own, path)  # fails where another process was faster, whose key then counts
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
+    return path.read_bytes()
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

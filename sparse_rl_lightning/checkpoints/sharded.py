@@ -1,0 +1,253 @@
+"""Checkpoint folders of DeepSpeed: written by all ranks, whole or not there, read only if this user wrote them.
+
+::
+
+    last.ckpt/
+      manifest.json          hashes of everything, signed
+      trainer.pt             what Lightning and the module keep, read with weights_only
+      weights.safetensors    the policy's weights, whole
+      checkpoint/            DeepSpeed's shards of weights and optimiser, one set per rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
+from sparse_rl_lightning.checkpoints.files import (
+    incomplete,
+    recover,
+    remove,
+    save_tensors,
+    save_weights,
+    swap_folder,
+    sync,
+)
+from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.sharding import gathered, whole_weights
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.strategies import SparseRLDeepSpeed
+
+TAG = "checkpoint"
+TRAINER, WEIGHTS = "trainer.pt", "weights.safetensors"
+LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed's shards hold them
+
+
+def save_sharded(strategy: SparseRLDeepSpeed, checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint folder; where that fails on any rank the run goes on with the old one.
+
+    Args:
+        strategy: Attached to a module with a ``policy``; all ranks call this.
+        checkpoint: Lightning's.
+        path: The folder, the same on all ranks.
+    """
+    attempt = _Attempt(strategy)
+    new = incomplete(path)
+    attempt.on_zero(lambda: _make_empty(new))
+    if attempt.is_alive:
+        _write_shards(strategy.engine, new, attempt)
+        weights = _whole_policy(strategy)
+        own = {key: value for key, value in checkpoint.items() if key not in LEFT_OUT}
+        attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, checkpoint["global_step"]))
+        attempt.on_zero(lambda: save_tensors(own, new / TRAINER))
+    if attempt.is_alive:
+        digests = attempt.digests(new)
+        attempt.on_zero(lambda: _finish(strategy, path, digests))
+    io = strategy.checkpoint_io
+    if attempt.error is not None:
+        if strategy.is_global_zero:
+            remove(new)
+        if isinstance(io, DurableCheckpointIO):
+            io.failed(path, attempt.error)
+    elif isinstance(io, DurableCheckpointIO):
+        io.saved(path)
+
+
+def load_sharded(strategy: SparseRLDeepSpeed, path: Path, with_optimizer: bool) -> dict[str, Any]:
+    """Put the weights into the engine, with the optimiser's state where the number of ranks is the same.
+
+    Args:
+        strategy: Its engine is set up; all ranks call this.
+        path: A folder that :func:`save_sharded` wrote.
+        with_optimizer: For going on with training.
+
+    Returns:
+        What Lightning keeps.
+
+    Raises:
+        ValueError: If the folder is incomplete, was changed, or was written by someone else.
+    """
+    manifest = _checked_manifest(strategy, path)
+    same = (manifest["world_size"], manifest["stage"]) == (strategy.world_size, _stage(strategy))
+    if with_optimizer and same:
+        strategy.engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
+    else:
+        _load_weights(strategy, path / WEIGHTS)
+    if with_optimizer and not same:
+        rank_zero_warn(
+            f"The checkpoint is of {manifest['world_size']} rank(s) with ZeRO-{manifest['stage']}, this run has "
+            f"{strategy.world_size} with ZeRO-{_stage(strategy)}: the weights are taken, the optimiser starts anew."
+        )
+    state: dict[str, Any] = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
+    return state
+
+
+class _Attempt:
+    """What has failed so far on any rank: all ranks learn of it, so that none waits for another."""
+
+    def __init__(self, strategy: SparseRLDeepSpeed) -> None:
+        self.strategy = strategy
+        self.error: BaseException | None = None
+        self.written: list[str] = []  # by this rank
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all ranks have succeeded so far. Collective."""
+        mine = None if self.error is None else f"rank {self.strategy.global_rank}: {self.error}"
+        first = next((text for text in _gather(self.strategy, mine) if text is not None), None)
+        if first is not None and self.error is None:
+            self.error = OSError(first)
+        return first is None
+
+    def on_zero(self, work: Callable[[], object]) -> None:
+        """Let rank zero do something that may fail, unless it has failed already."""
+        if self.strategy.is_global_zero:
+            self.here(work)
+
+    def here(self, work: Callable[[], object]) -> None:
+        """Do something that may fail, unless something has."""
+        if self.error is not None:
+            return
+        try:
+            work()
+        except OSError as error:
+            self.error = error
+
+    def digests(self, folder: Path) -> dict[str, str]:
+        """Hashes of all files, each computed by the rank that wrote it. Collective."""
+        if self.strategy.is_global_zero:
+            self.written += [TRAINER, WEIGHTS]
+        own = {name: digest(folder / name) for name in self.written}
+        return {name: value for part in _gather(self.strategy, own) for name, value in part.items()}
+
+
+@contextmanager
+def _watched_engine(engine: Any, folder: Path, attempt: _Attempt) -> Iterator[None]:
+    """Have DeepSpeed's files synced and listed; a rank that cannot write keeps coming to the others' barriers."""
+    writer = engine.checkpoint_engine
+
+    def save(state_dict: dict[str, Any], path: str) -> None:
+        def work() -> None:
+            save_tensors(state_dict, Path(path))
+            sync(Path(path))
+            attempt.written.append(str(Path(path).relative_to(folder)))
+
+        attempt.here(work)
+
+    writer.save, engine._copy_recovery_script = save, lambda _: None  # that would be a script to run
+    try:
+        yield
+    finally:
+        del writer.save, engine._copy_recovery_script
+
+
+def _make_empty(folder: Path) -> None:
+    remove(folder)
+    folder.mkdir(parents=True)
+
+
+def _write_shards(engine: Any, folder: Path, attempt: _Attempt) -> None:
+    with _watched_engine(engine, folder, attempt):
+        engine.save_checkpoint(str(folder), tag=TAG, client_state={}, save_latest=False)
+
+
+def _finish(strategy: SparseRLDeepSpeed, path: Path, digests: dict[str, str]) -> None:
+    new = incomplete(path)
+    for name in (TRAINER, WEIGHTS):
+        sync(new / name)
+    write_manifest(new, digests, world_size=strategy.world_size, stage=_stage(strategy))
+    remove(incomplete(new / "x").parent)
+    sync(new)
+    swap_folder(path)
+
+
+def _checked_manifest(strategy: SparseRLDeepSpeed, path: Path) -> dict[str, Any]:
+    """The manifest after every file has been looked at by some rank; all ranks raise if one must."""
+    manifest: dict[str, Any] = {}
+    problem: str | None = None
+    if strategy.is_global_zero:
+        try:
+            recover(path)
+            if not path.is_dir():
+                raise ValueError(
+                    f"ckpt_path={str(path)!r} is no checkpoint of {type(strategy).__name__}: a single file comes from "
+                    "one device or DDP. Resume with that strategy, or export the weights and name them under "
+                    "model.policy."
+                )
+            manifest = read_manifest(path)
+        except ValueError as error:
+            problem = str(error)
+    manifest, problem = strategy.broadcast((manifest, problem))
+    if problem is None:
+        rank, size, files = strategy.global_rank, strategy.world_size, sorted(manifest["files"])
+        changed = changed_files(path, {name: manifest["files"][name] for name in files[rank::size]})
+        everywhere = [name for part in _gather(strategy, changed) for name in part]
+        if everywhere:
+            problem = (
+                f"ckpt_path={str(path)!r} is not as it was written: {', '.join(everywhere)}. Resume from another "
+                "checkpoint."
+            )
+    if problem is not None:
+        raise ValueError(problem)
+    return manifest
+
+
+def _whole_policy(strategy: SparseRLDeepSpeed) -> dict[str, Tensor]:
+    """The policy's weights on rank zero, nothing elsewhere. Collective under ZeRO-3."""
+    wanted = strategy.is_global_zero
+    return {n: v.detach().to("cpu", copy=True) for n, v in whole_weights(_policy(strategy)) if wanted}
+
+
+def _load_weights(strategy: SparseRLDeepSpeed, path: Path) -> None:
+    """Fill the policy from safetensors, and what the optimiser computes with from the policy."""
+    module = _policy(strategy)
+    optimizer: Any = getattr(strategy.engine, "optimizer", None)
+    with safe_open(path, "pt") as file, torch.no_grad():
+        names = set(file.keys())
+        for name, parameter in module.named_parameters():
+            if name not in names:
+                raise ValueError(f"{path} lacks the weight {name!r}: it is of another policy.")
+            with gathered([parameter], modifier=0):
+                if parameter.numel():
+                    parameter.copy_(file.get_tensor(name))
+    if hasattr(optimizer, "_restore_from_bit16_weights"):
+        optimizer._restore_from_bit16_weights()
+    rank_zero_info(f"Weights read from {path}")
+
+
+def _policy(strategy: SparseRLDeepSpeed) -> nn.Module:
+    policy: nn.Module = getattr(strategy.lightning_module, POLICY.rstrip("."))
+    return policy
+
+
+def _stage(strategy: SparseRLDeepSpeed) -> int:
+    assert isinstance(strategy.config, dict)
+    return int(strategy.config.get("zero_optimization", {}).get("stage", 0))
+
+
+def _gather(strategy: SparseRLDeepSpeed, value: Any) -> list[Any]:
+    """Every rank's value, on all ranks."""
+    if strategy.world_size == 1:
+        return [value]
+    values = [None] * strategy.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values

@@ -1,0 +1,72 @@
+"""``sparse-rl export``: a checkpoint as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from safetensors.torch import load_file
+
+from sparse_rl_lightning.callbacks.export import check_replaceable, write_policy
+from sparse_rl_lightning.callbacks.preemption import last_path
+from sparse_rl_lightning.checkpoints import recover
+from sparse_rl_lightning.checkpoints.sharded import WEIGHTS
+from sparse_rl_lightning.modules.base import PolicyModule
+
+
+class ExportingTrainer(Trainer):
+    """Lightning's trainer with one more thing it can be asked for."""
+
+    def export(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str = "last",
+        folder: str = "policy",
+        weights_only: bool | None = None,
+    ) -> None:
+        """Write the policy of a checkpoint and its tokenizer as a folder that ``from_pretrained`` reads.
+
+        Args:
+            model: The module that was trained.
+            datamodule: Not used.
+            ckpt_path: A checkpoint of one device, DDP or DeepSpeed, or ``last``.
+            folder: Where to; a model that is there is replaced.
+            weights_only: Not used: nothing else is ever read.
+
+        Raises:
+            ValueError: If the checkpoint is missing or of another policy, or the folder holds something else.
+        """
+        module, path = cast(PolicyModule, model), last_path(self) if ckpt_path == "last" else Path(ckpt_path)
+        if path is None:
+            raise ValueError("ckpt_path=last needs a ModelCheckpoint with save_last and a fixed dirpath.")
+        recover(path)
+        check_replaceable(Path(folder).expanduser(), "folder")
+        module.configure_model()
+        load_policy(module, path)
+        write_policy(module, Path(folder).expanduser())
+
+
+def load_policy(module: PolicyModule, path: Path) -> None:
+    """Fill a module's policy from a checkpoint, without unpickling anything.
+
+    Raises:
+        ValueError: If names or shapes of the weights differ.
+    """
+    assert module.policy is not None
+    if not path.is_dir():
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"])
+        return
+    state = load_file(path / WEIGHTS)
+    own = {(name, parameter.shape) for name, parameter in module.policy.named_parameters()}
+    differing = sorted({name for name, _ in own ^ {(name, value.shape) for name, value in state.items()}})
+    if differing:
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is of another model: {len(differing)} weights differ, for example "
+            f"{differing[0]!r}. Give the configuration it was trained with."
+        )
+    module.policy.load_state_dict(state, strict=False)  # a tied head is not in it

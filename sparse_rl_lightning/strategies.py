@@ -1,0 +1,176 @@
+"""DeepSpeed's ZeRO as it must be driven here: the loss divided once, CPUs allowed, checkpoints whole or not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from sparse_rl_lightning.checkpoints.sharded import load_sharded, save_sharded
+
+
+class SparseRLDeepSpeed(DeepSpeedStrategy):
+    """Lightning's DeepSpeed strategy with one division of the loss, on GPUs or (for tests and laptops) on CPUs.
+
+    Lightning and DeepSpeed both divide the loss by the accumulated micro-batches; here only Lightning does. The
+    checkpoint is a folder that appears under its name when all of it has been written, see
+    :mod:`sparse_rl_lightning.checkpoints`. Needs ``pip install 'sparse-rl-lightning[deepspeed]'``. By name on the
+    command line: ``--trainer.strategy=sparse_rl_deepspeed_stage_2``, with stages 1 to 3 and ``_offload`` behind 2, 3.
+
+    Args:
+        stage: What is shared among ranks: 1 the optimiser's state, 2 gradients too, 3 weights too.
+        offload_optimizer: Keep the optimiser's state in the CPU's memory.
+        offload_parameters: Keep stage 3's weights there.
+        config: A DeepSpeed configuration, or a JSON file with one, instead of the three above
+            (``configs/deepspeed/`` has them to start from).
+        **kwargs: Arguments of Lightning's DeepSpeedStrategy.
+
+    Raises:
+        ValueError: If the stage is unknown, or parameters are to be offloaded that are not sharded.
+    """
+
+    strategy_name = "sparse_rl_deepspeed"
+
+    def __init__(
+        self,
+        stage: int = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        config: str | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = zero_config(stage, offload_optimizer, offload_parameters) if config is None else config
+        super().__init__(config=config, **kwargs)
+
+    # ---------------------------------------------------------------- CPUs
+
+    def setup_environment(self) -> None:
+        """As Lightning's, without its check for a GPU."""
+        if isinstance(self.accelerator, CPUAccelerator):
+            count = len(self.parallel_devices or [])
+            self.parallel_devices = [torch.device("cpu", index) for index in range(count)]  # DeepSpeed asks for indices
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """As Lightning's; CPUs cannot be selected in a wrong order."""
+        if not isinstance(self.accelerator, CPUAccelerator):
+            super().setup_distributed()
+            return
+        from deepspeed import ops
+
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled now; gloo will do
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    # ---------------------------------------------------------------- training
+
+    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Load models whole: Hugging Face's loading cannot fill weights that are created as shards.
+
+        DeepSpeed shards stage 3 when the engine is made; until then every rank holds the model once.
+        """
+        self._init_config_if_needed()
+        return nullcontext()
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Let DeepSpeed leave the scale of the loss alone: Lightning has divided it already."""
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    def _initialize_deepspeed_train(self, model: Module) -> None:
+        """As Lightning's; the optimiser looks for bad gradients whatever the precision, and skips their steps."""
+        super()._initialize_deepspeed_train(model)
+        optimizer = self.optimizers[0]
+        if hasattr(optimizer, "check_grad_overflow"):
+            optimizer.check_grad_overflow = True
+
+    @property
+    def engine(self) -> Any:  # a deepspeed.DeepSpeedEngine
+        """DeepSpeed's engine around the module."""
+        return self.deepspeed_engine
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a folder with every rank's shards, the trainer's state, whole weights and a signed manifest."""
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} has no storage_options.")
+        save_sharded(self, checkpoint, Path(self.broadcast(str(filepath))))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read what :meth:`save_checkpoint` wrote on this machine's account, and nothing else.
+
+        Raises:
+            ValueError: If the folder is incomplete, was changed, or was written by someone else.
+        """
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return load_sharded(self, Path(checkpoint_path), with_optimizer=fitting)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has done it."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: the shards hold it."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: the shards hold it."""
+        return {}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the names known to ``--trainer.strategy``."""
+        for stage, offload in ((1, False), (2, False), (2, True), (3, False), (3, True)):
+            name = f"{cls.strategy_name}_stage_{stage}{'_offload' * offload}"
+            strategy_registry.register(
+                name,
+                cls,
+                description=f"DeepSpeed ZeRO stage {stage}{', offloaded to the CPU' * offload}, as sparse-rl drives it",
+                stage=stage,
+                offload_optimizer=offload,
+                offload_parameters=offload and stage == 3,
+            )
+
+
+def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters: bool = False) -> dict[str, Any]:
+    """DeepSpeed's configuration of a ZeRO stage; accumulation, clipping and precision are Lightning's to set.
+
+    Args:
+        stage: 1, 2 or 3.
+        offload_optimizer: Keep the optimiser's state in the CPU's memory.
+        offload_parameters: Keep stage 3's weights there.
+
+    Raises:
+        ValueError: If the stage is unknown, or parameters are to be offloaded that are not sharded.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage must be 1, 2 or 3, got stage={stage}. Without sharding use --trainer.strategy=ddp.")
+    if offload_parameters and stage != 3:
+        raise ValueError(f"offload_parameters needs stage=3, which shards them; got stage={stage}.")
+    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if offload_parameters:
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # only DeepSpeed's own log reads it
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # any optimiser may be offloaded
+        "zero_optimization": zero,
+    }
+
+
+SparseRLDeepSpeed.register_strategies(StrategyRegistry)

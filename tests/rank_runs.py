@@ -1,0 +1,197 @@
+"""Runs of SparseGRPO on several processes, described by plain dictionaries, and what they leave behind.
+
+A test calls :func:`run`; every process executes this file, trains once per job and rank zero saves the outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from tiny_grpo import Recorder, Rows, module
+from torch.distributed.tensor import DTensor
+
+from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback, SparsityAwareRejection
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.sharding import whole_weights
+from sparse_rl_lightning.strategies import SparseRLDeepSpeed, zero_config
+from sparse_rl_lightning.types import Rollout, ScoredRollout
+
+Job = dict[str, Any]
+PROMPTS = 4  # per rollout, on all ranks together
+STEPS = 5
+SETTINGS: dict[str, Any] = {  # two optimiser steps of two micro-batches per rollout; every sum over sequences in use
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "loss_type": "dapo",
+    "denominator": "kept",
+    "beta": 0.05,
+    "scale_rewards": "batch",
+}
+TRAINER: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.02, "max_steps": STEPS}
+
+
+class Recorded(SparseGRPO):
+    """Draws nothing: takes the rollouts of an earlier run, by their prompts."""
+
+    record: list[dict[str, Any]]
+
+    def draw(self, rows: list[dict[str, Any]]) -> ScoredRollout:
+        known = self.record[self.num_rollouts]
+        groups = torch.tensor([known["prompts"].index(row["prompt"]) for row in rows])
+        members = (groups[:, None] * self.num_generations + torch.arange(self.num_generations)).flatten()
+        return self._decoded(Rollout.from_state(known["rollout"])[members], rows, self.num_rollouts, 0.0)
+
+
+class Tap(Callback):
+    """Whole gradients before clipping at every optimiser step, and whole weights at the end."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return  # DeepSpeed accumulates itself
+        self.gradients.append({n: gradient(p).clone() for n, p in pl_module.policy.named_parameters()})
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.weights = {name: value.detach().clone() for name, value in whole_weights(pl_module.policy)}
+
+
+class Sampled(Recorder):
+    """Keeps rollouts before anything is added to them."""
+
+    def on_rollout_drawn(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
+        rows = [row["prompt"] for row in scored.rows]
+        self.scored.append({"prompts": rows, "rollout": scored.rollout.state()})  # type: ignore[arg-type]
+
+    def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
+        pass
+
+
+class Poison(RolloutCallback):
+    """Spoils one sequence of the first rollout on the last rank only."""
+
+    edits = True
+
+    def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
+        if scored.index == 0 and trainer.global_rank == trainer.world_size - 1:
+            assert scored.rollout.weights is not None
+            scored.rollout.weights[0] *= float("nan")
+
+
+def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if isinstance(parameter.grad, DTensor):
+        return parameter.grad.full_tensor()
+    if parameter.grad is not None and not hasattr(parameter, "_hp_mapping") and not hasattr(parameter, "ds_id"):
+        return parameter.grad
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
+
+
+def strategy(name: str, world_size: int) -> Any:
+    if name.startswith("zero"):
+        config = zero_config(int(name[4]), offload_optimizer=name.endswith("offload"))
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # all of a tiny model is small
+        return SparseRLDeepSpeed(config=config)
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    return name if world_size > 1 else "auto"
+
+
+def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
+    """Train one job in this process; all ranks call it."""
+    options = {**SETTINGS, **job.get("settings", {})}
+    grpo = module(kind=Recorded if job.get("record") else SparseGRPO, lr=job.get("lr", 0.5), **options)
+    if isinstance(grpo, Recorded):
+        grpo.record = torch.load(job["record"], weights_only=True)
+    tap, sampled = Tap(), Sampled()
+    callbacks: list[Any] = [
+        SparsityAwareRejection(threshold=0.5), ImportanceReweighting(clip_max=1.5, normalize="batch"), tap, sampled
+    ]  # fmt: skip
+    if job.get("poison"):
+        callbacks.append(Poison())
+    if job.get("checkpoints"):
+        callbacks.append(
+            ModelCheckpoint(job["checkpoints"], every_n_train_steps=1, save_last=True, enable_version_counter=False)
+        )
+    torch.manual_seed(11)
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy(job.get("strategy", "ddp"), world_size), logger=False,
+        enable_checkpointing=bool(job.get("checkpoints")), enable_progress_bar=False, enable_model_summary=False,
+        callbacks=callbacks, limit_val_batches=0, default_root_dir=out, **{**TRAINER, **job.get("trainer", {})},
+    )  # fmt: skip
+    ckpt_path = job.get("ckpt_path")
+    trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=PROMPTS // world_size), ckpt_path=ckpt_path)
+    return {
+        "gradients": tap.gradients,
+        "weights": tap.weights,
+        "sampled": sampled.scored,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "global_step": trainer.global_step,
+        "num_rollouts": grpo.num_rollouts,
+    }
+
+
+def run(jobs: list[Job], folder: Path, world_size: int, timeout: float = 240) -> dict[str, dict[str, Any]]:
+    """Start the processes, wait for all, and return rank zero's outcomes by the jobs' names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    processes = start([sys.executable, __file__, str(folder)], folder, world_size)
+    try:
+        for process in processes:
+            process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+    texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(world_size)]
+    assert all(process.returncode == 0 for process in processes), "\n\n".join(text[-3000:] for text in texts)
+    return {job["name"]: torch.load(folder / f"{job['name']}.pt", weights_only=True) for job in jobs}
+
+
+def start(command: list[str], folder: Path, world_size: int) -> list[subprocess.Popen[bytes]]:
+    """One process per rank, told who it is as Lightning expects it from a launcher outside."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    tests = Path(__file__).parent
+    processes = []
+    for rank in range(world_size):
+        environment = {
+            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size),
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "XDG_STATE_HOME": str(folder / "state"),
+            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+        }  # fmt: skip
+        with (folder / f"rank{rank}.txt").open("w") as output:
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+            )
+    return processes
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    given = dict(os.environ)
+    for job in json.loads((folder / "jobs.json").read_text()):
+        os.environ.update(given)  # Lightning forgets who it is at the end of a fit
+        outcome = train(job, int(given["WORLD_SIZE"]), folder)
+        if given["RANK"] == "0":
+            torch.save(outcome, folder / f"{job['name']}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,185 @@
+"""What goes wrong in long runs: bad gradients, rollouts that are rejected whole, rewards that fail, ranks that die."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_runs import start
+from tiny_grpo import Recorder, fit, likes_a, module, weights
+
+from sparse_rl_lightning.callbacks import EmptyRollouts, RankWatch, RolloutCallback, SparsityAwareRejection, StepGuard
+from sparse_rl_lightning.callbacks.rank_watch import STATUS
+from sparse_rl_lightning.types import ScoredRollout
+
+
+class Poison(RolloutCallback):
+    """Makes the weights of some rollouts' first sequence no numbers."""
+
+    edits = True
+
+    def __init__(self, *rollouts: int, value: float = float("nan")) -> None:
+        self.rollouts, self.value = rollouts, value
+
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        if scored.index in self.rollouts:
+            scored.rollout.weights = scored.rollout.completion_mask.float()
+            scored.rollout.weights[0] *= self.value
+
+
+class RejectAll(RolloutCallback):
+    """Leaves nothing."""
+
+    edits = True
+
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        scored.rollout.keep = torch.zeros_like(scored.rollout.completion_mask)
+
+
+class Weights(RolloutCallback):
+    """The weights after every batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.seen.append(weights(pl_module))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_step_is_skipped_and_counted(value: float) -> None:
+    """Neither momentum nor weight decay moves anything, and training goes on."""
+    seen = Weights()
+    with pytest.warns(UserWarning, match=r"optimiser step 2 is not finite: the step is skipped \(1 in a row, 1 in all"):
+        trainer = fit(module(optimizer=adam), 4, [Poison(1, value=value), seen])
+    first, second, third, _ = seen.seen
+    assert torch.equal(first, second)
+    assert not torch.equal(second, third)
+    assert all(bool(w.isfinite().all()) for w in seen.seen)
+    assert float(trainer.callback_metrics["skipped_steps"]) == 1
+
+
+def test_bad_steps_in_a_row_end_the_run_with_their_sequences(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="step 4 is not finite: the step is skipped, as the 1 before") as stop:
+        fit(module(), 9, [Poison(0, 2, 3), StepGuard(max_in_a_row=2), recorder], default_root_dir=tmp_path)
+    path = tmp_path / "bad_steps" / "step_000004_rank_0.pt"
+    assert str(path) in str(stop.value)
+    saved = torch.load(path, weights_only=True)
+    want = recorder.scored[-1].rollout
+    assert saved["step"] == 4
+    assert saved["rollout"]["weights"].isnan().any()
+    assert sorted(map(tuple, saved["rollout"]["sequences"].tolist())) == sorted(map(tuple, want.sequences.tolist()))
+
+
+def test_rejecting_everything_is_counted_and_told_once() -> None:
+    """The loss is a zero: without momentum nothing moves."""
+    seen = Weights()
+    with pytest.warns(UserWarning, match=r"kept no token of the last 2 rollouts.*Raise") as told:
+        trainer = fit(module(), 4, [RejectAll(), EmptyRollouts(warn_after=2), seen])
+    assert float(trainer.callback_metrics["empty_rollouts"]) == 4
+    assert sum("kept no token" in str(warning.message) for warning in told) == 1
+    assert all(torch.equal(seen.seen[0], later) for later in seen.seen)
+
+
+def test_rollouts_that_keep_something_are_not_counted() -> None:
+    trainer = fit(module(), 2, [SparsityAwareRejection(threshold=0.8)])
+    assert float(trainer.callback_metrics["rejection_rate"]) > 0
+    assert float(trainer.callback_metrics["empty_rollouts"]) == 0
+
+
+def picky(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    if any(text.startswith("a") for text in completions):
+        raise RuntimeError("cannot read this")
+    return likes_a(prompts, completions, **columns)
+
+
+def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    if any(text.startswith("a") for text in completions):
+        time.sleep(0.5)
+    return likes_a(prompts, completions, **columns)
+
+
+@pytest.mark.parametrize(("reward", "timeout"), [(picky, None), (slow, 0.05)])
+def test_samples_that_a_reward_function_fails_on_are_counted(reward: Any, timeout: float | None) -> None:
+    recorder = Recorder()
+    trainer = fit(module(reward, reward_timeout=timeout), 3, [recorder])
+    scored = next(s for s in recorder.scored if any(text.startswith("a") for text in s.completions))
+    failed = torch.tensor([text.startswith("a") for text in scored.completions])
+    assert torch.equal(scored.rollout.rewards.isnan(), failed)
+    assert float(scored.rollout.advantages[failed].abs().sum()) == 0
+    assert scored.reward_failures == {reward.__name__: int(failed.sum())}
+    assert f"rewards/{reward.__name__}/failed" in trainer.callback_metrics
+
+
+def test_reward_function_that_always_fails_ends_the_run() -> None:
+    def broken(completions: list[str], **_: Any) -> list[float | None]:
+        raise RuntimeError("no module named judge")
+
+    with pytest.raises(RuntimeError, match=r"reward function broken raised .*no module named judge"):
+        fit(module(broken), 1)
+
+
+VICTIM = """
+import os, signal, sys, time
+from tiny_grpo import Rows, fit, module
+from lightning.pytorch import Callback
+
+class Die(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_rank == {dead} and trainer.global_step == 2:
+            print("dying", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.global_rank != {dead} and trainer.global_step == 2:
+            time.sleep(60)  # busy with something that no collective interrupts
+
+fit(module(), 4, [Die()], data=Rows(prompts_per_rollout=2), devices=2, strategy="ddp")
+"""
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, tmp_path: Path) -> None:
+    (tmp_path / "victim.py").write_text(VICTIM.format(dead=dead))
+    processes = start([sys.executable, str(tmp_path / "victim.py")], tmp_path, 2)
+    try:
+        processes[dead].wait(120)
+        began = time.monotonic()
+        processes[1 - dead].wait(20)
+        assert time.monotonic() - began < 5
+    finally:
+        for process in processes:
+            process.kill()
+    text = (tmp_path / f"rank{1 - dead}.txt").read_text()
+    assert processes[dead].returncode == -signal.SIGKILL
+    assert processes[1 - dead].returncode == STATUS, text
+    assert f"Rank {dead} has died. Rank {1 - dead} stops as well" in text
+
+
+def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
+    (tmp_path / "well.py").write_text(VICTIM.format(dead=7).replace("== 2", "== 99").replace("4, [Die()]", "2, []"))
+    processes = start([sys.executable, str(tmp_path / "well.py")], tmp_path, 2)
+    assert [process.wait(120) for process in processes] == [0, 0]
+    assert "has died" not in "".join((tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StepGuard(0), "StepGuard: max_in_a_row must be at least 1"),
+        (lambda: EmptyRollouts(0), "EmptyRollouts: warn_after must be at least 1"),
+        (lambda: RankWatch(1), "RankWatch: timeout must be at least 3 seconds"),
+        (lambda: module(reward_timeout=0.0), "reward_timeout must be positive or null"),
+    ],
+)
+def test_bad_arguments(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,163 @@
+"""DESIGN property 8: two ranks train as one does, with DDP and ZeRO-1, 2 and 3, in real processes over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_runs import STEPS, TRAINER, run, train
+from safetensors.torch import load_file
+from tiny_grpo import module
+
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+Outcomes = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process samples and trains; its rollouts are what the others are fed."""
+    folder = tmp_path_factory.mktemp("alone")
+    outcome = train({"name": "alone"}, 1, folder)
+    torch.save(outcome["sampled"], folder / "record.pt")
+    train({"name": "begin", "checkpoints": str(folder / "begin"), "trainer": {"max_steps": 3}}, 1, folder)
+    return outcome | {"record": str(folder / "record.pt"), "last": str(folder / "begin" / "last.ckpt")}
+
+
+@pytest.fixture(scope="module")
+def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Two processes, one strategy after the other: on the record, and sampling themselves for one step."""
+    jobs = [{"name": name, "strategy": name, "record": alone["record"]} for name in STRATEGIES]
+    folder = tmp_path_factory.mktemp("together")
+    for name in STRATEGIES:
+        whole, parts = str(folder / f"{name}-whole"), str(folder / f"{name}-parts")
+        last = {"strategy": name, "checkpoints": parts, "ckpt_path": f"{parts}/last.ckpt"}
+        jobs += [
+            {"name": f"live-{name}", "strategy": name, "checkpoints": whole},
+            {"name": f"part-{name}", "strategy": name, "checkpoints": parts, "trainer": {"max_steps": 3}},
+            {"name": f"rest-{name}", **last},
+            {"name": f"poison-{name}", "strategy": name, "poison": True, "trainer": {"max_steps": 3}},
+        ]
+    kept = {"checkpoints": str(folder / "ddp-kept"), "trainer": {"max_steps": 3}}
+    jobs += [
+        {"name": "kept", "strategy": "ddp", **kept},
+        {"name": "one-to-two", "strategy": "ddp", "ckpt_path": alone["last"]},
+        {"name": "three-to-two", "strategy": "zero2", "ckpt_path": str(folder / "zero3-parts" / "last.ckpt")},
+    ]
+    return run(jobs, folder, 2) | {"folder": {"path": str(folder)}}
+
+
+def test_the_comparison_means_something(alone: dict[str, Any]) -> None:
+    assert len(alone["gradients"]) == STEPS
+    for gradients in alone["gradients"]:
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+        assert norm > 1.5 * TRAINER["gradient_clip_val"], "clipping does not bite"
+    assert len(alone["sampled"]) == 3
+    assert alone["metrics"]["rejection_rate"] > 0
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_and_weights_of_one_rank(name: str, alone: dict[str, Any], together: Outcomes) -> None:
+    outcome = together[name]
+    assert len(outcome["gradients"]) == STEPS
+    for own, want in zip(outcome["gradients"], alone["gradients"], strict=True):
+        assert own.keys() == want.keys()
+        for key, value in want.items():
+            torch.testing.assert_close(own[key], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
+    for key, value in alone["weights"].items():
+        torch.testing.assert_close(outcome["weights"][key], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_live_sampling_agrees_on_the_first_step(name: str, alone: dict[str, Any], together: Outcomes) -> None:
+    first, own = alone["sampled"][0], together[f"live-{name}"]["sampled"][0]
+    for position, prompt in enumerate(own["prompts"]):
+        place = first["prompts"].index(prompt)
+        for field in ("sequences", "completion_mask"):
+            mine, other = own["rollout"][field][4 * position :][:4], first["rollout"][field][4 * place :][:4]
+            width = min(mine.shape[1], other.shape[1])
+            assert torch.equal(mine[:, :width], other[:, :width])
+    gradients = together[f"live-{name}"]["gradients"][0]
+    for key, value in alone["gradients"][0].items():
+        torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_resume_is_bitwise_on_two_ranks(name: str, together: Outcomes) -> None:
+    """Stopped in the middle of the second rollout, whose rest every rank takes from the checkpoint."""
+    whole, rest = together[f"live-{name}"], together[f"rest-{name}"]
+    assert (rest["global_step"], len(rest["gradients"]), len(rest["sampled"])) == (STEPS, STEPS - 3, 1)
+    assert whole["weights"].keys() == rest["weights"].keys()
+    assert all(torch.equal(value, rest["weights"][key]) for key, value in whole["weights"].items())
+
+
+def test_resume_on_more_ranks(alone: dict[str, Any], together: Outcomes) -> None:
+    """The rest of the rollout is dropped, the data go on with prompts that were not used yet."""
+    outcome = together["one-to-two"]
+    assert (outcome["global_step"], outcome["num_rollouts"], len(outcome["sampled"])) == (STEPS, 3, 1)
+    assert set(outcome["sampled"][0]["prompts"]) < set(alone["sampled"][2]["prompts"])
+    assert "this run has 2: the rest of its last rollout" in text(together)
+
+
+def test_resume_on_fewer_ranks(alone: dict[str, Any], together: Outcomes, tmp_path: Path) -> None:
+    checkpoint = Path(together["folder"]["path"]) / "ddp-kept" / "last.ckpt"
+    with pytest.warns(UserWarning, match=r"checkpoint is of 2 rank\(s\), this run has 1"):
+        outcome = train({"name": "fewer", "ckpt_path": str(checkpoint)}, 1, tmp_path)
+    assert (outcome["global_step"], outcome["num_rollouts"]) == (STEPS, 3)
+    assert outcome["sampled"][0]["prompts"] == alone["sampled"][2]["prompts"]
+
+
+def test_resume_with_another_stage(together: Outcomes) -> None:
+    """Shards that do not fit are left alone: weights come from safetensors, here of the finished run."""
+    want = together["rest-zero3"]["weights"]
+    assert all(torch.equal(want[key], value) for key, value in together["three-to-two"]["weights"].items())
+    assert "the optimiser starts anew" in text(together)
+
+
+def test_only_sharded_weights_are_gathered(together: Outcomes) -> None:
+    for name in STRATEGIES:
+        metrics, weights = together[name]["metrics"], together[name]["weights"]
+        whole = sum(value.nbytes for value in weights.values())
+        sharded = name in ("zero3", "fsdp2")
+        assert ("sharding/shadow_bytes" in metrics) == sharded
+        # of FSDP2 a step is inside the outermost unit, whose weights are whole then
+        assert metrics["sharding/parameter_bytes"] == pytest.approx(whole / 2 if sharded else whole, rel=0.05)
+        assert metrics["sharding/wait_seconds"] >= 0
+        assert metrics["sharding/optimizer_bytes"] == (
+            whole / 2 if name.startswith("zero") else 0
+        )  # SGD has no state of its own
+    assert together["zero3"]["metrics"]["sharding/shadow_bytes"] == whole
+    assert together["zero3"]["metrics"]["sharding/gather_seconds"] > 0
+
+
+def test_checkpoint_folder(together: Outcomes) -> None:
+    """Nothing is left of the writing, and the weights beside are those of the policy."""
+    folder = Path(together["folder"]["path"]) / "zero3-parts"
+    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == {
+        "epoch=0-step=5.ckpt", "last.ckpt"
+    }  # fmt: skip
+    assert not any(path for hidden in folder.glob(".*") for path in hidden.iterdir())
+    assert {path.name for path in (folder / "last.ckpt").iterdir()} == {
+        "checkpoint", "manifest.json", "trainer.pt", "weights.safetensors"
+    }  # fmt: skip
+    weights = load_file(folder / "last.ckpt" / "weights.safetensors")
+    want = together["rest-zero3"]["weights"]
+    assert weights.keys() == want.keys()
+    assert all(torch.equal(weights[key], value) for key, value in want.items())
+
+
+def text(together: Outcomes) -> str:
+    return (Path(together["folder"]["path"]) / "rank0.txt").read_text()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_bad_gradient_on_one_rank_is_skipped_on_all(name: str, together: Outcomes) -> None:
+    """Both steps of the first rollout are skipped, so the third is the first that counts, from the initial weights."""
+    outcome = together[f"poison-{name}"]
+    assert outcome["metrics"]["skipped_steps"] == 2
+    initial = dict(module().dense_policy.named_parameters())
+    for key, value in outcome["weights"].items():
+        assert bool(value.isfinite().all())
+        assert not torch.equal(value, initial[key])
+        assert float((value - initial[key]).norm()) <= 0.5 * TRAINER["gradient_clip_val"] + 1e-6, "more than one step"
