@@ -321,6 +321,17 @@ def test_a_schedule_that_is_raised_between_rollouts_is_followed() -> None:
     assert_same(before, sampler.generate(PROMPTS, PARAMS))
 
 
+def test_a_budget_is_raised_in_whole_pages() -> None:
+    retriever = Quest(budget=LengthSchedule([0, 30], [16, 24]), page_size=4, num_dense_layers=1)
+    retriever.raise_budget(1)
+    assert retriever.schedule == LengthSchedule([0, 30], [24, 32])
+    retriever.raise_budget(0)
+    assert retriever.schedule == LengthSchedule([0, 30], [16, 24])
+    single = Quest(budget=20, page_size=4, num_dense_layers=1)
+    single.raise_budget(1)  # a quarter more is 25
+    assert single.budget == 28
+
+
 def test_usage_with_and_without_retrieval_is_joined() -> None:
     """Where nothing is chosen all that is stored is read."""
     numbers = torch.arange(1.0, 3.0)

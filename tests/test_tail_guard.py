@@ -21,6 +21,7 @@ from sparse_rl_lightning.callbacks.acceptance_monitor import TailReport
 from sparse_rl_lightning.callbacks.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import FullKV, KNorm, Mixture, RandomEviction, Union
+from sparse_rl_lightning.retrievers import Centroid
 
 BUDGET, BUFFER = 6, 2  # of sharp()
 BYTES = 2 * 2 * (2 * 8 * 4)  # layers x KV heads x (key and value of 8 float32)
@@ -192,6 +193,17 @@ def test_the_budget_is_raised_and_the_memory_planned_anew() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TailGuard")
+def test_under_retrieval_more_is_read() -> None:
+    recorder, grpo = Recorder(), sharp()
+    grpo.compressor = FullKV()
+    grpo.retriever = Centroid(budget=4, page_size=2, num_first_pages=0, num_last_pages=1, num_dense_layers=1)
+    fit(grpo, 3, guarded("raise", [recorder], max_raises=1, **EAGER))
+    assert grpo.retriever.budget == 6  # a quarter more, in whole pages
+    shares = [scored.rollout.kv.read_share for scored in recorder.scored]
+    assert shares[1] > shares[0]
+
+
+@pytest.mark.filterwarnings("ignore:TailGuard")
 def test_every_budget_of_a_schedule_is_raised_to_the_next() -> None:
     recorder, grpo = Recorder(), sharp()
     schedule = LengthSchedule(starts=[0, 12], budgets=[6, 8])
@@ -313,7 +325,7 @@ def test_what_cannot_be_watched_or_acted_on_is_refused_at_the_start() -> None:
         fit(sharp(), 1, [TailGuard()])
     with pytest.raises(ValueError, match=r"ceiling_prompts=0.*Give TailGuard.target"):
         fit(sharp(), 1, guarded("warn", monitor={"ceiling_prompts": 0}))
-    with pytest.raises(ValueError, match=r"mode='raise' needs a compressor that evicts, FullKV"):
+    with pytest.raises(ValueError, match=r"mode='raise' needs a compressor that evicts or a retriever, FullKV"):
         fit(module(compressor=FullKV()), 1, guarded("raise"))
     with pytest.raises(ValueError, match="does not work with partial rollouts"):
         fit(sharp(num_slots=4, partial_rollout_steps=4), 1, guarded("raise"))

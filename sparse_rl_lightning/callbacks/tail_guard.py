@@ -14,7 +14,9 @@ from sparse_rl_lightning.callbacks.acceptance_monitor import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.folders import writable_folder
 from sparse_rl_lightning.callbacks.tail_watch import Limits, TailWatch
+from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.metrics.rejection import rejection_rate
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.types import ScoredRollout
 
 Mode = Literal["off", "warn", "raise", "stop"]
@@ -107,16 +109,16 @@ class TailGuard(RolloutCallback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Give a resumed run the budget that it had."""
         self._stop = False
-        if (self.num_raises or self.mode == "raise") and pl_module.compressor.evicts:
-            pl_module.compressor.raise_budget(self.num_raises)
-            budget = pl_module.compressor.budget
+        if (self.num_raises or self.mode == "raise") and _limited(pl_module):
+            self._raise(pl_module)
+            budget = _budget(pl_module)
             rank_zero_info(f"TailGuard: the budget is {budget} tokens, raised {self.num_raises} times so far.")
 
     def _check_raisable(self, module: Any) -> None:
-        if not module.compressor.evicts:
+        if not _limited(module):
             raise ValueError(
-                f"TailGuard: mode='raise' needs a compressor that evicts, {module.compressor} keeps everything. Use "
-                "mode='warn' or 'stop'."
+                f"TailGuard: mode='raise' needs a compressor that evicts or a retriever, {module.compressor} keeps and "
+                "reads everything. Use mode='warn' or 'stop'."
             )
         if module.partial is not None:
             raise ValueError(
@@ -158,7 +160,7 @@ class TailGuard(RolloutCallback):
                 logged["guard/tail_margin"] = worst[1]
                 self._judged = f"is {worst[1] + target:.3f} at {worst[0]} tokens, the target is {target:.3f}"
         self._act(module, index)
-        logged |= {"guard/budget": float(module.compressor.budget), "guard/raises": float(self.num_raises)}
+        logged |= {"guard/budget": float(_budget(module)), "guard/raises": float(self.num_raises)}
         module.log_dict(logged, batch_size=1)
 
     def _target(self) -> float | None:
@@ -175,12 +177,12 @@ class TailGuard(RolloutCallback):
         if not alarms:
             return
         if self.mode == "raise" and self.num_raises < self.max_raises:
-            why, before = self._describe(alarms), module.compressor.budget
+            why, before = self._describe(alarms), _budget(module)
             self.num_raises += 1
-            module.compressor.raise_budget(self.num_raises)
+            self._raise(module)
             self.watch.start_over()
             rank_zero_warn(
-                f"TailGuard: {why} The budget grows from {before} to {module.compressor.budget} tokens per layer and "
+                f"TailGuard: {why} The budget grows from {before} to {_budget(module)} tokens per layer and "
                 f"head, step {self.num_raises} of {self.max_raises}."
             )
         elif self.mode == "stop":
@@ -190,6 +192,10 @@ class TailGuard(RolloutCallback):
             self._told += new
             done = f" The budget was raised {self.num_raises} times already." if self.mode == "raise" else ""
             rank_zero_warn(f"TailGuard: {self._describe(new)}{done} Raise the budget, or reject more strictly.")
+
+    def _raise(self, module: Any) -> None:
+        for part in _limited(module):
+            part.raise_budget(self.num_raises)
 
     def _describe(self, alarms: list[str]) -> str:
         watch, limits = self.watch, self.watch.limits
@@ -225,3 +231,14 @@ class TailGuard(RolloutCallback):
         """Take up both; the budget itself when training starts."""
         self.watch.load_state(state_dict["watch"])
         self.num_raises, self._told = state_dict["num_raises"], list(state_dict["told"])
+
+
+def _limited(module: Any) -> list[Compressor | Retriever]:
+    """What of the module's sampler has a budget: its compressor, its retriever, or both."""
+    evicting = [module.compressor] if module.compressor.evicts else []
+    return evicting if module.retriever is None else [*evicting, module.retriever]
+
+
+def _budget(module: Any) -> int:
+    """Tokens that are kept, or without eviction read; those of the compressor where nothing has a budget."""
+    return (_limited(module) or [module.compressor])[0].budget

@@ -89,11 +89,24 @@ class Retriever(ABC):
                 f"(num_first_pages + num_last_pages) x page_size = ({num_first_pages} + {num_last_pages}) x "
                 f"{page_size} = {reserved * page_size} tokens. Raise budget or lower one of them."
             )
+        self._given_schedule = self.schedule
 
     @property
     def budget(self) -> int:
         """The largest budget of :attr:`schedule`, by which memory is sized."""
         return self.schedule.maximum
+
+    def raise_budget(self, steps: int) -> None:
+        """Read more from the next rollout on: the budget that was given, raised, in whole pages.
+
+        Args:
+            steps: As in :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`, from the budget given; 0 is that.
+
+        Raises:
+            ValueError: If ``steps`` is negative.
+        """
+        raised, page = self._given_schedule.raised(steps), self.page_size
+        self.schedule = LengthSchedule(list(raised.starts), [-(-budget // page) * page for budget in raised.budgets])
 
     # ---------------------------------------------------------------- what a method declares
 
