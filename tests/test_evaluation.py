@@ -89,6 +89,37 @@ def test_all_seven_benchmarks_end_to_end(folder: Path, policy: Path, capsys: pyt
     assert float(cli.trainer.callback_metrics["test/mean/dense"]) == 0.0
 
 
+def test_sparrows_evaluation(folder: Path) -> None:
+    """Retrieval beside the full cache, on published files and on one's own."""
+    tokenizer, policy = character_tokenizer(string.printable), folder / "sharp"
+    model = tiny_model("qwen3", vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.5)
+    model.save_pretrained(policy)  # to whom it matters what is read
+    tokenizer.save_pretrained(policy)
+    settings = yaml.safe_load((ROOT / "configs" / "sparrow" / "eval.yaml").read_text(encoding="utf-8"))
+    own, data = settings["model"]["init_args"], settings["data"]["init_args"]
+    own["policy"]["init_args"] = {"path": str(policy), "dtype": "float32"}
+    own |= {"max_completion_length": 12, "num_samples": 2, "num_slots": 4}
+    small = {"budget": 8, "page_size": 4, "num_dense_layers": 1, "num_first_pages": 0, "num_last_pages": 1}
+    own["retrievers"][0]["init_args"] = small
+    data["folder"] = str(write_benchmarks(folder / "data"))
+    for name in data["own"]:
+        path = folder / f"{name}.jsonl"
+        path.write_text('{"problem": "1+1", "answer": "2"}\n{"problem": "", "answer": "3"}\n', encoding="utf-8")
+        data["own"][name] = str(path)
+    settings["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
+    (folder / "sparrow.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    run = main(["test", "--config", str(folder / "sparrow.yaml")])
+    found = {(result.benchmark, result.arm): result for result in run.model.results}
+    names = ["aime24", "aime25", "aime26", "amc23"]
+    assert list(found) == [(name, arm) for name in names for arm in ("dense", "Centroid-8")]
+    assert run.datamodule.reports["aime25"].dropped == [1]  # it asks nothing
+    assert all(result.accuracy.num_samples == 2 for result in found.values())
+    assert found["amc23", "Centroid-8"].kv_saving_final == 0  # nothing is deleted
+    drawn = [folder / "runs/eval/evaluation" / arm / "amc23.parquet" for arm in ("dense", "Centroid-8")]
+    texts = [parquet.read_table(path).to_pydict()["completion"] for path in drawn]
+    assert texts[0] != texts[1]  # but less is read
+
+
 def test_an_interrupted_evaluation_goes_on_where_it_stopped(folder: Path, policy: Path) -> None:
     file = config(folder, policy)
     cli = main(["test", "--config", file, "--data.init_args.benchmarks=[gsm8k,aime24]"])
@@ -187,7 +218,7 @@ def test_names_of_caches() -> None:
     sizes = {"buffer": 4, "window": 4}
     arms = name_arms([FullKV(), RKV(budget=24, **sizes), SnapKV(budget=24, **sizes), RKV(budget=24, **sizes)])
     assert list(arms) == ["dense", "RKV-24", "SnapKV-24", "RKV-24#2"]
-    with pytest.raises(ValueError, match="needs dense: true or compressors"):
+    with pytest.raises(ValueError, match="needs dense: true, compressors or retrievers"):
         Evaluation("nowhere", dense=False)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row, as_list
 from sparse_rl_lightning.data.files import read_json_lines, read_table
-from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, question
+from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
 from sparse_rl_lightning.data.templates import PromptFormat, render
 from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
 from sparse_rl_lightning.rollout.prompts import valid_unicode
@@ -25,14 +25,15 @@ class BenchmarkReport:
 
     name: str
     num_rows: int
-    is_published: bool | None  # whether file and hash are the published ones, None for the hub
+    is_published: bool | None  # whether file and hash are the published ones, None for the hub and own files
     kinds: dict[AnswerKind, int] = field(default_factory=dict)  # golds by how they are compared
     dropped: list[int] = field(default_factory=list)  # rows without a gold answer that can be checked
 
     def __str__(self) -> str:
         """One line for the terminal."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items() if kind != "uncheckable")
-        source = {True: "published file", False: "ANOTHER file than the published one", None: "hub"}[self.is_published]
+        sources = {True: "published file", False: "ANOTHER file than the published one", None: "hub or own file"}
+        source = sources[self.is_published]
         dropped = f"; dropped without an answer that can be checked: rows {self.dropped}" if self.dropped else ""
         return f"{self.name}: {self.num_rows} rows ({source}); gold answers: {kinds}{dropped}"
 
@@ -46,7 +47,8 @@ class MathBenchmarks(PromptDataModule):
 
     Args:
         folder: Folder of the published files, named as in ``data/published.py``; null reads from the hub.
-        benchmarks: Which of the seven to test on, null for all.
+        benchmarks: Which of the seven and of ``own`` to test on, null for all.
+        own: Further benchmarks by name: JSONL files with the columns ``problem`` or ``question``, and ``answer``.
         prompt_format: ``plain`` as the paper evaluates, ``qwen`` or ``llama`` as it trains.
         train: Where training prompts come from, null for GSM8K's training part.
         max_rows: Test on the first so many rows of each benchmark only. None takes all.
@@ -65,6 +67,7 @@ class MathBenchmarks(PromptDataModule):
         self,
         folder: str | None = None,
         benchmarks: Sequence[str] | None = None,
+        own: dict[str, str] | None = None,
         prompt_format: PromptFormat = "plain",
         train: PromptDataModule | None = None,
         max_rows: int | None = None,
@@ -75,12 +78,14 @@ class MathBenchmarks(PromptDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(prompts_per_rollout, val_batch_size, max_val_prompts, seed)
-        self.benchmarks = list(PUBLISHED if benchmarks is None else benchmarks)
+        known = PUBLISHED | {name: own_benchmark(name, path) for name, path in (own or {}).items()}
+        self._known = {GSM8K_TRAIN.name: GSM8K_TRAIN} | known
+        self.benchmarks = list(known if benchmarks is None else benchmarks)
         self.val_benchmarks = list(val_benchmarks)
         for argument, names in (("benchmarks", self.benchmarks), ("val_benchmarks", self.val_benchmarks)):
-            unknown = [name for name in names if name not in PUBLISHED]
+            unknown = [name for name in names if name not in known]
             if unknown:
-                raise ValueError(f"{argument} must be among {', '.join(PUBLISHED)}, got {unknown}.")
+                raise ValueError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
         render("", prompt_format)  # refuses an unknown one
@@ -95,11 +100,10 @@ class MathBenchmarks(PromptDataModule):
         """All rows of a benchmark whose gold answer can be checked; read, audited and reported once.
 
         Args:
-            name: One of the seven, or ``gsm8k_train``.
+            name: One of the seven, one of ``own``, or ``gsm8k_train``.
         """
         if name not in self._rows:
-            published = GSM8K_TRAIN if name == GSM8K_TRAIN.name else PUBLISHED[name]
-            self._rows[name], self.reports[name] = self._read(published)
+            self._rows[name], self.reports[name] = self._read(self._known[name])
             rank_zero_info(str(self.reports[name]))
         return self._rows[name]
 
@@ -136,7 +140,7 @@ class MathBenchmarks(PromptDataModule):
         golds = [valid_unicode(published.gold(record)) for record in records]
         audit = audit_golds(golds)
         report = BenchmarkReport(published.name, len(records), is_published, audit.kinds, audit.uncheckable)
-        if len(records) != published.num_rows:
+        if published.is_published and len(records) != published.num_rows:
             rank_zero_warn(f"{published.name} has {len(records)} rows, the published one {published.num_rows}.")
         unusable = {*audit.uncheckable, *(n for n, record in enumerate(records) if not question(record).strip())}
         report.dropped = sorted(unusable)
@@ -154,6 +158,8 @@ class MathBenchmarks(PromptDataModule):
         }  # fmt: skip
 
     def _records(self, published: Published) -> tuple[list[dict[str, Any]], bool | None]:
+        if not published.is_published:
+            return [record for _, record in read_json_lines(published.file)], None
         if self.folder is None:
             name, config, split = published.hub
             return [record for _, record in read_table(name, config, split)], None

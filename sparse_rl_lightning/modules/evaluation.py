@@ -33,6 +33,7 @@ from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.modules.time_left import TimeLeft
 from sparse_rl_lightning.report.benchmarks import results_picture, results_table
 from sparse_rl_lightning.report.text import prompt_text
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rewards.math import MathChecker
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
@@ -50,6 +51,7 @@ class Evaluation(GenerationModule):
     Args:
         policy: A Hugging Face folder or hub name, or a source of models. ``--ckpt_path`` loads a checkpoint into it.
         compressors: The compressed caches to compare, several budgets of one class too.
+        retrievers: The same with the full cache of which every query reads some pages.
         dense: Evaluate the full cache too.
         num_samples: Samples per problem; ``num_samples_of`` has the exceptions.
         max_completion_length: Most tokens of a completion; ``max_completion_length_of`` has the exceptions.
@@ -76,6 +78,7 @@ class Evaluation(GenerationModule):
         self,
         policy: str | PolicySource,
         compressors: list[Compressor] | None = None,
+        retrievers: list[Retriever] | None = None,
         dense: bool = True,
         num_samples: int = 1,
         max_completion_length: int = 8192,
@@ -94,14 +97,14 @@ class Evaluation(GenerationModule):
         check_workers: int = 1,
         seed: int = 0,
     ) -> None:
-        self.arms = name_arms([*([FullKV()] if dense else []), *(compressors or [])])
+        self.arms = name_arms([*([FullKV()] if dense else []), *(compressors or []), *(retrievers or [])])
         if not self.arms or batch_size < 1:
             raise ValueError(
-                "Evaluation needs dense: true or compressors, and batch_size of at least 1; got "
+                "Evaluation needs dense: true, compressors or retrievers, and batch_size of at least 1; got "
                 f"{len(self.arms)} caches and batch_size={batch_size}."
             )
         super().__init__(
-            policy, next(iter(self.arms.values())), MathReward(check_workers), None,
+            policy, FullKV(), MathReward(check_workers), None,
             SamplingParams(
                 num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
                 top_p=top_p, top_k=top_k, stop_strings=as_texts(stop_strings), seed=seed,
@@ -192,7 +195,9 @@ class Evaluation(GenerationModule):
         """A sampler with one of the caches, whose memory is given back afterwards."""
         policy = self.dense_policy
         assert self.tokenizer is not None
-        sampler = self.sampler_options.sampler(policy, self.tokenizer, self.arms[arm])
+        cache = self.arms[arm]
+        pair = (cache, None) if isinstance(cache, Compressor) else (FullKV(), cache)
+        sampler = self.sampler_options.sampler(policy, self.tokenizer, *pair)
         try:
             yield sampler
         finally:

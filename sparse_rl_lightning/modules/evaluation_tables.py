@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.modules.generation import Rows
 from sparse_rl_lightning.report.text import prompt_text
+from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import MathChecker, extract_boxed
 from sparse_rl_lightning.types import Rollout
 
@@ -16,15 +17,14 @@ Table: TypeAlias = dict[str, list[Any]]
 KV_COLUMNS = ("kv_stored", "kv_full", "kv_stored_steps", "kv_full_steps")
 
 
-def name_arms(compressors: Sequence[Compressor]) -> dict[str, Compressor]:
+def name_arms(caches: Sequence[Compressor | Retriever]) -> dict[str, Compressor | Retriever]:
     """A short name for every cache, fit for a folder: ``dense``, ``RKV-512``, and a number where names repeat."""
-    arms: dict[str, Compressor] = {}
-    for compressor in compressors:
-        budget = getattr(compressor, "budget", None)
-        name = type(compressor).__name__ if compressor.evicts else "dense"
-        name = name if budget is None or name == "dense" else f"{name}-{budget}"
+    arms: dict[str, Compressor | Retriever] = {}
+    for cache in caches:
+        is_dense = isinstance(cache, Compressor) and not cache.evicts
+        name = "dense" if is_dense else f"{type(cache).__name__}-{cache.budget}"
         same = [arm for arm in arms if arm == name or arm.startswith(f"{name}#")]
-        arms[f"{name}#{len(same) + 1}" if same else name] = compressor
+        arms[f"{name}#{len(same) + 1}" if same else name] = cache
     return arms
 
 
