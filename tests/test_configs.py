@@ -288,7 +288,8 @@ def test_hyper_parameters_of_the_paper(stem: str) -> None:
     assert callbacks(config)["ImportanceReweighting"] == {}
 
     assert model["compressor"]["class_path"] == "RKV"
-    compressor = vars(RKV(**model["compressor"]["init_args"]))
+    rkv = RKV(**model["compressor"]["init_args"])
+    compressor = vars(rkv) | {"budget": rkv.schedule.plain}
     paper = {
         "budget": 512, "buffer": 128, "num_sinks": 0, "window": 8, "compress_prompt": False, "mix_lambda": 0.1,
         "similarity_threshold": 0.5, "kernel_size": 7, "pooling": "max", "group_reduction": "max",

@@ -77,6 +77,7 @@ def test_rollout_metrics_by_hand() -> None:
         "token_mask_rate": 0.3,
         "kv/saving_final": 0.3,
         "kv/saving_integral": 0.25,
+        "kv/read_share": 0.75,  # without a retriever all that is stored
         "kv/peak_bytes": 300,
         "kv/full_peak_bytes": 1000,
         "kv/prefill_peak_bytes": 40,
@@ -123,7 +124,7 @@ def test_every_logged_key_is_in_the_table_of_the_documentation() -> None:
     logged = rollout_metrics(scored_rollout(old_logprobs=torch.zeros(4, 5)))
     names = {name.replace("/right/", "/{function}/").replace("/style/", "/{function}/") for name in logged}
     assert names <= documented
-    assert len(names) == 35
+    assert len(names) == 36
 
 
 def test_rejection_counts_sequences_without_any_token_left() -> None:

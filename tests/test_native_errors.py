@@ -76,9 +76,10 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
     strided = torch.empty(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
     if (name, place) in {("key_redundancy", 0), ("prefill_mass", 2), ("summarize_pages", 0)}:
         shorter = x[:1].contiguous()  # their only pool: it must just be long enough
+    empty = x.new_zeros(0)
     if (name, place) == ("summarize_pages", 1):
-        shorter = other_type  # any number of slots will do
-    for wrong in (shorter, other_type, strided, x.unsqueeze(0), x.new_zeros(0)):
+        shorter = empty = other_type  # any number of slots will do, none too
+    for wrong in (shorter, other_type, strided, x.unsqueeze(0), empty):
         before = [a.clone() if isinstance(a, Tensor) else a for a in args]
         spoiled = [*args[:place], wrong, *args[place + 1 :]]
         with pytest.raises(RuntimeError):
