@@ -221,8 +221,13 @@ def _tell(found: Calibration, folder: Path, title: str) -> None:
 
 def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Hardware, sweep: Sweep) -> None:
     """What the cost model expects of the schedule and of the fixed budget that would be needed in its place."""
+    if isinstance(method, Retriever) and sweep.keeps is not None and sweep.keeps.evicts:
+        say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
+        return
     prompt = sum(map(len, sweep.prompts)) // len(sweep.prompts)
-    work = Work(len(sweep.prompts) * sweep.params.num_generations, prompt, sweep.params.max_completion_length)
+    sequences = len(sweep.prompts) * sweep.params.num_generations
+    batch = min(sweep.sampler_options.get("num_slots") or sequences, sequences)
+    work = Work(batch, prompt, sweep.params.max_completion_length)
     model = CostModel(shape, machine)
     speed = {
         "the schedule": _speedup(model, method.with_budget(found.schedule), work),
