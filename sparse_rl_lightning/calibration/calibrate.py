@@ -77,6 +77,14 @@ class Calibration:
             if found is not None and found.tail < self.target
         ]
 
+    def meets(self) -> list[list[bool]]:
+        """For every bin, whether each budget of the table holds the target there; the largest where none does."""
+        budgets = list(self.table)
+        rows = [
+            [cell is not None and cell.tail >= self.target for cell in column] for column in zip(*self.table.values())
+        ]
+        return [row if any(row) else [budget == max(budgets) for budget in budgets] for row in rows]
+
     def csv(self) -> str:
         """The table as text: a row per budget and bin, empty numbers where there is no data."""
         names = list(Cell.__dataclass_fields__)
