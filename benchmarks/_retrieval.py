@@ -39,7 +39,7 @@ def bench_retrieval(bench: Bench, dtype: torch.dtype, retriever: Retriever, leng
     shape = (slots, heads, r.num_vectors, -(-length // r.page_size), dim)
     summaries = torch.zeros(shape, dtype=dtype, device=bench.device)
     ops.summarize_pages(pools, chosen, r.page_size, summaries)
-    limits = r.page_limits(bench.device)(torch.full((slots,), length, device=bench.device))
+    limits = r.page_limits(1, bench.device)(torch.full((slots,), length, device=bench.device))[0]
     assert r.kernel is not None
     reduction, width = r.kernel, r.budget // r.page_size
 

@@ -276,6 +276,7 @@ def test_the_shipped_configuration_calibrates(
     assert run_console(monkeypatch, "calibrate", "--config", quick, "--machine=machine.json") is None
     out = capsys.readouterr().out
     assert "Predicted speed over dense rollouts" in out
+    assert "the fastest that holds the target in every cell, LengthSchedule(" in out
     schedule = LengthSchedule.from_file("runs/calibrate/schedule.yaml")
     assert f"Schedule: {schedule!r}" in out
     summary = json.loads(Path("runs/calibrate/calibration.json").read_text())

@@ -201,6 +201,8 @@ def test_what_cannot_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SparseAdapter(r=0)
     with pytest.raises(ValueError, match=r"set model\.rescore to true"):
         module(kind=DistillSparse, rescore=False)
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=4 must divide steps_per_generation=2"):
+        fit(distill(steps_per_generation=2), accumulate_grad_batches=4)  # two of the policy, two of the adapter
     with pytest.raises(ValueError, match=r"DistillSparse attends .*'flash_attention_2' takes no such mask"):
         DistillSparse(
             PretrainedPolicy("some/model", attn_implementation="flash_attention_2"),

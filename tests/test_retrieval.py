@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.budgets import Adaptive, LengthSchedule
+from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.compressors import H2O, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.pages import page_means, page_scores
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
-from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
+from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, retrieval_logprobs
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.retrieval import PageCache
 from sparse_rl_lightning.testing import tiny_model
@@ -343,3 +343,29 @@ def test_usage_with_and_without_retrieval_is_joined() -> None:
     assert joined.read_share == pytest.approx(9 / 24)
     assert KVUsage.cat([plain, plain]).read_integral is None
     assert KVUsage.cat([chosen, chosen]).read_integral.tolist() == [1, 2, 1, 2]
+
+
+def test_layers_share_the_budget() -> None:
+    """Pyramid: more pages for the first of the layers that retrieve, fewer for the last, as many in all."""
+    rule = Pyramid(beta=2)
+    retriever = Centroid(
+        budget=16, page_size=4, num_first_pages=0, num_last_pages=1, num_dense_layers=1, budget_rule=rule
+    )
+    assert retriever.layer_pages(3, 16) == [6, 4, 2]
+    limits = retriever.page_limits(3, "cpu")(torch.tensor([5, 40]))
+    assert limits.tolist() == [[6, 6], [4, 4], [2, 2]]
+    four = tiny_model("qwen2", num_layers=4, initializer_range=0.2)
+    sampler = RolloutSampler(four, retriever=retriever, record_pages=10**7)
+    rollout = sampler.generate(PROMPTS, PARAMS)
+    read = (rollout.pages.pages[:, :, 30] >= 0).sum(dim=-1)  # (B, L, H) of a query that all sequences have
+    assert read.amax(dim=(0, 2)).tolist() == [6, 4, 2]
+    found = retrieval_logprobs(four, rollout, retriever, PARAMS.temperature)
+    torch.testing.assert_close(found.logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert found.differing_pages == 0
+    with pytest.raises(ValueError, match="but Adaptive splits heads"):
+        Centroid(budget=16, page_size=4, budget_rule=Adaptive())
+
+
+def test_a_budget_below_a_page_is_refused_with_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match=r"does not divide budget=8\. Take 16 tokens"):
+        Centroid(budget=8)

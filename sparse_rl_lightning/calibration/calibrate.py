@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -71,11 +72,18 @@ class Calibration:
         """Bins in which the schedule itself does worse than its budgets did alone."""
         return [
             f"lengths {number * self.bin_size} to {(number + 1) * self.bin_size - 1}: the schedule itself reaches "
-            f"{found.tail:.4f} ({found.low:.4f} to {found.high:.4f}), below the target: what smaller budgets evicted "
-            "earlier is gone."
+            f"{found.tail:.4f} ({found.low:.4f} to {found.high:.4f}), below the target."
             for number, found in enumerate(self.check or [])
-            if found is not None and found.high < self.target
+            if found is not None and found.tail < self.target
         ]
+
+    def meets(self) -> list[list[bool]]:
+        """For every bin, whether each budget of the table holds the target there; the largest where none does."""
+        budgets = list(self.table)
+        rows = [
+            [cell is not None and cell.tail >= self.target for cell in column] for column in zip(*self.table.values())
+        ]
+        return [row if any(row) else [budget == max(budgets) for budget in budgets] for row in rows]
 
     def csv(self) -> str:
         """The table as text: a row per budget and bin, empty numbers where there is no data."""
@@ -159,7 +167,7 @@ def calibrate(
     choice = choose(table, target, binning.bin_size, rises)
     checked = None
     if check:
-        name = f"{CHECK}_{'_'.join(map(str, (*choice.schedule.starts, *choice.schedule.budgets)))}"[:200]
+        name = f"{CHECK}_{hashlib.sha256(repr(choice.schedule).encode()).hexdigest()[:16]}"
         drawn = _acceptances(sweep, name, method.with_budget(choice.schedule), len(methods) + 1, told)
         checked = _cells(drawn, binning, num_bins)
     return Calibration(table, choice, ceiling, target, binning.bin_size, checked)

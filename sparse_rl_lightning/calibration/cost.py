@@ -150,8 +150,8 @@ class CostModel:
             own = [budget for (budget, _), meet in zip(methods, allowed, strict=True) if meet]
             if not own:
                 raise ValueError(f"no budget meets the target at lengths from {number * bin_size} on.")
-            first = min(max(number * bin_size - work.prompt, 0), work.length - 1)
-            last = max(min((number + 1) * bin_size - work.prompt, work.length), first + 1)
+            first = min(max(number * bin_size - work.prompt - 1, 0), work.length - 1)  # lengths begin at prompt + 1
+            last = max(min((number + 1) * bin_size - work.prompt - 1, work.length), first + 1)
             cost = {budget: float(read[budget][first:last].mean()) for budget in own}
             budgets.append(min(own, key=lambda budget: (cost[budget], budget)))
         return LengthSchedule.of_bins(budgets, bin_size)

@@ -87,7 +87,9 @@ class Sweep:
         path = self.folder / FINGERPRINT
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
             return
         found = json.loads(path.read_text(encoding="utf-8"))
         other = [name for name in own if found.get(name) != own[name]]

@@ -49,7 +49,7 @@ class AcceptanceMonitor(RolloutCallback):
     acceptance/ceiling_p05          share     p05 between dense policies, lower bound
     acceptance/ceiling_p05_upper    share     the same, upper bound
     acceptance/target               share     0.86 x the ceiling / 0.945, Sparrow's target under its own ceiling
-    acceptance/beta_a, beta_b       number    Beta distribution fitted to the lower bounds up to 0.999
+    acceptance/beta_a, beta_b       number    Beta distribution fitted to rank zero's lower bounds up to 0.999
     acceptance/beta_ks              share     its Kolmogorov-Smirnov distance, below 0.04 in the paper
     =============================== ========= ========================================================================
 

@@ -32,12 +32,14 @@ class TailGuard(RolloutCallback):
     lasts is acted on as ``mode`` says:
 
     - ``warn``: once, until it is gone.
-    - ``raise``: enlarge the compressor's budget by a step of its schedule (a single budget by a quarter), for the next
-      rollout; slots and their memory are planned anew. A resumed run keeps the enlarged budget.
+    - ``raise``: enlarge the budget of the compressor, of the retriever (in whole pages) or of both by a step of its
+      schedule (a single budget by a quarter), for the next rollout; slots and their memory are planned anew. A resumed
+      run keeps the enlarged budget, at most ``max_raises`` steps of it.
     - ``stop``: end the run after the optimiser step that is due, with a checkpoint ``tail_guard_{rollout}.ckpt``.
 
     Logged: ``guard/tail_margin`` (the worst bin's distance above the target), ``guard/rejection_rate`` (of the window),
-    ``guard/length_ratio`` (to the longest window so far), ``guard/budget`` and ``guard/raises``.
+    ``guard/length_ratio`` (to the longest window so far), ``guard/budget`` (the
+    compressor's, without eviction the retriever's) and ``guard/raises``.
 
     Args:
         mode: ``off``, ``warn``, ``raise`` or ``stop``.
@@ -72,14 +74,15 @@ class TailGuard(RolloutCallback):
             raise ValueError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
         if target is not None and not 0 <= target <= 1:
             raise ValueError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
-        if max_raises < 1:
-            raise ValueError(f"TailGuard: max_raises must be at least 1, got max_raises={max_raises}.")
+        if max_raises < 0:
+            raise ValueError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
         self.mode = mode
         self.target = target
         self.max_raises = max_raises
         self.folder = folder
         self.watch = TailWatch(Limits(max_rejection_rate, length_drop, min_tokens, window, patience))
         self.num_raises = 0
+        self._in_use = 0  # of them, those that the rollout in training was drawn under
         self._monitor: AcceptanceMonitor | None = None
         self._scored: tuple[int, float, float] | None = None  # a rollout's number, length and rejection rate
         self._judged: str = ""  # the worst bin in words
@@ -107,11 +110,11 @@ class TailGuard(RolloutCallback):
             writable_folder(self._folder(trainer), "TailGuard: folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Give a resumed run the budget that it had."""
+        """Give a resumed run the budget that the rollout it goes on with was drawn under."""
         self._stop = False
         if (self.num_raises or self.mode == "raise") and _limited(pl_module):
-            self._raise(pl_module)
-            budget = _budget(pl_module)
+            self._raise(pl_module, self._in_use)
+            budget = _budget(pl_module, self.num_raises)
             rank_zero_info(f"TailGuard: the budget is {budget} tokens, raised {self.num_raises} times so far.")
 
     def _check_raisable(self, module: Any) -> None:
@@ -127,6 +130,12 @@ class TailGuard(RolloutCallback):
             )
 
     # ---------------------------------------------------------------- watching
+
+    def on_rollout_start(self, trainer: Trainer, module: Any, rows: list[dict[str, Any]]) -> None:
+        """Give the rollout the budget that was decided on: the one before may have been replayed until now."""
+        if self.num_raises != self._in_use and _limited(module):
+            self._in_use = self.num_raises
+            self._raise(module, self._in_use)
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         """Note what the rollout was like; the monitor may come after this callback, so nothing is judged yet."""
@@ -160,7 +169,7 @@ class TailGuard(RolloutCallback):
                 logged["guard/tail_margin"] = worst[1]
                 self._judged = f"is {worst[1] + target:.3f} at {worst[0]} tokens, the target is {target:.3f}"
         self._act(module, index)
-        logged |= {"guard/budget": float(_budget(module)), "guard/raises": float(self.num_raises)}
+        logged |= {"guard/budget": float(_budget(module, self.num_raises)), "guard/raises": float(self.num_raises)}
         module.log_dict(logged, batch_size=1)
 
     def _target(self) -> float | None:
@@ -177,13 +186,13 @@ class TailGuard(RolloutCallback):
         if not alarms:
             return
         if self.mode == "raise" and self.num_raises < self.max_raises:
-            why, before = self._describe(alarms), _budget(module)
+            why, before = self._describe(alarms), _budget(module, self.num_raises)
             self.num_raises += 1
-            self._raise(module)
             self.watch.start_over()
+            after = _budget(module, self.num_raises)
             rank_zero_warn(
-                f"TailGuard: {why} The budget grows from {before} to {_budget(module)} tokens per layer and "
-                f"head, step {self.num_raises} of {self.max_raises}."
+                f"TailGuard: {why} The budget grows from {before} to {after} tokens per layer and head, step "
+                f"{self.num_raises} of {self.max_raises}."
             )
         elif self.mode == "stop":
             self._stop = True
@@ -193,9 +202,9 @@ class TailGuard(RolloutCallback):
             done = f" The budget was raised {self.num_raises} times already." if self.mode == "raise" else ""
             rank_zero_warn(f"TailGuard: {self._describe(new)}{done} Raise the budget, or reject more strictly.")
 
-    def _raise(self, module: Any) -> None:
+    def _raise(self, module: Any, steps: int) -> None:
         for part in _limited(module):
-            part.raise_budget(self.num_raises)
+            part.raise_budget(steps)
 
     def _describe(self, alarms: list[str]) -> str:
         watch, limits = self.watch, self.watch.limits
@@ -225,12 +234,17 @@ class TailGuard(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """What was seen, and by how much the budget was raised."""
-        return {"watch": self.watch.state(), "num_raises": self.num_raises, "told": list(self._told)}
+        return {
+            "watch": self.watch.state(), "num_raises": self.num_raises, "in_use": self._in_use,
+            "told": list(self._told), "judged": self._judged,
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up both; the budget itself when training starts."""
         self.watch.load_state(state_dict["watch"])
-        self.num_raises, self._told = state_dict["num_raises"], list(state_dict["told"])
+        self.num_raises = min(state_dict["num_raises"], self.max_raises)  # lower it where no slot fits any more
+        self._in_use = min(state_dict["in_use"], self.num_raises)
+        self._told, self._judged = list(state_dict["told"]), state_dict["judged"]
 
 
 def _limited(module: Any) -> list[Compressor | Retriever]:
@@ -239,6 +253,7 @@ def _limited(module: Any) -> list[Compressor | Retriever]:
     return evicting if module.retriever is None else [*evicting, module.retriever]
 
 
-def _budget(module: Any) -> int:
-    """Tokens that are kept, or without eviction read; those of the compressor where nothing has a budget."""
-    return (_limited(module) or [module.compressor])[0].budget
+def _budget(module: Any, steps: int) -> int:
+    """Tokens that are kept, or without eviction read, so many steps up; as they are where nothing has a budget."""
+    limited = _limited(module)
+    return limited[0].raised(steps).maximum if limited else int(module.compressor.budget)

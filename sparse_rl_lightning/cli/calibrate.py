@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jsonargparse import auto_cli
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, Told
 from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibration
 from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work
@@ -221,8 +223,13 @@ def _tell(found: Calibration, folder: Path, title: str) -> None:
 
 def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Hardware, sweep: Sweep) -> None:
     """What the cost model expects of the schedule and of the fixed budget that would be needed in its place."""
+    if isinstance(method, Retriever) and sweep.keeps is not None and sweep.keeps.evicts:
+        say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
+        return
     prompt = sum(map(len, sweep.prompts)) // len(sweep.prompts)
-    work = Work(len(sweep.prompts) * sweep.params.num_generations, prompt, sweep.params.max_completion_length)
+    sequences = len(sweep.prompts) * sweep.params.num_generations
+    batch = min(sweep.sampler_options.get("num_slots") or sequences, sequences)
+    work = Work(batch, prompt, sweep.params.max_completion_length)
     model = CostModel(shape, machine)
     speed = {
         "the schedule": _speedup(model, method.with_budget(found.schedule), work),
@@ -230,9 +237,20 @@ def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Har
             model, method.with_budget(found.schedule.maximum), work
         ),
     }
+    costed = [(budget, _costed(method.with_budget(budget))) for budget in found.table]
+    fastest = model.fastest_schedule(costed, found.meets(), found.bin_size, work)
+    if not isinstance(method, Retriever):  # what was evicted does not come back
+        fastest = LengthSchedule(list(fastest.starts), list(accumulate(fastest.budgets, max)))
+    speed[f"the fastest that holds the target in every cell, {fastest!r},"] = _speedup(
+        model, method.with_budget(fastest), work
+    )
     told = ", ".join(f"{name} {value:.2f} times" for name, value in speed.items())
     say(f"Predicted speed over dense rollouts of {asdict(work)}: {told}.")
 
 
 def _speedup(model: CostModel, method: Method, work: Work) -> float:
-    return model.speedup(Pages.of(method) if isinstance(method, Retriever) else method, work)
+    return model.speedup(_costed(method), work)
+
+
+def _costed(method: Method) -> Compressor | Pages:
+    return Pages.of(method) if isinstance(method, Retriever) else method

@@ -81,7 +81,11 @@ class Compressor(ABC):
         """
         if not self.evicts:
             raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
-        self._set_budget(self._given_schedule.raised(steps))
+        self._set_budget(self.raised(steps))
+
+    def raised(self, steps: int) -> LengthSchedule:
+        """The schedule that :meth:`raise_budget` sets."""
+        return self._given_schedule.raised(steps)
 
     @property
     def budget(self) -> int:

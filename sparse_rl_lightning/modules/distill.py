@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.modules.block import BlockPlan
 from sparse_rl_lightning.modules.generation import Rows
 from sparse_rl_lightning.modules.lora import add_adapter, check_adapter, without_adapters
 from sparse_rl_lightning.modules.objective import Items
+from sparse_rl_lightning.modules.packing import split, token_counts, trimmed
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.rollout.page_replay import retrieval_logprobs
 from sparse_rl_lightning.rollout.preparation import eval_mode
@@ -151,6 +153,21 @@ class DistillSparse(SparseGRPO):
         """Those of the policy, and one for the adapter."""
         return self.num_iterations + 1
 
+    def plan(self, num_prompts: int) -> BlockPlan:
+        """As in SparseGRPO; no optimiser step may hold gradients of both.
+
+        Raises:
+            ValueError: If a division leaves a rest.
+        """
+        own = self.steps_per_generation * self.num_iterations
+        if own % self._accumulate or self.steps_per_generation % self._accumulate:
+            raise ValueError(
+                f"DistillSparse: accumulate_grad_batches={self._accumulate} must divide steps_per_generation="
+                f"{self.steps_per_generation}, or an optimiser step would mix the policy's and the adapter's micro-"
+                "batches. Change trainer.accumulate_grad_batches or model.steps_per_generation."
+            )
+        return super().plan(num_prompts)
+
     @property
     def trains_adapter(self) -> bool:
         """Whether the micro-batch last served is the adapter's."""
@@ -165,12 +182,19 @@ class DistillSparse(SparseGRPO):
 
     @torch.no_grad()
     def _differing_pages(self, rollout: Rollout) -> Tensor:
+        """The share of the recorded pages that the learner does not choose, a mean over sequences."""
         assert self.retriever is not None
-        shares = [
-            retrieval_logprobs(self.sparse_policy, part, self.retriever, self.temperature or 1.0).differing_pages
-            for part in rollout.parts(self.steps_per_generation)
-        ]
-        return torch.stack([share for share in shares if share is not None]).mean()
+        learner, total = self.learner, torch.zeros((), device=rollout.sequences.device)
+        with eval_mode(self.sparse_policy):
+            for rows in split(token_counts(rollout), learner.micro_batch_tokens or sum(token_counts(rollout))):
+                part = trimmed(rollout[torch.tensor(rows, device=rollout.sequences.device)])
+                found = retrieval_logprobs(
+                    self.sparse_policy, part, self.retriever, self.temperature or 1.0, learner.head_chunk_size,
+                    learner.head_in_float32,
+                )  # fmt: skip
+                assert found.differing_pages is not None
+                total += found.differing_pages * len(part)
+        return total / len(rollout)
 
     def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
         """The policy's loss in its own passes, the adapter's in the last one; the other is frozen."""

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
 from sparse_rl_lightning.ops.pages import PageReduction
 
 
@@ -30,9 +30,11 @@ class Retriever(ABC):
         num_first_pages: Pages at the beginning that are always read.
         num_last_pages: Pages at the end that are always read, the incomplete one with the query's own token first.
         num_dense_layers: First layers whose queries read everything.
+        budget_rule: How the other layers share the budget, null for equally; a layer reads whole pages. All heads of a
+            layer read as much, so rules that split heads are refused.
 
     Raises:
-        ValueError: If a budget is no whole number of pages, or leaves nothing to choose.
+        ValueError: If the rule splits heads, a budget is no whole number of pages, or leaves nothing to choose.
     """
 
     num_vectors = 1
@@ -45,6 +47,7 @@ class Retriever(ABC):
         num_first_pages: int = 1,
         num_last_pages: int = 2,
         num_dense_layers: int = 2,
+        budget_rule: BudgetRule | None = None,
     ) -> None:
         name = type(self).__name__
         if page_size < 1 or num_first_pages < 0 or num_last_pages < 1 or num_dense_layers < 0:
@@ -57,6 +60,12 @@ class Retriever(ABC):
         self.num_first_pages = num_first_pages
         self.num_last_pages = num_last_pages
         self.num_dense_layers = num_dense_layers
+        self.budget_rule = budget_rule or Uniform()
+        if self.budget_rule.splits_heads:
+            raise ValueError(
+                f"{name}: all heads of a layer read as many pages, but {type(self.budget_rule).__name__} splits heads. "
+                "Set budget_rule to Uniform or Pyramid."
+            )
         self._set_budget(budget)
 
     def with_budget(self, budget: int | LengthSchedule) -> Self:
@@ -77,10 +86,10 @@ class Retriever(ABC):
         self.schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
         broken = [tokens for tokens in self.schedule.budgets if tokens % page_size]
         if broken:
+            near = [tokens for tokens in (broken[0] // page_size, -(-broken[0] // page_size)) if tokens]
             raise ValueError(
                 f"{name}: page_size={page_size} does not divide budget={broken[0]}. Take "
-                f"{broken[0] // page_size * page_size} or {-(-broken[0] // page_size) * page_size} tokens, or another "
-                "page_size."
+                f"{' or '.join(str(pages * page_size) for pages in near)} tokens, or another page_size."
             )
         reserved = num_first_pages + num_last_pages
         if self.schedule.minimum < reserved * page_size:
@@ -105,8 +114,12 @@ class Retriever(ABC):
         Raises:
             ValueError: If ``steps`` is negative.
         """
+        self.schedule = self.raised(steps)
+
+    def raised(self, steps: int) -> LengthSchedule:
+        """The schedule that :meth:`raise_budget` sets."""
         raised, page = self._given_schedule.raised(steps), self.page_size
-        self.schedule = LengthSchedule(list(raised.starts), [-(-budget // page) * page for budget in raised.budgets])
+        return LengthSchedule(list(raised.starts), [-(-budget // page) * page for budget in raised.budgets])
 
     # ---------------------------------------------------------------- what a method declares
 
@@ -138,11 +151,21 @@ class Retriever(ABC):
         """
         return None
 
-    def page_limits(self, device: torch.device | str) -> PageLimits:
-        """How many pages a sequence of a length reads, for tensors of lengths on a device."""
+    def layer_pages(self, num_layers: int, budget: int) -> list[int]:
+        """Pages that a query reads in each of the layers that retrieve, under one budget of the schedule.
+
+        Raises:
+            ValueError: If a layer would read less than the pages that are always read.
+        """
+        reserved = self.num_first_pages + self.num_last_pages
+        shares = self.budget_rule.layer_budgets(budget, num_layers, reserved * self.page_size)
+        return [max(round(share / self.page_size), reserved) for share in shares]
+
+    def page_limits(self, num_layers: int, device: torch.device | str) -> PageLimits:
+        """How many pages a sequence of a length reads in each of the layers that retrieve, for tensors of lengths."""
         starts = torch.tensor(self.schedule.starts, dtype=torch.int64, device=device)
-        limits = torch.tensor([budget // self.page_size for budget in self.schedule.budgets], device=device)
-        return PageLimits(starts, limits.to(torch.int32))
+        pages = [self.layer_pages(num_layers, budget) for budget in self.schedule.budgets]
+        return PageLimits(starts, torch.tensor(pages, dtype=torch.int32, device=device).T.contiguous())
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}
@@ -155,12 +178,12 @@ class PageLimits:
 
     Args:
         starts: (n,) int64, lengths at which a limit begins, ascending from 0.
-        limits: (n,) int32, pages.
+        limits: (L, n) int32, pages of each layer that retrieves.
     """
 
     def __init__(self, starts: Tensor, limits: Tensor) -> None:
         self.starts, self.limits = starts, limits
 
     def __call__(self, lengths: Tensor) -> Tensor:
-        """Pages that sequences of these lengths read: the same shape, int32."""
-        return self.limits[torch.bucketize(lengths, self.starts, right=True) - 1]
+        """Pages that sequences of these lengths read: (L, ...) int32."""
+        return self.limits[:, torch.bucketize(lengths, self.starts, right=True) - 1]

@@ -31,6 +31,7 @@ class LearnerPages:
         retriever: Chooses; None attends to the record.
         record: Of the sampler.
         mask_bytes: As in :func:`~sparse_rl_lightning.rollout.masked_attention.masked_attention`.
+        num_layers: Of the model, for a budget rule of the retriever; 0 where all layers read as much.
 
     Raises:
         ValueError: If there is neither a retriever nor a record.
@@ -41,6 +42,7 @@ class LearnerPages:
     retriever: Retriever | None = None
     record: PageRecord | None = None
     mask_bytes: int = MASK_BYTES
+    num_layers: int = 0
     limits_at: PageLimits | None = field(init=False, default=None)
     differing: dict[tuple[int, int], Tensor] = field(init=False, default_factory=dict)  # (2,) by layer and first query
 
@@ -50,7 +52,8 @@ class LearnerPages:
             raise ValueError("Give a retriever, or a record of the pages that a sampler has read.")
         self.page_size, self.num_dense_layers = known.page_size, known.num_dense_layers
         if self.retriever is not None:
-            self.limits_at = self.retriever.page_limits(self.prompt_lengths.device)
+            retrieving = max(self.num_layers - self.num_dense_layers, 1)
+            self.limits_at = self.retriever.page_limits(retrieving, self.prompt_lengths.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of one layer: (B, Hq, T, D) from queries (B, Hq, T, D), keys and values (B, H, T, D)."""
@@ -70,7 +73,7 @@ class LearnerPages:
             with torch.no_grad():
                 pages = recorded[:, :, start:stop] if recorded is not None else None
                 if summaries is not None:
-                    chosen = self._choose(grouped[:, :, :, start:stop], summaries, start)
+                    chosen = self._choose(layer, grouped[:, :, :, start:stop], summaries, start)
                     if pages is not None:
                         self.differing[layer, start] = self._compare(chosen, pages, start)
                     pages = chosen
@@ -96,7 +99,7 @@ class LearnerPages:
         whole = key[:, :, : count * self.page_size].reshape(*key.shape[:2], count, self.page_size, key.shape[3])
         return self.retriever.summarize(whole).transpose(2, 3)
 
-    def _choose(self, queries: Tensor, summaries: Tensor, start: int) -> Tensor:
+    def _choose(self, layer: int, queries: Tensor, summaries: Tensor, start: int) -> Tensor:
         """(B, H, t, P) bool: what queries (B, H, G, t, D) read, the first at position ``start``."""
         r, limits_at = self.retriever, self.limits_at
         assert r is not None
@@ -105,7 +108,8 @@ class LearnerPages:
         counts = -(-lengths // self.page_size)
         missing = -(-int(self.query_mask.shape[1]) // self.page_size) - summaries.shape[3]
         scores = F.pad(r.score(queries, summaries).float(), (0, missing))  # the incomplete page is read anyway
-        return keep_pages(scores, counts, limits_at(lengths), r.num_first_pages, r.num_last_pages)
+        limits = limits_at(lengths)[min(layer - r.num_dense_layers, len(limits_at.limits) - 1)]
+        return keep_pages(scores, counts, limits, r.num_first_pages, r.num_last_pages)
 
     def _tokens(self, pages: Tensor, start: int, stop: int) -> Tensor:
         """(B, H, 1, t, stop) bool: the tokens of pages (B, H, t, P) that queries see."""

@@ -65,7 +65,8 @@ def retrieval_logprobs(
         )
     # the query at t - 1 draws token t
     queries = rollout.completion_mask.roll(-1, dims=1)
-    pages = LearnerPages(rollout.prompt_lengths, queries, retriever, record)
+    layers = int(model.config.num_hidden_layers)
+    pages = LearnerPages(rollout.prompt_lengths, queries, retriever, record, num_layers=layers)
     logprobs, entropy = _under(model, rollout, pages, temperature, chunk_size, head_in_float32)
     return RetrievalLogprobs(logprobs, entropy, pages.share_differing())
 

@@ -46,8 +46,8 @@ class PageCache:
         self.summaries = [  # (S, H, C, P, D) of each layer that retrieves
             torch.zeros(*heads, count, g.head_dim, dtype=g.kv_dtype, device=g.device) for count in self.layout.counts
         ]
-        self.limits_at = retriever.page_limits(g.device)
-        self.limits = torch.zeros(0, dtype=torch.int32, device=g.device)  # (R,) pages that each row of a step reads
+        self.limits_at = retriever.page_limits(len(self.layout.counts), g.device)
+        self.limits = torch.zeros(0, dtype=torch.int32, device=g.device)  # (L, R) pages that rows of a step read
         self.record: Tensor | None = None  # (S + 1, L, T, H, K), the last row for rows that pad a batch
         if records:
             shape = self.layout.record_shape(num_slots + 1, max_length)
@@ -102,26 +102,28 @@ class PageCache:
         """
         r = self.retriever
         held, dense = lengths[r.num_dense_layers :], lengths[: r.num_dense_layers].sum(dim=(0, 2))
-        left_out = (page_counts(held, r.page_size) - self.limits[:, None]).clamp(min=0)  # whole pages: the last is read
-        competed = left_out + self.limits[:, None] - r.num_first_pages - r.num_last_pages
+        limits = self.limits.unsqueeze(-1)
+        left_out = (page_counts(held, r.page_size) - limits).clamp(min=0)  # whole pages: the last is read
+        competed = left_out + limits - r.num_first_pages - r.num_last_pages
         scored = torch.where(left_out > 0, competed * (r.num_vectors / 2), 0.0)
         read = (held - left_out * r.page_size + scored).sum(dim=(0, 2))
         return (dense + read) / (lengths.shape[0] * lengths.shape[2])
 
     def _choose(self, layer: int, pools: KVPools, slots: Tensor, query: Tensor) -> Tensor:
         """(R, H, K) int32 pages to read."""
-        r, summaries = self.retriever, self.summaries[layer - self.retriever.num_dense_layers]
+        r, index = self.retriever, layer - self.retriever.num_dense_layers
+        summaries, limits = self.summaries[index], self.limits[index]
         width = min(self.layout.width, summaries.shape[3])
         if r.kernel is not None:
             return ops.select_pages(
-                pools, slots, query, summaries, self.limits, r.page_size, r.num_first_pages, r.num_last_pages,
+                pools, slots, query, summaries, limits, r.page_size, r.num_first_pages, r.num_last_pages,
                 r.kernel, width,
             )[0]  # fmt: skip
         at = slots.clamp(min=0)
         counts = page_counts(pools.lengths[at] * (slots >= 0)[:, None], r.page_size)
         grouped = query.view(len(query), counts.shape[1], -1, 1, query.shape[-1])  # (R, H, G, 1, D)
         scores = r.score(grouped, summaries[at]).squeeze(2).float()
-        return list_pages(keep_pages(scores, counts, self.limits[:, None], r.num_first_pages, r.num_last_pages), width)
+        return list_pages(keep_pages(scores, counts, limits[:, None], r.num_first_pages, r.num_last_pages), width)
 
     # ---------------------------------------------------------------- what is kept of pages
 
@@ -163,7 +165,8 @@ class PageLayout:
     def __init__(self, retriever: Retriever, geometry: CacheGeometry, capacities: tuple[int, ...]) -> None:
         self.retriever, self.geometry = retriever, geometry
         self.counts = [-(-capacity // retriever.page_size) for capacity in capacities[retriever.num_dense_layers :]]
-        self.width = min(max(self.counts), retriever.budget // retriever.page_size)  # K
+        most = max(retriever.layer_pages(len(self.counts), budget=retriever.budget))
+        self.width = min(max(self.counts), most)  # K
         self.record_dtype = torch.int16 if max(self.counts) <= torch.iinfo(torch.int16).max else torch.int32
 
     @property
@@ -175,7 +178,7 @@ class PageLayout:
     @property
     def fixed_bytes(self) -> int:
         """Bytes beside the slots: the schedule as tensors."""
-        return len(self.retriever.schedule.starts) * (torch.int64.itemsize + torch.int32.itemsize)
+        return len(self.retriever.schedule.starts) * (torch.int64.itemsize + len(self.counts) * torch.int32.itemsize)
 
     def record_shape(self, num_sequences: int, length: int) -> tuple[int, ...]:
         """Of a record of the pages read."""
