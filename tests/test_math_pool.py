@@ -102,7 +102,7 @@ def test_counters() -> None:
         True,
         False,
     ]
-    counts = {"checks": 6, "no_box": 2, "fallbacks": 3, "unparsed": 1, "timeouts": 1, "crashes": 0}
+    counts = {"checks": 6, "no_box": 2, "fallbacks": 3, "unparsed": 1, "timeouts": 1, "crashes": 0, "errors": 0}
     assert checker.take_counters() == counts
     assert checker.take_counters() == dict.fromkeys(COUNTERS, 0)
     checker.close()
