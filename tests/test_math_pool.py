@@ -123,6 +123,12 @@ def test_a_gold_that_cannot_be_checked_pays_nobody() -> None:
         assert rewards == [1.0, 0.0, None, None]
 
 
+def test_golds_may_be_numbers_of_a_file() -> None:
+    for function in (MathReward(), boxed_math_reward):
+        boxes = [r"\boxed{5}", r"\boxed{0}", r"\boxed{0.5}", r"\boxed{6}", r"\boxed{5}"]
+        assert function([], boxes, [], answer=[5, 0, 0.5, 5, None]) == [1.0, 1.0, 1.0, 0.0, None]
+
+
 def test_a_row_may_bring_its_tolerance() -> None:
     assert MathReward()([], [r"\boxed{41.8001}"] * 2, [], answer=["41.8"] * 2, tolerance=[1e-4, 0.0]) == [1.0, 0.0]
 
