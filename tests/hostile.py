@@ -89,6 +89,8 @@ def long_texts() -> Iterator[tuple[str, str]]:
         "<" * 400,
     ):
         yield box(text), "5"
+    for text in ("x" + "!" * 500, r"\ln" * 160 + " x", r"\sin^2" * 80 + " x"):
+        yield box(text), "x+1"
     yield box(r"\sin x+" * 70 + "1"), "5"
     yield box(",".join(rf"\sqrt{{{n}}}" for n in range(40))), ",".join(rf"\sqrt{{{n}}}" for n in range(1, 41))
 
@@ -218,7 +220,7 @@ def leaks() -> Iterator[tuple[str, str]]:
         (box("2"), r"2\text{ or }3"), (box("5"), r"5\mathrm{x}"), (box(r"5\text{ cm}^2"), r"5\text{ cm}^3"),
         (box("4.5"), r"4.5\times10^{33}"), (box("4.5e3"), "4.5*e*3"), (box("-5"), "|-5|"), (box("1 234"), "1234"),
         (box("2+3"), "5"), (box("x=2+3"), "x=5"), (box("(16-3-4)*2"), "18"), (box(r"\sqrt{25}"), "5"),
-        (box("5!"), "120"),
+        (box("5!"), "120"), (box(r"\lfloor i^2+\frac{1}{2}\rfloor"), r"\frac{\sqrt2}{2}"),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.modules.evaluation import Evaluation
-from sparse_rl_lightning.modules.evaluation_tables import completion_table, name_arms
+from sparse_rl_lightning.modules.evaluation_tables import completion_table, name_arms, row_number
 from sparse_rl_lightning.modules.results import BenchmarkResult, fingerprint, weights_digest
 from sparse_rl_lightning.modules.time_left import TimeLeft
 from sparse_rl_lightning.report.benchmarks import results_picture, results_table
@@ -168,8 +168,8 @@ def test_a_checkpoint_is_evaluated_instead_of_the_folder(folder: Path, policy: P
 def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
     module = Evaluation(str(policy))
     rows = [
-        {"prompt": "Half?", "answer": r"\frac{1}{2}", "index": 7},
-        {"prompt": "Large?", "answer": "4.5e33", "index": 9, "tolerance": 1e-4},
+        {"prompt": "Half?", "answer": r"\frac{1}{2}", "benchmark": "own", "index": 7},
+        {"prompt": "Large?", "answer": "4.5e33", "benchmark": "own", "index": 9, "tolerance": 1e-4},
     ]
     with module.caching("dense") as sampler:
         rollout = sampler.generate(module.encode(rows), SamplingParams(num_generations=2, max_completion_length=3))
@@ -185,7 +185,9 @@ def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
 
 def test_predict_completes_a_file_of_prompts(folder: Path, policy: Path) -> None:
     file = config(folder, policy)
-    (folder / "prompts.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n{"prompt": "3"}\n', encoding="utf-8")
+    (folder / "prompts.jsonl").write_text(
+        '{"prompt": "1+1=", "index": "a-1"}\n{"prompt": "2+2=", "index": null}\n{"prompt": "3"}\n', encoding="utf-8"
+    )  # an index of the file's own
     data = {"class_path": "JsonlPrompts", "init_args": {"path": "prompts.jsonl", "answer_column": None}}
     settings = yaml.safe_load(Path(file).read_text(encoding="utf-8")) | {"data": data}
     Path(file).write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -220,6 +222,22 @@ def test_names_of_caches() -> None:
     assert list(arms) == ["dense", "RKV-24", "SnapKV-24", "RKV-24#2"]
     with pytest.raises(ValueError, match="needs dense: true, compressors or retrievers"):
         Evaluation("nowhere", dense=False)
+
+
+def test_numbers_of_rows() -> None:
+    assert row_number({"benchmark": "aime24", "index": 7}, 2) == 7
+    assert row_number({"benchmark": "aime24"}, 2) == 2
+    assert row_number({"index": 7}, 2) == row_number({"index": "a-1"}, 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("samples", "named"),
+    [({"num_samples": 1001}, "'num_samples': 1001"), ({"num_samples_of": {"amc23": 4000, "aime24": 1000}}, "amc23")],
+)
+def test_more_samples_than_there_are_numbers_are_refused(samples: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"at most 1000 samples per problem, got .*{named}"):
+        Evaluation("nowhere", **samples)
+    Evaluation("nowhere", num_samples=1000)
 
 
 def test_fingerprints() -> None:

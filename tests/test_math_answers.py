@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+
 import pytest
 
 from sparse_rl_lightning.rewards.math import MathChecker, answer_kind, audit_golds, same_answer
-from sparse_rl_lightning.rewards.math.expressions import Unreadable, read_expression
+from sparse_rl_lightning.rewards.math.expressions import MAX_DEPTH, Unreadable, read_expression
 from sparse_rl_lightning.rewards.math.structure import Atom, Group, parse_answer
 from sparse_rl_lightning.rewards.math.values import readable, same_expression
 
@@ -189,6 +192,37 @@ def test_what_is_huge_or_undefined_is_not_computed(text: str) -> None:
     assert node is not None
     assert one is not None
     assert same_expression(node, one) is None
+
+
+def test_only_real_numbers_are_rounded() -> None:
+    for text, value in ((r"\lfloor i^2+\frac{1}{2}\rfloor", "-1"), (r"\lceil i^2+\frac{1}{2}\rceil", "0")):
+        trees = readable(text), readable(value), readable(r"\frac{\sqrt{2}}{2}")
+        assert None not in trees
+        assert same_expression(trees[0], trees[1])
+        assert same_expression(trees[0], trees[2]) is False
+    for text in (r"\lfloor i+\frac{1}{2}\rfloor", r"\lceil \sqrt{-2}\rceil"):
+        assert same_expression(readable(text), readable("x")) is None
+
+
+@pytest.mark.parametrize("function", [r"\ln", r"\sin^2", r"\log_2"])
+def test_functions_and_factorials_are_not_nested_for_ever(function: str) -> None:
+    assert readable(f"{function} " * MAX_DEPTH + "x") is not None
+    assert readable(f"{function} " * (MAX_DEPTH + 1) + "x") is None
+    assert readable("+".join([f"{function} x"] * (MAX_DEPTH + 1))) is not None  # beside each other
+    assert readable("x!!") is not None
+    assert readable("x!!!") is None
+
+
+def test_a_comparison_that_fails_costs_its_answer_and_not_the_batch() -> None:
+    checker, limit = MathChecker(), sys.getrecursionlimit()
+    deep = "(" * (MAX_DEPTH - 1) + "x+7" + ")" * (MAX_DEPTH - 1)
+    sys.setrecursionlimit(len(inspect.stack(0)) + 60)  # less than the reader of this bracket takes
+    try:
+        assert checker.same(["5", deep, "5"], ["5", "y+x", "6"]) == [True, False, False]
+    finally:
+        sys.setrecursionlimit(limit)
+    assert checker.take_counters()["errors"] == 1
+    assert checker.same([deep], ["7+x"]) == [True]
 
 
 def test_parts_of_an_answer() -> None:

@@ -102,7 +102,7 @@ def test_counters() -> None:
         True,
         False,
     ]
-    counts = {"checks": 6, "no_box": 2, "fallbacks": 3, "unparsed": 1, "timeouts": 1, "crashes": 0}
+    counts = {"checks": 6, "no_box": 2, "fallbacks": 3, "unparsed": 1, "timeouts": 1, "crashes": 0, "errors": 0}
     assert checker.take_counters() == counts
     assert checker.take_counters() == dict.fromkeys(COUNTERS, 0)
     checker.close()
@@ -121,6 +121,12 @@ def test_a_gold_that_cannot_be_checked_pays_nobody() -> None:
     for function in (MathReward(), boxed_math_reward):
         rewards = function([], [r"\boxed{5}", r"\boxed{5}", r"\boxed{}", r"\boxed{5}"], [], answer=["5", "6", "", "}{"])
         assert rewards == [1.0, 0.0, None, None]
+
+
+def test_golds_may_be_numbers_of_a_file() -> None:
+    for function in (MathReward(), boxed_math_reward):
+        boxes = [r"\boxed{5}", r"\boxed{0}", r"\boxed{0.5}", r"\boxed{6}", r"\boxed{5}"]
+        assert function([], boxes, [], answer=[5, 0, 0.5, 5, None]) == [1.0, 1.0, 1.0, 0.0, None]
 
 
 def test_a_row_may_bring_its_tolerance() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.rollout import SamplingParams
 
 SAMPLED = SamplingParams(num_generations=4, max_completion_length=6, temperature=1.0, seed=77)
+CACHES = ("dense", "sparse")
 
 
 class Named(PromptDataModule):
@@ -38,11 +40,64 @@ def validated(grpo: SparseGRPO, data: PromptDataModule) -> dict[str, float]:
 
 def test_greedy_validation_reports_pass_at_1_by_cache_and_benchmark() -> None:
     metrics = validated(module(has_a), Named(val_batch_size=3))
-    for cache in ("dense", "sparse"):
+    for cache in CACHES:
         assert metrics[f"val/pass@1_{cache}"] == pytest.approx(metrics[f"val/reward_{cache}"])
         whole = (4 * metrics[f"val/one/pass@1_{cache}"] + 2 * metrics[f"val/two/pass@1_{cache}"]) / 6
         assert metrics[f"val/pass@1_{cache}"] == pytest.approx(whole)
     assert not any("pass@2" in name for name in metrics)
+
+
+class OneOfTwo(SparseGRPO):
+    """In one process, what one of two ranks would do."""
+
+    _world_size = 2
+
+
+def test_ranks_log_the_same_names_whatever_their_batches_hold() -> None:
+    names = set(validated(module(has_a, kind=OneOfTwo), Named(val_batch_size=3)))
+    assert names == {f"val/{measure}_{cache}" for measure in ("reward", "length", "pass@1") for cache in CACHES}
+
+
+@pytest.mark.parametrize("val_sampling", [None, SAMPLED])
+def test_rows_without_a_reward_do_not_count_as_wrong(val_sampling: SamplingParams | None) -> None:
+    def only_of_one(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+        return [1.0 if name == "one" else None for name in columns["benchmark"]]
+
+    modules = [module(only_of_one, kind=kind, val_sampling=val_sampling) for kind in (SparseGRPO, OneOfTwo)]
+    alone, of_two = (validated(grpo, Named(val_batch_size=1)) for grpo in modules)
+    for cache in CACHES:
+        assert alone[f"val/pass@1_{cache}"] == of_two[f"val/pass@1_{cache}"] == alone[f"val/one/pass@1_{cache}"] == 1
+        assert math.isnan(alone[f"val/two/pass@1_{cache}"])
+
+
+def test_a_sample_without_a_reward_is_wrong_where_others_of_its_row_have_one() -> None:
+    def first_of_each(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        return [1.0 if n % 4 == 0 else None for n in range(len(completions))]
+
+    assert validated(module(first_of_each, val_sampling=SAMPLED), Named())["val/pass@1_dense"] == 0.25
+
+
+def test_validation_within_training_numbers_its_own_rows() -> None:
+    """Also where a validation batch is as large as a block, whose prompts are dealt out to the ranks by length."""
+    seen: list[tuple[bool, list[int]]] = []
+
+    class Watched(OneOfTwo):
+        def places(self, prompts: int) -> list[int]:
+            seen.append((self.trainer.training, super().places(prompts)))
+            return seen[-1][1]
+
+    class Dealt(Rows):
+        def train_dataloader(self) -> Any:
+            loader = super().train_dataloader()
+            loader.sampler.num_replicas, loader.sampler.num_blocks = 2, 2
+            return loader
+
+    fit(module(kind=Watched), 1, data=Dealt(prompts_per_rollout=4, val_batch_size=4),
+        limit_val_batches=1.0, val_check_interval=1)  # fmt: skip
+    training, validation = ([p for is_training, p in seen if is_training is kind] for kind in (True, False))
+    assert validation == [[0, 1, 2, 3]] * 2
+    assert training
+    assert training[0] != [0, 1, 2, 3]
 
 
 def test_sampled_validation_has_pass_at_k_without_bias() -> None:

@@ -112,8 +112,9 @@ class BlockModule(GenerationModule):
         return self._decoded(rollout, own, self.num_rollouts, start)
 
     def places(self, prompts: int) -> list[int]:
-        """As one rank has them in its blocks, so that a prompt is drawn alike on any number of ranks."""
-        sampler = getattr(self.trainer.train_dataloader, "sampler", None) if self._world_size > 1 else None
+        """As one rank has them in its blocks of training, so that a prompt is drawn alike on any number of ranks."""
+        is_dealt_out = self._world_size > 1 and self.trainer.training  # validation's batches are no blocks
+        sampler = getattr(self.trainer.train_dataloader, "sampler", None) if is_dealt_out else None
         if isinstance(sampler, RepeatedBlockSampler) and sampler.block_size == prompts:
             return sampler.places
         return super().places(prompts)

@@ -25,6 +25,7 @@ from sparse_rl_lightning.modules.evaluation_tables import (
     benchmark_number,
     completion_table,
     name_arms,
+    row_number,
 )
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
 from sparse_rl_lightning.modules.policy import PolicySource
@@ -39,6 +40,7 @@ from sparse_rl_lightning.rewards.math import MathChecker
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 
 SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
+MAX_SAMPLES = 1000  # of a problem, whose sequences begin at another multiple of it
 
 
 class Evaluation(GenerationModule):
@@ -53,7 +55,7 @@ class Evaluation(GenerationModule):
         compressors: The compressed caches to compare, several budgets of one class too.
         retrievers: The same with the full cache of which every query reads some pages.
         dense: Evaluate the full cache too.
-        num_samples: Samples per problem; ``num_samples_of`` has the exceptions.
+        num_samples: Samples per problem, at most 1000; ``num_samples_of`` has the exceptions.
         max_completion_length: Most tokens of a completion; ``max_completion_length_of`` has the exceptions.
         num_samples_of: Samples per problem by benchmark.
         max_completion_length_of: Most tokens of a completion by benchmark.
@@ -103,6 +105,9 @@ class Evaluation(GenerationModule):
                 "Evaluation needs dense: true, compressors or retrievers, and batch_size of at least 1; got "
                 f"{len(self.arms)} caches and batch_size={batch_size}."
             )
+        samples = {"num_samples": num_samples, **{f"num_samples_of[{k}]": n for k, n in (num_samples_of or {}).items()}}
+        if too_many := {name: number for name, number in samples.items() if number > MAX_SAMPLES}:
+            raise ValueError(f"Evaluation draws at most {MAX_SAMPLES} samples per problem, got {too_many}: lower them.")
         super().__init__(
             policy, FullKV(), MathReward(check_workers), None,
             SamplingParams(
@@ -240,7 +245,7 @@ class Evaluation(GenerationModule):
 
     def _parts(self, rows: Rows, params: SamplingParams, group: int) -> Iterator[tuple[Rows, list[int]]]:
         """The rows of each rollout, and its sequences' numbers: benchmark or batch, place in it and sample."""
-        starts = [group * SEQUENCES_PER_BENCHMARK + int(row.get("index", n)) * 1000 for n, row in enumerate(rows)]
+        starts = [group * SEQUENCES_PER_BENCHMARK + row_number(row, n) * MAX_SAMPLES for n, row in enumerate(rows)]
         for first in range(0, len(rows), self.batch_size):
             own = slice(first, first + self.batch_size)
             yield rows[own], [start + sample for start in starts[own] for sample in range(params.num_generations)]

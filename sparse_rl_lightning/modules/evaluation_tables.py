@@ -38,13 +38,18 @@ def benchmark_number(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "big")
 
 
+def row_number(row: dict[str, Any], place: int) -> int:
+    """A benchmark's number of a row; in any other file a column ``index`` is the user's, and the place is taken."""
+    return int(row.get("index", place)) if "benchmark" in row else place
+
+
 def completion_table(rows: Rows, rollout: Rollout, texts: Sequence[str], checker: MathChecker) -> Table:
     """A rollout with its answers checked: column names with a value per completion."""
     samples = len(texts) // len(rows)
     repeated = [row for row in rows for _ in range(samples)]
     assert rollout.kv is not None
     return {
-        "index": [int(row.get("index", n)) for n, row in enumerate(rows) for _ in range(samples)],
+        "index": [row_number(row, n) for n, row in enumerate(rows) for _ in range(samples)],
         "sample": list(range(samples)) * len(rows),
         "prompt": [prompt_text(row["prompt"]) for row in repeated],
         "completion": list(texts),

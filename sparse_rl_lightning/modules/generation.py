@@ -248,13 +248,16 @@ class GenerationModule(PolicyModule):
             self._log_accuracy(scored, f"{stage}/{{}}_{name}")
 
     def _log_accuracy(self, scored: ScoredRollout, key: str) -> None:
-        """Share of right answers by the first reward function: pass@1, pass@k of several samples, by benchmark."""
-        first = next(iter(scored.reward_table.values()))
-        correct = (first.nan_to_num() == 1).view(len(scored.rows), scored.num_generations)
+        """Share of right answers by the first reward function, of the rows to which it applies: pass@k, by benchmark.
+
+        Several ranks log the whole only: all must log the same names, and their batches are of other benchmarks.
+        """
+        first = next(iter(scored.reward_table.values())).view(len(scored.rows), scored.num_generations)
+        applies, correct = (~first.isnan().all(dim=1)).tolist(), first == 1
         names = [row.get("benchmark") for row in scored.rows]
-        for name in dict.fromkeys([None, *names]):
-            chosen = correct[[name is None or name == other for other in names]]
-            for k, value in accuracy(chosen).pass_at.items():
+        for name in dict.fromkeys([None, *names] if self._world_size == 1 else [None]):
+            chosen = correct[[a and name in (None, other) for a, other in zip(applies, names, strict=True)]]
+            for k, value in accuracy(chosen if len(chosen) else correct).pass_at.items():  # of none: has no weight
                 measure = f"pass@{k}" if name is None else f"{name}/pass@{k}"
                 self.log(key.format(measure), value, batch_size=len(chosen), sync_dist=True)
 

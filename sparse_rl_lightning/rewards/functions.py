@@ -107,7 +107,8 @@ def worked_steps_reward(
 def _math_rewards(
     checker: MathChecker, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None
 ) -> list[float | None]:
-    right = checker.check(completions, [gold or "" for gold in golds], tolerances)
+    golds = ["" if gold is None else str(gold) for gold in golds]  # files have numbers too
+    right = checker.check(completions, golds, tolerances)
     usable = {gold: bool(gold) and answer_kind(gold) != "uncheckable" for gold in set(golds)}
     return [float(paid) if usable[gold] else None for paid, gold in zip(right, golds, strict=True)]
 

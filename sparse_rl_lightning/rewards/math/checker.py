@@ -10,9 +10,9 @@ from sparse_rl_lightning.rewards.math.boxes import extract_boxed
 from sparse_rl_lightning.rewards.math.compare import Comparison, Pair
 from sparse_rl_lightning.rewards.math.symbolic import SymbolicPool
 
-COUNTERS = ("checks", "no_box", "fallbacks", "unparsed", "timeouts", "crashes")
+COUNTERS = ("checks", "no_box", "fallbacks", "unparsed", "timeouts", "crashes", "errors")
 """What a checker counts: completions, those without a box that counts, those that math-verify was asked about, and of
-its answers those it did not understand, that took too long, and in which its process died."""
+its answers those it did not understand, that took too long, and in which its process died; comparisons that raised."""
 
 _FAILURES = {"unparsed": "unparsed", "timeout": "timeouts", "crash": "crashes"}
 
@@ -55,12 +55,12 @@ class MathChecker:
         """Whether each bare answer is its gold answer; arguments as in :meth:`check`."""
         triples = list(zip(answers, golds, tolerances or [0.0] * len(golds), strict=True))
         comparisons = [Comparison(tolerance) for _, _, tolerance in triples]
-        verdicts = [c.same(answer, gold) for c, (answer, gold, _) in zip(comparisons, triples, strict=True)]
+        verdicts = [self._compare(c, answer, gold) for c, (answer, gold, _) in zip(comparisons, triples, strict=True)]
         open_cases = [index for index, verdict in enumerate(verdicts) if verdict is None]
         known = self._ask([pair for index in open_cases for pair in comparisons[index].missing])
         for index in open_cases:
             answer, gold, tolerance = triples[index]
-            verdicts[index] = Comparison(tolerance, known).same(answer, gold)
+            verdicts[index] = self._compare(Comparison(tolerance, known), answer, gold)
         self._counts.update(fallbacks=len(open_cases))
         return [verdict is True for verdict in verdicts]
 
@@ -72,6 +72,14 @@ class MathChecker:
     def close(self) -> None:
         """End the processes; they are started again when they are needed."""
         self.pool.close()
+
+    def _compare(self, comparison: Comparison, answer: str, gold: str) -> bool | None:
+        """As the comparison says; one that raises is a wrong answer and not the end of the batch."""
+        try:
+            return comparison.same(answer, gold)
+        except (RecursionError, TypeError, ArithmeticError, ValueError):
+            self._counts["errors"] += 1
+            return False
 
     def _ask(self, pairs: Sequence[Pair]) -> dict[Pair, bool]:
         unique = list(dict.fromkeys(pairs))

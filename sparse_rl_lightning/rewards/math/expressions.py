@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 from sparse_rl_lightning.rewards.math.vocabulary import BRACKETS, FUNCTIONS, GREEK, MARKS, PRIMARY, ROUNDED, TIMES
 
 MAX_DEPTH = 24
-"""Brackets that may be nested."""
+"""Brackets and functions that may be nested."""
 
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[a-zA-Z]|'+|[-+*/^_(){}\[\]|!]|\s+", re.DOTALL)
 _ROMAN = re.compile(r"\\(?:text|textit|mathrm|mathbf|mathit|boldsymbol|bm)\{([a-zA-Z])\}")
@@ -62,9 +62,7 @@ class _Reader:
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
-        self.place = 0
-        self.depth = 0
-        self.bars = 0
+        self.place = self.depth = self.bars = 0
 
     @property
     def token(self) -> str:
@@ -77,10 +75,13 @@ class _Reader:
         self.place += 1
         return token
 
+    def deepen(self) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.refuse()
+
     def refuse(self) -> NoReturn:
         raise Unreadable(f"{self.token!r} at token {self.place}")
-
-    # ---------------------------------------------------------------- operators
 
     def sum(self) -> Node:
         terms = [self.signed_product()]
@@ -116,8 +117,7 @@ class _Reader:
         return self.factor()
 
     def implicit_factor(self, after_literal: bool) -> Node:
-        is_digit = self.token[0].isdigit() or self.token[0] == "."
-        if is_digit and self.tokens[self.place - 1] not in (")", "]"):
+        if self.token[0] in "0123456789." and self.tokens[self.place - 1] not in (")", "]"):
             self.refuse()  # x2
         is_fraction = self.token == "\\frac"
         factor = self.factor()
@@ -133,8 +133,8 @@ class _Reader:
     def factor(self) -> Node:
         node, is_raised = self.primary(), False
         while self.token in ("^", "!"):
-            if is_raised and self.token == "^":
-                self.refuse()  # x^2^3
+            if (is_raised and self.token == "^") or self.tokens[self.place : self.place + 3] == ["!"] * 3:
+                self.refuse()  # x^2^3, x!!!
             if self.take() == "!":
                 node = Node("factorial", (node,))
             elif node.kind == "var" and (primes := self.primes()):
@@ -167,8 +167,6 @@ class _Reader:
             return self.primary(with_script=False)
         self.refuse()
 
-    # ---------------------------------------------------------------- operands
-
     def primary(self, with_script: bool = True) -> Node:
         token = self.token
         if token[:1].isdigit() or token[:1] == ".":
@@ -195,9 +193,7 @@ class _Reader:
 
     def bracketed(self) -> Node:
         opening = self.take()
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            self.refuse()
+        self.deepen()
         bars, self.bars = self.bars, 0
         node = self.sum()
         self.take(BRACKETS[opening])
@@ -279,7 +275,9 @@ class _Reader:
             exponent = self.script()
             if exponent.kind == "neg":
                 self.refuse()  # \sin^{-1}: inverse or power?
+        self.deepen()
         argument = self.argument()
+        self.depth -= 1
         node = Node("log", (base, argument)) if base else Node("function", (argument,), name)
         return node if exponent is None else Node("power", (node, exponent))
 

@@ -52,7 +52,7 @@ def same_expression(first: Node, second: Node, tolerance: float = 0.0) -> bool |
             values = evaluate(first, point), evaluate(second, point)
             if not _close(*values, 0.0 if "var" in kinds else tolerance):
                 return False
-    except (ArithmeticError, ValueError):  # Unreadable among them
+    except (ArithmeticError, TypeError, ValueError):  # Unreadable among them
         return None
     return True
 
@@ -74,7 +74,7 @@ def same_equation(first: tuple[Node, Node], second: tuple[Node, Node]) -> bool |
             if factor is not None and not _close(ratio, factor):
                 return False
             factor = ratio
-    except (ArithmeticError, ValueError):
+    except (ArithmeticError, TypeError, ValueError):
         return None
     return bool(factor != 0)
 
@@ -207,10 +207,12 @@ class _Evaluation:
     def rounded(self, value: Value, rounding: Callable[[Value], int]) -> Value:
         if isinstance(value, Fraction):
             return Fraction(rounding(value))
-        near = self.mp.nint(self.mp.re(value))
-        if self.mp.im(value) != 0 or abs(value - near) < 2.0**-200:
+        if self.mp.im(value) != 0:
+            raise Unreadable("no real number")
+        real = self.mp.re(value)  # of i^2 too, which is kept as a complex number
+        if abs(real - self.mp.nint(real)) < 2.0**-200:
             raise Unreadable("too near to a whole number to be rounded")
-        return Fraction(int(self.mp.floor(value)) + (rounding is math.ceil))
+        return Fraction(int(self.mp.floor(real)) + (rounding is math.ceil))
 
     def factorial(self, value: Value) -> Value:
         if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 1500:
