@@ -80,9 +80,8 @@ class Calibration:
     def meets(self) -> list[list[bool]]:
         """For every bin, whether each budget of the table holds the target there; the largest where none does."""
         budgets = list(self.table)
-        rows = [
-            [cell is not None and cell.tail >= self.target for cell in column] for column in zip(*self.table.values())
-        ]
+        columns = zip(*self.table.values(), strict=True)
+        rows = [[cell is not None and cell.tail >= self.target for cell in column] for column in columns]
         return [row if any(row) else [budget == max(budgets) for budget in budgets] for row in rows]
 
     def csv(self) -> str:
