@@ -92,12 +92,12 @@ def test_bad_steps_in_a_row_end_the_run_with_their_sequences(tmp_path: Path) -> 
     assert sorted(map(tuple, saved["rollout"]["sequences"].tolist())) == sorted(map(tuple, want.sequences.tolist()))
 
 
-def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps() -> None:
+def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps(tmp_path: Path) -> None:
     """The loss scale is halved with every bad step: the third makes it 1 and is the first of three that count."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "default_root_dir": tmp_path}
     with pytest.raises(ValueError, match="step 5 is not finite: the step is skipped, as the 2 before"):
-        fit(module(), 9, [Poison(*range(9)), StepGuard(max_in_a_row=3)], plugins=plugins)
+        fit(module(), 9, [Poison(*range(9)), StepGuard(max_in_a_row=3)], **options)
     assert scaler.get_scale() == 8.0 / 2**5
 
 
