@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -71,13 +72,19 @@ def test_interrupted_swap_is_recovered(tmp_path: Path) -> None:
     assert (path / "step").read_text() == "2"
 
 
-def test_ranks_recover_at_the_same_time(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as ranks:
-        for number in range(50):
-            path = tmp_path / f"{number}.ckpt"
-            replaced(path).mkdir(parents=True)
-            list(ranks.map(recover, [path] * 8))  # raises what a rank raised
-            assert path.is_dir()
+def test_ranks_recover_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks see that the checkpoint is missing before any of them brings it back."""
+    path, together, rename = tmp_path / "last.ckpt", Barrier(4), Path.rename
+
+    def wait_and_rename(own: Path, target: Path) -> Path:
+        together.wait(20)
+        return rename(own, target)
+
+    monkeypatch.setattr(Path, "rename", wait_and_rename)
+    replaced(path).mkdir(parents=True)
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(recover, [path] * 4))  # raises what a rank raised
+    assert path.is_dir()
 
 
 def test_a_key_out_of_reach_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
