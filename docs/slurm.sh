@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # Two nodes of eight GPUs with ZeRO-2: sbatch docs/slurm.sh configs/qwen2.5-7b.yaml
-# Five minutes before the time limit the run saves after its optimiser step, and the job queues again.
+# Half an hour before the time limit the run is told to save after its optimiser step, and the job queues again. The
+# signal is only noted until then: the time must be longer than one rollout, one optimiser step and one save.
 #SBATCH --job-name=sparse-rl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:USR1@300
+#SBATCH --signal=B:USR1@1800
 #SBATCH --requeue
 set -uo pipefail
 
 config=$1
 dirpath=$(sed -n 's/.*dirpath: *\([^,} ]*\).*/\1/p' "$config" | head -1)
 resume=()
-if [[ -e "$dirpath/last.ckpt" ]]; then resume=(--ckpt_path=last); fi
+# a job killed while it replaced the folder has left it in .replaced, from where it is brought back
+if [[ -e "$dirpath/last.ckpt" || -e "$dirpath/.replaced/last.ckpt" ]]; then resume=(--ckpt_path=last); fi
 
 srun sparse-rl fit --config "$config" --trainer.strategy=sparse_rl_deepspeed_stage_2 \
   --trainer.devices=8 --trainer.num_nodes="$SLURM_NNODES" "${resume[@]}" &

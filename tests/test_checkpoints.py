@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from jsonargparse import Namespace
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from tiny_grpo import fit, module, weights
 
+from sparse_rl_lightning.callbacks.zero_sharding import ZeroSharding
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO, recover
 from sparse_rl_lightning.checkpoints.files import incomplete, replaced, save_tensors, swap_folder, write_durably
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.cli.checks import warn_of_earlier_run
+from sparse_rl_lightning.sharding import ShadowPolicy
 
 BIG = {"numbers": torch.arange(100_000)}
 
@@ -62,6 +70,29 @@ def test_interrupted_swap_is_recovered(tmp_path: Path) -> None:
     path.rename(replaced(path))  # killed between the two renames
     recover(path)
     assert (path / "step").read_text() == "2"
+
+
+def test_ranks_recover_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks see that the checkpoint is missing before any of them brings it back."""
+    path, together, rename = tmp_path / "last.ckpt", Barrier(4), Path.rename
+
+    def wait_and_rename(own: Path, target: Path) -> Path:
+        together.wait(20)
+        return rename(own, target)
+
+    monkeypatch.setattr(Path, "rename", wait_and_rename)
+    replaced(path).mkdir(parents=True)
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(recover, [path] * 4))  # raises what a rank raised
+    assert path.is_dir()
+
+
+def test_a_key_out_of_reach_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(tmp_path, {})
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPARSE_RL_KEY_FILE", str(tmp_path / "file" / "key"))  # cannot be made, even by root
+    with pytest.raises(ValueError, match=r"key cannot be read or made: .*Set SPARSE_RL_KEY_FILE"):
+        read_manifest(tmp_path)
 
 
 def test_manifest_finds_changes_and_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +163,27 @@ def test_full_disk_costs_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     assert torch.equal(weights(grpo), weights(other))
 
 
+class Terminate(Callback):
+    """The scheduler's signal, in the third batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_preemption_claims_no_checkpoint_that_a_full_disk_refused(tmp_path: Path) -> None:
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+    disk = FullDisk(2, 9)
+    try:
+        with pytest.warns(UserWarning, match="SIGTERM after optimiser step 3, which could not be saved"):
+            with pytest.raises(SystemExit) as end:
+                fit(module(), 6, [disk, Terminate(), checkpoints], enable_checkpointing=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
+    assert end.value.code == 75
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+
+
 def test_weights_beside_are_hugging_face_s(tmp_path: Path) -> None:
     grpo = module()
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
@@ -157,3 +209,26 @@ def test_checkpoints_with_pickled_objects_are_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "surprise": Path("x")}, path)
     with pytest.raises(Exception, match="Weights only load failed"):
         fit(module(), 1, ckpt_path=path)
+
+
+@pytest.mark.parametrize("left", ["last.ckpt", ".replaced/last.ckpt"])
+def test_a_new_run_is_told_of_what_an_earlier_one_left(left: str, tmp_path: Path) -> None:
+    callback = Namespace(class_path="ModelCheckpoint", init_args=Namespace(dirpath=str(tmp_path)))
+    config = Namespace(ckpt_path=None, trainer=Namespace(fast_dev_run=False, callbacks=[callback]))
+    (tmp_path / left).mkdir(parents=True)
+    with pytest.warns(UserWarning, match="holds checkpoints of an earlier run"):
+        warn_of_earlier_run(config)
+
+
+def test_weights_loaded_at_the_same_step_reach_the_shadow() -> None:
+    grpo = module()
+    own = next(iter(grpo.dense_policy.parameters()))
+    grpo.shadow = shadow = ShadowPolicy(grpo.dense_policy)
+    copy = next(iter(shadow.model.parameters()))
+    for load in (lambda: grpo.on_load_checkpoint({}), lambda: ZeroSharding().setup(Trainer(), grpo, "validate")):
+        shadow.fill(3)
+        with torch.no_grad():
+            own += 1
+        load()
+        shadow.fill(3)
+        assert torch.equal(copy, own)

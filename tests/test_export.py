@@ -85,3 +85,25 @@ def test_the_slurm_script_is_sound() -> None:
     assert tasks[1] == gpus[1]
     assert "--signal=B:USR1@" in text
     assert "--ckpt_path=last" in text
+
+
+@pytest.mark.parametrize("left", [None, "last.ckpt", ".replaced/last.ckpt"])
+def test_the_slurm_script_goes_on_from_what_is_left(left: str | None, tmp_path: Path) -> None:
+    """A job that was killed between the two renames has its only checkpoint in ``.replaced``."""
+    (tmp_path / "config.yaml").write_text(f"dirpath: {tmp_path}/run\n")
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    if left is not None:
+        (tmp_path / "run" / left).mkdir(parents=True)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NNODES": "2"}
+    command = ["bash", str(ROOT / "docs" / "slurm.sh"), str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--trainer.num_nodes=2" in done.stdout
+    assert ("--ckpt_path=last" in done.stdout) == (left is not None)
+
+
+def test_a_folder_without_whole_weights_is_refused(used_folder: Path) -> None:
+    Path("shards.ckpt").mkdir()
+    with pytest.raises(ValueError, match=r"shards.ckpt' has no weights.safetensors: it is a folder of FSDP2"):
+        main(["export", "--config", write(config()), "--ckpt_path", "shards.ckpt"])

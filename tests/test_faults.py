@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -10,11 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from rank_runs import start
 from tiny_grpo import Recorder, fit, likes_a, module, weights
 
-from sparse_rl_lightning.callbacks import EmptyRollouts, RankWatch, RolloutCallback, SparsityAwareRejection, StepGuard
+from sparse_rl_lightning.callbacks import (
+    EmptyRollouts,
+    RankWatch,
+    RolloutCallback,
+    SparsityAwareRejection,
+    StepGuard,
+    rank_watch,
+)
 from sparse_rl_lightning.callbacks.rank_watch import STATUS
+from sparse_rl_lightning.rewards.guarded import GuardedReward
 from sparse_rl_lightning.types import ScoredRollout
 
 
@@ -81,6 +92,15 @@ def test_bad_steps_in_a_row_end_the_run_with_their_sequences(tmp_path: Path) -> 
     assert sorted(map(tuple, saved["rollout"]["sequences"].tolist())) == sorted(map(tuple, want.sequences.tolist()))
 
 
+def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps(tmp_path: Path) -> None:
+    """The loss scale is halved with every bad step: the third makes it 1 and is the first of three that count."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "default_root_dir": tmp_path}
+    with pytest.raises(ValueError, match="step 5 is not finite: the step is skipped, as the 2 before"):
+        fit(module(), 9, [Poison(*range(9)), StepGuard(max_in_a_row=3)], **options)
+    assert scaler.get_scale() == 8.0 / 2**5
+
+
 def test_rejecting_everything_is_counted_and_told_once() -> None:
     """The loss is a zero: without momentum nothing moves."""
     seen = Weights()
@@ -121,6 +141,32 @@ def test_samples_that_a_reward_function_fails_on_are_counted(reward: Any, timeou
     assert f"rewards/{reward.__name__}/failed" in trainer.callback_metrics
 
 
+def test_reward_function_that_always_hangs_is_given_up() -> None:
+    calls = []
+
+    def hangs(completions: list[str], **_: Any) -> list[float | None]:
+        calls.append(list(completions))
+        time.sleep(2)
+        return [1.0] * len(completions)
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        GuardedReward(hangs, timeout=0.05)(completions=[*"abcdefghi"])
+    assert time.monotonic() - began < 1
+    assert calls == [[*"abcdefghi"], ["a"], ["d"], ["g"]]
+
+
+def test_hanging_on_one_prompt_is_no_reason_to_give_up() -> None:
+    def hangs(completions: list[str], **_: Any) -> list[float | None]:
+        if "a" in completions:
+            time.sleep(2)
+        return [float(ord(text)) for text in completions]
+
+    guarded = GuardedReward(hangs, timeout=0.05)
+    assert guarded(completions=[*"aaaabcde"]) == [None] * 4 + [98.0, 99.0, 100.0, 101.0]
+    assert guarded.failed == 4
+
+
 def test_reward_function_that_always_fails_ends_the_run() -> None:
     def broken(completions: list[str], **_: Any) -> list[float | None]:
         raise RuntimeError("no module named judge")
@@ -144,6 +190,25 @@ class Die(Callback):
 
 fit(module(), 4, [Die()], data=Rows(prompts_per_rollout=2), devices=2, strategy="ddp")
 """
+
+
+def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One says nothing, one resets, one talks nonsense; the real rank comes last."""
+    monkeypatch.setattr(rank_watch, "SILENCE", 0.2)
+    token = "0" * 32
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent, rude, odd, rank = (socket.create_connection(server.getsockname()) for _ in range(4))
+        rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        rude.close()
+        odd.sendall(b"\xff" * 30 + b" x " + b"\xff" * 19)
+        rank.sendall(f"{token} {1:08d} {7:010d}".encode())
+        found = RankWatch()._accept(server, token, 2)
+        assert {number: place.getpeername() for number, place in found.items()} == {1: rank.getsockname()}
+        monkeypatch.setattr(rank_watch, "PATIENCE", 0.2)
+        with pytest.raises(TimeoutError):
+            RankWatch()._accept(server, token, 2)
+    for connection in (silent, odd, rank, *found.values()):
+        connection.close()
 
 
 @pytest.mark.parametrize("dead", [0, 1])

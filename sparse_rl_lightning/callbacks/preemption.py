@@ -12,11 +12,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.callbacks.rank_watch import STATUS
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption(Callback):
-    """On SIGTERM or SIGUSR1: finish the accumulation window, save ``last.ckpt``, and exit with status 0.
+    """On SIGTERM or SIGUSR1: finish the optimiser step, save ``last.ckpt``, exit with status 0, or 75 if saving failed.
 
     One rank that gets the signal is enough, all stop after the same step. What ends a training (export, report) does
     not happen; ``--ckpt_path=last`` goes on where it stopped. Modules that roll out add this callback themselves. In a
@@ -47,6 +49,13 @@ class Preemption(Callback):
             rank_zero_warn(f"Stopped on {name} without a checkpoint: no ModelCheckpoint has save_last and a dirpath.")
         else:
             trainer.save_checkpoint(path)
+            failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)  # known to the rank that writes
+            if trainer.strategy.reduce_boolean_decision(failing, all=False):
+                rank_zero_warn(
+                    f"Stopped on {name} after optimiser step {trainer.global_step}, which could not be saved. Make "
+                    f"room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any ({path})."
+                )
+                raise SystemExit(STATUS)
             rank_zero_info(
                 f"Stopped on {name} after optimiser step {trainer.global_step}; go on with --ckpt_path=last ({path})."
             )

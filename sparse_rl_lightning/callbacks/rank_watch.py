@@ -8,11 +8,14 @@ import selectors
 import socket
 import sys
 import threading
+import time
 from typing import NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 ALIVE, GOODBYE = b"a", b"g"
+PATIENCE = 60  # seconds until all ranks must have connected
+SILENCE = 5  # seconds that one which has connected may take to say who it is
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
 
 
@@ -52,7 +55,7 @@ class RankWatch(Callback):
                 self._connections = self._accept(server, place[2], trainer.world_size)
         else:
             host, port, token = trainer.strategy.broadcast(("", 0, ""))  # rank zero's
-            connection = socket.create_connection((host, port), timeout=60)
+            connection = socket.create_connection((host, port), timeout=PATIENCE)
             connection.sendall(f"{token} {self._rank:08d} {os.getpid():010d}".encode())
             self._connections = {0: connection}
         for connection in self._connections.values():
@@ -69,14 +72,18 @@ class RankWatch(Callback):
             self._leave()
 
     def _accept(self, server: socket.socket, token: str, world_size: int) -> dict[int, socket.socket]:
-        """One connection per other rank; strangers are sent away."""
-        server.settimeout(60)
+        """One connection per other rank; strangers are sent away, those that say nothing after a while."""
+        deadline = time.monotonic() + PATIENCE
         found: dict[int, socket.socket] = {}
         while len(found) < world_size - 1:
+            server.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would mean not to wait at all
             connection, _ = server.accept()
-            connection.settimeout(60)
-            words = connection.recv(len(token) + 20, socket.MSG_WAITALL).decode("ascii", "replace").split()
-            if len(words) == 3 and secrets.compare_digest(words[0], token):
+            connection.settimeout(SILENCE)
+            try:
+                words = connection.recv(len(token) + 20, socket.MSG_WAITALL).split()
+            except OSError:
+                words = []
+            if len(words) == 3 and secrets.compare_digest(words[0], token.encode()):
                 found[int(words[1])] = connection
             else:
                 connection.close()

@@ -22,7 +22,9 @@ class StepGuard(Callback):
 
     A skipped step leaves weights and optimiser as they are. ``skipped_steps`` is logged, the number so far. When the
     run stops, every rank's sequences of the last step are in ``bad_steps/`` below ``trainer.default_root_dir``, as
-    tensors that ``torch.load(weights_only=True)`` reads. Modules that roll out add this callback themselves.
+    tensors that ``torch.load(weights_only=True)`` reads. Steps that float16 skips while it looks for its loss scale
+    (one above 1, or any of DeepSpeed's) are counted, but not as steps in a row. Modules that roll out add this callback
+    themselves.
 
     Args:
         max_in_a_row: Steps skipped in a row after which the run stops.
@@ -44,7 +46,8 @@ class StepGuard(Callback):
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             return  # it looks at its own gradients, see on_train_batch_end
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        finite = all(bool(torch.isfinite(norm)) for norm in _norms([p.grad for p in parameters]))
+        norms = _norms([p.grad for p in parameters])
+        finite = not norms or bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
         self._skips_now = not trainer.strategy.reduce_boolean_decision(finite, all=True)
         if self._skips_now:
             for parameter in parameters:
@@ -58,7 +61,10 @@ class StepGuard(Callback):
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             self._skips_now = not trainer.strategy.deepspeed_engine.was_step_applied()
-        self.in_a_row = self.in_a_row + 1 if self._skips_now else 0
+        if not self._skips_now:
+            self.in_a_row = 0
+        elif not _seeks_scale(trainer):
+            self.in_a_row += 1
         self.skipped += self._skips_now
         pl_module.log("skipped_steps", float(self.skipped))
         if self._skips_now:
@@ -88,6 +94,15 @@ class StepGuard(Callback):
             "learning rate or gradient_clip_val, bound the weights (ImportanceReweighting.clip_max), or check the "
             "reward functions and the policy's weights; --ckpt_path=last goes back to the last checkpoint."
         )
+
+
+def _seeks_scale(trainer: Trainer) -> bool:
+    """Whether half precision may have overflown for its loss scale, which is found by lowering it until it does not."""
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        engine = trainer.strategy.deepspeed_engine
+        return bool(engine.fp16_enabled() and engine.dynamic_loss_scale())  # DeepSpeed itself stops at the lowest
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.get_scale() > 1
 
 
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

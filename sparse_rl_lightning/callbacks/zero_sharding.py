@@ -52,6 +52,12 @@ class ZeroSharding(RolloutCallback):
         self.keep_shadow = keep_shadow
         self.gather_seconds = 0.0  # of the last time
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have the shadow filled again: other weights may be loaded at the same step."""
+        shadow = cast("BlockModule", pl_module).shadow
+        if shadow is not None:
+            shadow.version = None
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the shadow, if one is needed, before the module makes its samplers."""
         self._attach(cast("BlockModule", pl_module))

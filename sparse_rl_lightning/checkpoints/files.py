@@ -117,9 +117,19 @@ def swap_folder(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Bring back what ``path`` was, if the process ended between the two renames of a swap."""
-    if not path.exists() and replaced(path).exists():
+    """Bring back what ``path`` was, if the process ended between the two renames of a swap.
+
+    Any number of ranks may do so at the same time.
+    """
+    if path.exists() or not replaced(path).exists():
+        return
+    try:
         replaced(path).rename(path)
+    except FileNotFoundError:
+        pass  # another rank was faster
+    except OSError:
+        if not path.exists():
+            raise
 
 
 def remove(path: Path) -> None:

@@ -39,7 +39,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, if this user signed it.
 
     Raises:
-        ValueError: If it is missing, malformed or signed with another key.
+        ValueError: If it is missing, malformed or signed with another key, or this user has no key.
     """
     advice = (
         "Shards of DeepSpeed are pickled, so only those are read that were written under this user's account. Start "
@@ -51,7 +51,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         body, signature = str(content["body"]), str(content["signature"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
-    if not hmac.compare_digest(signature, _sign(body)):
+    try:
+        own = _sign(body)
+    except OSError as error:  # a home that cannot be written, for one
+        raise ValueError(
+            f"ckpt_path={str(folder)!r} cannot be checked, since this account's key cannot be read or made: {error}. "
+            f"Set {KEY_VARIABLE} to the key file of the account that wrote it."
+        ) from error
+    if not hmac.compare_digest(signature, own):
         raise ValueError(f"ckpt_path={str(folder)!r} carries another account's signature. {advice}")
     manifest: dict[str, Any] = json.loads(body)
     return manifest

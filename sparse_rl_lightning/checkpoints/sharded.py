@@ -61,7 +61,8 @@ def save_sharded(strategy: SparseRLDeepSpeed, checkpoint: dict[str, Any], path: 
         attempt.on_zero(lambda: save_tensors(own, new / TRAINER))
     if attempt.is_alive:
         digests = attempt.digests(new)
-        attempt.on_zero(lambda: _finish(strategy, path, digests))
+        if attempt.is_alive:
+            attempt.on_zero(lambda: _finish(strategy, path, digests))
     io = strategy.checkpoint_io
     if attempt.error is not None:
         if strategy.is_global_zero:
@@ -136,7 +137,8 @@ class _Attempt:
         """Hashes of all files, each computed by the rank that wrote it. Collective."""
         if self.strategy.is_global_zero:
             self.written += [TRAINER, WEIGHTS]
-        own = {name: digest(folder / name) for name in self.written}
+        own: dict[str, str] = {}
+        self.here(lambda: own.update({name: digest(folder / name) for name in self.written}))
         return {name: value for part in _gather(self.strategy, own) for name, value in part.items()}
 
 
@@ -162,7 +164,7 @@ def _watched_engine(engine: Any, folder: Path, attempt: _Attempt) -> Iterator[No
 
 def _make_empty(folder: Path) -> None:
     remove(folder)
-    folder.mkdir(parents=True)
+    (folder / TAG).mkdir(parents=True)  # DeepSpeed would make it where errors are not looked for
 
 
 def _write_shards(engine: Any, folder: Path, attempt: _Attempt) -> None:
@@ -194,7 +196,7 @@ def _checked_manifest(strategy: SparseRLDeepSpeed, path: Path) -> dict[str, Any]
                     "model.policy."
                 )
             manifest = read_manifest(path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             problem = str(error)
     manifest, problem = strategy.broadcast((manifest, problem))
     if problem is None:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.checkpoints import recover
+from sparse_rl_lightning.checkpoints.files import replaced
 
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
 """What Lightning's ``ckpt_path`` may say instead of a path, ``last`` apart."""
@@ -68,7 +69,7 @@ def warn_of_earlier_run(config: Any) -> None:
     """
     if config.get("ckpt_path") is not None or config.trainer.fast_dev_run:
         return
-    used = [folder for folder in checkpoint_folders(config) if any(Path(folder).glob("*.ckpt"))]
+    used = [folder for folder in checkpoint_folders(config) if _holds_checkpoints(Path(folder))]
     if used:
         rank_zero_warn(
             f"{used[0]} holds checkpoints of an earlier run. This run starts anew and overwrites them and the earlier "
@@ -81,6 +82,11 @@ def checkpoint_folders(config: Any) -> Iterator[str]:
     for callback in _objects(config.trainer.callbacks):
         if callback.class_path.endswith("ModelCheckpoint") and callback.init_args.get("dirpath"):
             yield str(callback.init_args.dirpath)
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    """Whether any is there, be it one that a killed run was replacing."""
+    return any(folder.glob("*.ckpt")) or any(replaced(folder / "x").parent.glob("*.ckpt"))
 
 
 def _objects(value: Any) -> list[Any]:

@@ -53,7 +53,7 @@ def load_policy(module: PolicyModule, path: Path) -> None:
     """Fill a module's policy from a checkpoint, without unpickling anything.
 
     Raises:
-        ValueError: If names or shapes of the weights differ.
+        ValueError: If names or shapes of the weights differ, or a folder holds no whole weights (FSDP2).
     """
     assert module.policy is not None
     if not path.is_dir():
@@ -61,6 +61,11 @@ def load_policy(module: PolicyModule, path: Path) -> None:
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return
+    if not (path / WEIGHTS).is_file():
+        raise ValueError(
+            f"ckpt_path={str(path)!r} has no {WEIGHTS}: it is a folder of FSDP2, or not whole. Give a checkpoint of "
+            "one device, DDP or DeepSpeed; for one of FSDP2 resume with that strategy and ExportPolicy instead."
+        )
     state = load_file(path / WEIGHTS)
     own = {(name, parameter.shape) for name, parameter in module.policy.named_parameters()}
     differing = sorted({name for name, _ in own ^ {(name, value.shape) for name, value in state.items()}})

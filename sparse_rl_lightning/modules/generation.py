@@ -115,6 +115,12 @@ class GenerationModule(PolicyModule):
     def shadow(self, shadow: ShadowPolicy | None) -> None:
         self._shadow, self._samplers = shadow, {}
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As the base; the shadow then holds other weights than these, be they of the same step."""
+        super().on_load_checkpoint(checkpoint)
+        if self.shadow is not None:
+            self.shadow.version = None
+
     def sampler(self, dense: bool = False) -> RolloutSampler:
         """The sampler with the module's compressor and retriever, or with the full cache."""
         if dense not in self._samplers:
@@ -236,15 +242,11 @@ class GenerationModule(PolicyModule):
         for name in ("dense", "sparse") if self.rolls_out_sparse else ("dense",):
             scored = self.generate(batch, self.val_sampling, dense=name == "dense", index=index)
             rewards, rollout = self.reward(scored), scored.rollout
-            self.log_dict(
-                {
-                    f"{stage}/reward_{name}": rewards.nanmean(),
-                    f"{stage}/length_{name}": rollout.completion_lengths.float().mean(),
-                },
-                prog_bar=True,
-                batch_size=len(batch),
-                sync_dist=True,
-            )
+            metrics = {
+                f"{stage}/reward_{name}": rewards.nanmean(),
+                f"{stage}/length_{name}": rollout.completion_lengths.float().mean(),
+            }
+            self.log_dict(metrics, prog_bar=True, batch_size=len(batch), sync_dist=True)
             self._log_accuracy(scored, f"{stage}/{{}}_{name}")
 
     def _log_accuracy(self, scored: ScoredRollout, key: str) -> None:

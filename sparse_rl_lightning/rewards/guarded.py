@@ -8,13 +8,18 @@ from typing import Any
 
 from sparse_rl_lightning.rewards.base import RewardFunction, reward_name
 
+HANGS = 3
+"""Samples that must time out, before any other outcome, until a reward function counts as one that always hangs."""
+
 
 class GuardedReward:
     """Calls a reward function; samples on which it raises or does not return in time get None, and are counted.
 
     After a failure every sample is judged by itself. If none can be judged, the function is at fault and not the
     samples: the error is raised. A call that does not return goes on in its thread, which cannot be ended from outside;
-    a function that may hang for good should do its work in a process of its own.
+    a function that may hang for good should do its work in a process of its own. Of a function that always hangs the
+    error is raised after ``(HANGS + 1) * timeout`` seconds, as soon as it has answered for none of ``HANGS`` samples in
+    a row taken from all over the batch. One that answers for some takes at most ``samples + 1`` times the timeout.
 
     Args:
         function: The reward function.
@@ -41,15 +46,19 @@ class GuardedReward:
             return rewards
 
     def _one_by_one(self, batch: dict[str, Any]) -> list[float | None]:
-        rewards: list[float | None] = []
-        for sample in range(len(batch["completions"])):
+        count, hung = len(batch["completions"]), 0
+        rewards: list[float | None] = [None] * count
+        spread = [count * part // HANGS for part in range(HANGS)]  # of different prompts, one of which may be at fault
+        for tried, sample in enumerate(dict.fromkeys([*spread, *range(count)]), 1):
             try:
-                (reward,) = self._in_time({name: [values[sample]] for name, values in batch.items()})
+                (rewards[sample],) = self._in_time({name: [values[sample]] for name, values in batch.items()})
             except Exception as error:
                 self.first = self.first or f"sample {sample} with {type(error).__name__}: {ascii(str(error))[:200]}"
-                reward = None
                 self.failed += 1
-            rewards.append(reward)
+                hung += isinstance(error, TimeoutError)
+            if self.timeout is not None and hung == tried == HANGS:
+                self.failed = count  # it hangs on all
+                break
         return rewards
 
     def _in_time(self, batch: dict[str, Any]) -> Sequence[float | None]:
