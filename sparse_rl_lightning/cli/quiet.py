@@ -30,12 +30,14 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message)
     # LightningCLI 2.6 calls jsonargparse by names that 4.49 deprecated (instantiate_classes, skip_none, ...)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli")
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    if _is_no_advertisement not in logger.filters:
-        logger.addFilter(_is_no_advertisement)
+    for name in ("lightning.pytorch.utilities.rank_zero", "DeepSpeed"):
+        logger = logging.getLogger(name)
+        if _speaks_to_the_user not in logger.filters:
+            logger.addFilter(_speaks_to_the_user)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # "Loading weights" in a log file
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "litlogger" not in record.getMessage()  # an advertisement for an online service
+def _speaks_to_the_user(record: logging.LogRecord) -> bool:
+    # an advertisement for an online service; DeepSpeed when another package imports it on a machine without a GPU
+    return not any(words in record.getMessage() for words in ("litlogger", "Setting accelerator to CPU"))
