@@ -251,7 +251,7 @@ def test_a_decode_step_makes_no_tensor_of_numbers_of_the_host() -> None:
     retriever = RETRIEVERS["schedule"]
     pages = PageCache(retriever, g, 2, (40, 40, 40), 40, records=False)
     pages.begin_step(torch.tensor([0, 1, 2]), torch.tensor([18, 19, 35]))
-    assert pages.limits.tolist() == [3, 4, 6]
+    assert pages.limits.tolist() == 3 * [[3, 4, 6]]  # of each layer
     assert pages.limits.dtype == torch.int32
     pools = KVPools.uniform((3, 2, 2), 40, g.head_dim, torch.float32, "cpu")
     pools.lengths.fill_(7)
