@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,8 @@ class Sweep:
         path = self.folder / FINGERPRINT
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            with _whole(path) as temporary:
+                temporary.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
             return
         found = json.loads(path.read_text(encoding="utf-8"))
         other = [name for name in own if found.get(name) != own[name]]
@@ -117,9 +117,8 @@ class Sweep:
             if not path.exists():
                 found = self._draw(sampler, part, progress)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_name(f".{path.name}.{os.getpid()}")
-                save_file({key: tensor.contiguous() for key, tensor in vars(found).items()}, temporary)
-                temporary.replace(path)
+                with _whole(path) as temporary:
+                    save_file({key: tensor.contiguous() for key, tensor in vars(found).items()}, temporary)
             parts.append(Acceptances(**load_file(path)))
         found = Acceptances.cat(parts)
         if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
@@ -177,3 +176,11 @@ class Sweep:
 
 _ANY_BUDGET = 2**24
 """Tokens or pages in the fingerprint, where the budget does not count."""
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write under; the file gets its own when it is complete, so that nobody ever reads half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    yield temporary
+    temporary.replace(path)

@@ -159,8 +159,7 @@ class DistillSparse(SparseGRPO):
         Raises:
             ValueError: If a division leaves a rest.
         """
-        own = self.steps_per_generation * self.num_iterations
-        if own % self._accumulate or self.steps_per_generation % self._accumulate:
+        if self.steps_per_generation % self._accumulate:
             raise ValueError(
                 f"DistillSparse: accumulate_grad_batches={self._accumulate} must divide steps_per_generation="
                 f"{self.steps_per_generation}, or an optimiser step would mix the policy's and the adapter's micro-"
