@@ -1,16 +1,19 @@
 """Verifiable arithmetic with a worked scratchpad: learnable in minutes, no file and no network needed.
 
-======== ====================== =========================== ==========
-task     prompt                 scratchpad                  answer
-======== ====================== =========================== ==========
-sum      ``07+12+25+03=``       ``7+12=19;19+25=44;44+3=47`` ``47``
-product  ``07*12*03=``          ``7*12=84;84*3=252``        ``252``
-modulo   ``(07+12+25)%09=``     ``7+12=19;19+25=44;44%9=8`` ``8``
-countdown ``12,03,07>57=``      ``7+12=19;19*3=57``         ``(7+12)*3``
-======== ====================== =========================== ==========
+========= ================== ============================ ============
+task      prompt             scratchpad                   answer
+========= ================== ============================ ============
+sum       ``07+12+25+03=``   ``7+12=19;19+25=44;44+3=47`` ``47``
+product   ``07*12*03=``      ``7*12=84;84*3=252``         ``252``
+modulo    ``(07+12+25)%09=`` ``7+12=19;19+25=44;44%9=8``  ``8``
+reduction ``(07+12+25+03)=`` ``19+25+3;44+3;47``          ``47``
+countdown ``12,03,07>57=``   ``7+12=19;19*3=57``          ``(7+12)*3``
+========= ================== ============================ ============
 
 A solution is the scratchpad, ``#`` and the answer. In countdown the numbers before ``>`` are to reach the target
 behind it; the answer is one expression that uses all of them, and any other that reaches the target is as right.
+In a sum every step takes a number from the prompt. A reduction is the same sum, but every step restates what is left
+of it, so that nothing older than the last step is needed: a cache that forgets costs the first more than the second.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class ArithmeticTasks(PromptDataModule):
     whatever the seeds. Rows have the columns prompt, answer, solution and task.
 
     Args:
-        tasks: Any of sum, product, modulo, countdown; several take turns.
+        tasks: Any of sum, product, modulo, reduction, countdown; several take turns.
         num_terms: Numbers per question.
         digits: Digits per number; questions show leading zeros.
         num_train: Training questions.
@@ -143,6 +146,12 @@ def _modulo(random: Random, num_terms: int, digits: int) -> tuple[str, list[str]
     return f"({question[:-1]})%{modulus:0{digits}d}=", [*steps, f"{total}%{modulus}={answer}"], answer
 
 
+def _reduction(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
+    terms = _terms(random, num_terms, digits)
+    steps = ["+".join(map(str, (sum(terms[:used]), *terms[used:]))) for used in range(2, num_terms + 1)]
+    return f"({'+'.join(f'{term:0{digits}d}' for term in terms)})=", steps, steps[-1]
+
+
 def _countdown(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
     terms = _terms(random, num_terms, digits)
     symbols: list[str] = []
@@ -162,5 +171,6 @@ _GENERATORS: dict[str, Callable[[Random, int, int], tuple[str, list[str], str]]]
     "sum": _sum,
     "product": _product,
     "modulo": _modulo,
+    "reduction": _reduction,
     "countdown": _countdown,
 }
