@@ -58,6 +58,13 @@ CORRECTIONS = (
 )
 
 
+def quickstarts_compressor() -> dict[str, Any]:
+    """The compressor of the quickstart."""
+    config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text(encoding="utf-8"))
+    own: dict[str, Any] = config["model"]["init_args"]["compressor"]
+    return own
+
+
 @dataclass(frozen=True)
 class Settings:
     """What all runs have in common."""
@@ -69,6 +76,13 @@ class Settings:
     every_n_rollouts: int = 20
     num_problems: int = 256
     threads: int = 2
+    method: dict[str, Any] = field(default_factory=quickstarts_compressor)  # its budget is replaced
+    options: dict[str, Any] = field(default_factory=dict)  # of the command line
+    callbacks: Sequence[ANY_CALLBACK] = ()
+
+    def compressor(self, budget: int) -> dict[str, Any]:
+        """The compressor with a budget."""
+        return {**self.method, "init_args": {**self.method["init_args"], "budget": budget}}
 
 
 @dataclass(frozen=True)
@@ -103,24 +117,25 @@ class Run:
         course = {
             "class_path": "_course.Course",
             "init_args": {
-                "compressors": [compressor(budget) for budget in self.budgets],
+                "compressors": [settings.compressor(budget) for budget in self.budgets],
                 "every_n_rollouts": settings.every_n_rollouts,
                 "num_problems": settings.num_problems,
             },
         }
         model = {"policy": settings.policy, "seed": self.seed, "lr_scheduler.init_args.total_iters": settings.steps}
         if self.budget is not None:
-            model["compressor"] = json.dumps(compressor(self.budget))
+            model["compressor"] = json.dumps(settings.compressor(self.budget))
         options = {
             "num_threads": settings.threads,
             "seed_everything": self.seed,
             "trainer.default_root_dir": ".",
             "trainer.max_steps": settings.steps,
             **{f"model.init_args.{name}": value for name, value in (model | self.arm.options).items()},
+            **settings.options,
         }
         command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / self.arm.config}.yaml"]
         command += [f"--{name}={value}" for name, value in options.items()]
-        for callback in (*self.arm.callbacks, course):
+        for callback in (*self.arm.callbacks, *settings.callbacks, course):
             spelled = callback if isinstance(callback, dict) else {"class_path": callback}
             command.append(f"--trainer.callbacks+={json.dumps(spelled)}")
         if (self.folder / "runs" / self.arm.config / "checkpoints" / "last.ckpt").is_file():
@@ -135,13 +150,6 @@ class Run:
         with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
             subprocess.run(self.command(), cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
         return self.is_finished
-
-
-def compressor(budget: int | None = None) -> dict[str, Any]:
-    """The quickstart's compressor, with another budget if one is given."""
-    config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text(encoding="utf-8"))
-    own: dict[str, Any] = config["model"]["init_args"]["compressor"]
-    return own if budget is None else {**own, "init_args": {**own["init_args"], "budget": budget}}
 
 
 def planned(settings: Settings, seeds: Sequence[int], corrections_under: int) -> list[Run]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from _arms import ARMS, CORRECTIONS, ROOT, Run, Settings, compressor, planned
+from _arms import ARMS, CORRECTIONS, ROOT, Run, Settings, planned
 from _curves import LAST, Found, picture, sampled, table
 from _pages import insert
 from _table import machine
@@ -55,7 +55,7 @@ def execute(runs: Sequence[Run], only_read: bool = False) -> list[Found]:
 
 def note(settings: Settings, seeds: Sequence[int], remark: str) -> str:
     """How to read the tables."""
-    own = compressor()["init_args"]
+    own = settings.method["init_args"]
     return (
         f"{machine('cpu')}. {remark}".strip() + f"\n\n{settings.steps} optimiser steps from the policy of "
         f"`configs/warmup.yaml`, everything else as in `configs/quickstart.yaml`: R-KV with buffer {own['buffer']}, "

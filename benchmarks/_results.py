@@ -1,0 +1,128 @@
+"""The tables of docs/results.md from the finished runs of benchmarks/stability.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from _arms import DENSE, NAIVE, REPLAY, Arm
+from _curves import Found
+from _outcomes import Outcome, geometric, interval, mean
+from _studies import ABLATION, ALL, BUDGET, BUDGETS, MAIN, OFFICIAL, PAPER, REJECTION, REWEIGHTING, RKV, THREE, Study
+from _table import Table
+
+MISSING = "–"
+COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
+    "full cache": lambda runs: mean([run.dense for run in runs]),
+    "compressed cache": lambda runs: mean([run.sparse for run in runs]),
+    "tokens saved": lambda runs: mean([run.saved for run in runs], 0, percent=True),
+    "sequences rejected": lambda runs: mean([run.rejected for run in runs], 1, percent=True),
+    "clip ratio": lambda runs: geometric([run.clipped for run in runs]),
+    "mismatch k3": lambda runs: geometric([run.k3 for run in runs]),
+    "acceptance P5": lambda runs: mean([run.p05 for run in runs]),
+    "collapsed": lambda runs: f"{sum(run.collapsed for run in runs)} of {len(runs)}",
+    "minutes": lambda runs: mean([run.minutes for run in runs], 1),
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """All finished runs."""
+
+    found: Sequence[Found]
+
+    def of(self, study: Study, arm: Arm, budget: int) -> dict[int, Outcome]:
+        """Outcomes of an arm by seed."""
+        return {one.run.seed: Outcome.of(one, budget) for one in self.runs(study, arm, budget)}
+
+    def runs(self, study: Study, arm: Arm, budget: int) -> list[Found]:
+        """The same runs with all they noted."""
+        place = f"{study.task}-{study.method.lower()}"
+        return [
+            one
+            for one in self.found
+            if one.run.arm == arm and budget in one.run.budgets and one.run.settings.folder.name == place
+        ]
+
+
+def arms_table(results: Results, study: Study, arms: Sequence[Arm] | None = None) -> Table:
+    """Arms by what came of them, the policy before training first."""
+    table = Table(f"{study.method}, budget {study.budgets[0]}, {study.task}", ["", *COLUMNS, "dense kept"])
+    budget = study.budgets[0]
+    started = list((results.of(study, arms[0] if arms else study.arms[0], budget)).values())
+    if started:
+        first = [mean([run.dense_before for run in started]), mean([run.sparse_before for run in started])]
+        table.add("before training", *first, *[MISSING] * (len(COLUMNS) - 1))
+    dense = results.of(study, DENSE, budget)
+    for arm in arms or study.arms:
+        own = results.of(study, arm, budget)
+        if own:
+            table.add(arm.label, *(column(list(own.values())) for column in COLUMNS.values()), kept(own, dense))
+    return table
+
+
+def kept(own: dict[int, Outcome], dense: dict[int, Outcome]) -> str:
+    """Mean accuracy with the full cache over that of dense rollouts, of the seeds that both have."""
+    seeds = sorted(own.keys() & dense.keys())
+    total = sum(dense[seed].dense for seed in seeds)
+    return f"{sum(own[seed].dense for seed in seeds) / total:.0%}" if total else MISSING
+
+
+def budgets_table(results: Results) -> Table:
+    """Three arms under three budgets."""
+    header = ["", *(f"budget {budget}: {what}" for budget in BUDGETS for what in ("full", "compressed", "rejected"))]
+    table = Table("Budgets", [*header, "collapsed, by budget"])
+    for arm in THREE:
+        cells, collapsed = [], []
+        for budget in BUDGETS:
+            own = list(results.of(ABLATION, arm, budget).values())
+            names = ("full cache", "compressed cache", "sequences rejected")
+            cells += [COLUMNS[name](own) if own else MISSING for name in names]
+            collapsed.append(COLUMNS["collapsed"](own) if own else MISSING)
+        table.add(arm.label, *cells, " / ".join(collapsed))
+    return table
+
+
+Measure = Callable[[Outcome], float]
+
+
+def difference(own: dict[int, Outcome], other: dict[int, Outcome], of: Measure) -> str:
+    """Points of accuracy by which an arm is ahead of another, paired by seed, with its 95 % interval."""
+    points = [100 * (of(own[seed]) - of(other[seed])) for seed in sorted(own.keys() & other.keys())]
+    if not points:
+        return MISSING
+    width = interval(points)
+    average = sum(points) / len(points)
+    return f"{average:+.1f}" if width != width else f"{average:+.1f} ± {width:.1f}"
+
+
+def against(results: Results, arms: Sequence[Arm], other: Arm, title: str) -> Table:
+    """Arms by their lead over another, on both tasks and with both caches."""
+    caches: dict[str, Measure] = {"full": lambda run: run.dense, "compressed": lambda run: run.sparse}
+    table = Table(title, ["", *(f"{study.task}, {cache} cache" for study in MAIN for cache in caches)])
+    for arm in arms:
+        table.add(
+            arm.label,
+            *(
+                difference(results.of(study, arm, BUDGET), results.of(study, other, BUDGET), of)
+                for study in MAIN
+                for of in caches.values()
+            ),
+        )
+    return table
+
+
+def tables(results: Results) -> dict[str, str]:
+    """Every block of the page by its name."""
+    evicting = [arm for arm in ALL if arm.evicts]
+    blocks = {
+        **{f"main, {study.task}": arms_table(results, study) for study in MAIN},
+        "budgets": budgets_table(results),
+        "sparse inference": against(results, evicting, DENSE, "Points ahead of training with dense rollouts"),
+        "corrections": against(
+            results, (REJECTION, REWEIGHTING, PAPER, OFFICIAL), NAIVE, "Points ahead of naive training"
+        ),
+        "replay": against(results, (REPLAY,), PAPER, "Points of replay ahead of Sparse-RL"),
+        "R-KV": arms_table(results, RKV),
+    }
+    return {name: str(table).partition("\n")[2].strip() for name, table in blocks.items()}

@@ -1,0 +1,123 @@
+"""The papers' claims at laptop scale: who collapses, what each correction brings, and what replay adds.
+
+    python benchmarks/stability.py [--seeds 0 1 2] [--jobs 2] [--steps 200] [--save docs]
+
+Dense, naive, rejection only, reweighting only, Sparse-RL as in the paper and as in the authors' code, and replay, on a
+task that needs old tokens and on one that does not, under SnapKV; naive, Sparse-RL and replay under three budgets, and
+under R-KV. Every run is `sparse-rl fit` with a shipped configuration in a process of its own, in a folder below
+--runs, from one warm-up per task. What is finished is not run again, what was interrupted goes on from its last
+checkpoint. Seeds come one after the other, so that an early end leaves whole ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+from _arms import CONFIGS, ROOT, Run
+from _curves import Found
+from _pages import insert
+from _results import Results, tables
+from _results_pictures import pictures
+from _studies import TASKS, Scale, planned, warmed
+from _table import machine
+
+PAGE = "results.md"
+
+
+def say(text: str) -> None:
+    """To whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def warm_up(folder: Path) -> None:
+    """Train the policies that all runs start from, where they are not there yet."""
+    for config in TASKS.values():
+        if not (warmed(folder, config) / "config.json").is_file():
+            say(f"warm-up: {config}")
+            command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / config}.yaml"]
+            command += ["--trainer.enable_progress_bar=false", "--num_threads=1"]
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def execute(runs: Sequence[Run], jobs: int) -> None:
+    """Run what is not finished, so many at once; say what is left and how long it will take."""
+    waiting = [run for run in runs if not run.is_finished]
+    say(f"{len(runs) - len(waiting)} of {len(runs)} runs were finished before")
+    minutes: list[float] = []
+
+    def one(run: Run) -> tuple[Run, float]:
+        start = time.perf_counter()
+        run.execute()
+        return run, (time.perf_counter() - start) / 60
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(one, run) for run in waiting]):
+            run, took = done.result()
+            minutes.append(took)
+            left = (len(waiting) - len(minutes)) * statistics.fmean(minutes) / jobs
+            name = f"{run.settings.folder.name}/{run.folder.name}"
+            end = f"{took:.1f} min" if run.is_finished else f"stopped, see {run.folder / 'log.txt'}"
+            say(f"{len(minutes)}/{len(waiting)} {name}: {end}; about {left:.0f} min left")
+
+
+def note(scale: Scale, seeds: Sequence[int], finished: int, planned: int, remark: str) -> str:
+    """How to read the tables."""
+    return (
+        f"{machine('cpu')}. {finished} of {planned} runs, seeds {', '.join(map(str, seeds))}. {remark}".strip()
+        + f"\n\n{scale.steps} optimiser steps, two per rollout of 16 × 8 sequences, from the policies of "
+        f"`configs/warmup.yaml` and `configs/warmup_reduction.yaml`. Accuracies are greedy, on {scale.num_problems} "
+        "held-out problems, mean of the last three evaluations. After ± stands half the width of the 95 % interval "
+        "over seeds (Student's t), which three seeds leave wide. Clip ratio and k3 are geometric means, k3 and P5 of "
+        "the last quarter of the rollouts. Minutes are those of training alone, on one core."
+    )
+
+
+def save(results: Results, folder: Path, text: str) -> None:
+    """Every block of the page, and the pictures."""
+    insert(folder / PAGE, text, _marker("how it was measured"))
+    for name, table in tables(results).items():
+        insert(folder / PAGE, table, _marker(name))
+    pictures(results, folder)
+
+
+def _marker(name: str) -> str:
+    return f"<!-- written by benchmarks/stability.py: {name} -->"
+
+
+def main() -> None:
+    """Warm up, run, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=Scale.steps, help="optimiser steps, two per rollout")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability", help="folder of the runs")
+    parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
+    parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and its pictures")
+    parser.add_argument("--remark", default="", help="a sentence about the machine for the page")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    scale, folder = Scale(steps=args.steps), args.runs.absolute()
+    runs = planned(args.seeds, scale, folder)
+    if not args.finished:
+        folder.mkdir(parents=True, exist_ok=True)
+        warm_up(folder)
+        execute(runs, args.jobs)
+    found = [Found.read(run) for run in runs if run.is_finished]
+    if not found:
+        sys.exit(f"error: no run of {len(runs)} is finished in {folder}: run without --finished")
+    results, text = Results(found), note(scale, args.seeds, len(found), len(runs), args.remark)
+    print(text, *(f"## {name}\n\n{table}" for name, table in tables(results).items()), sep="\n\n")
+    if args.save:
+        save(results, args.save, text)
+
+
+if __name__ == "__main__":
+    main()
