@@ -53,7 +53,7 @@ def arms_table(results: Results, study: Study, arms: Sequence[Arm] | None = None
     if started:
         first = [mean([run.dense_before for run in started]), mean([run.sparse_before for run in started])]
         table.add("before training", *first, *[MISSING] * (len(COLUMNS) - 1))
-    dense = results.of(study, DENSE, budget)
+    dense = next(results.of(main, DENSE, budget) for main in MAIN if main.task == study.task)  # of any method
     for arm in arms or study.arms:
         own = results.of(study, arm, budget)
         if own:

@@ -11,24 +11,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from bench_modules import bench_modules
 
 from sparse_rl_lightning import callbacks
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-NAMES = ("arms", "_arms", "_course", "_curves", "_pages", "_table", "_quality", "_methods", "_forced")
 RELATIVES = {"SparsityAwareRejection", "ImportanceReweighting", "RolloutCallback"}  # not corrections by name
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[dict[str, ModuleType]]:
-    """The benchmark's modules by name; a module may take the name of the underscored one."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield {name: importlib.import_module(name) for name in NAMES}
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in NAMES:
-            sys.modules.pop(name, None)
+    with bench_modules("arms", "_arms", "_course", "_curves") as modules:
+        yield modules
 
 
 def settings(bench: dict[str, ModuleType], folder: Path, **options: Any) -> Any:

@@ -1,0 +1,105 @@
+"""The papers' claims in miniature: every run is planned once, and the page says what the runs came to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from bench_modules import bench_modules
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[dict[str, ModuleType]]:
+    with bench_modules("stability", "_studies", "_outcomes", "_results", "_results_pictures", "_curves") as modules:
+        yield modules
+
+
+def test_every_run_is_planned_once(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    runs = bench["_studies"].planned([0, 1, 2], bench["_studies"].Scale(), tmp_path)
+    assert len({run.folder for run in runs}) == len(runs) == 3 * (7 * 2 + 3 * 2 + 3)  # two more budgets, and R-KV
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    tasks = {run.settings.options["data.init_args.tasks"] for run in runs}
+    assert tasks == {"sum", "reduction"}
+    assert {run.settings.folder.name for run in runs} == {"sum-snapkv", "reduction-snapkv", "sum-r-kv"}
+    seeds = {(run.seed, run.settings.options["data.init_args.seed"]) for run in runs}
+    assert seeds == {(0, "1"), (1, "2"), (2, "3")}  # other prompts, other problems
+
+
+def found(bench: dict[str, ModuleType], run: Any) -> Any:
+    """A finished run in round numbers: naive falls, all others rise, the more the larger the seed."""
+    falls = run.arm.label == "naive"
+    ends = [0.2, 0.05, 0.05, 0.05] if falls else [0.2, 0.4, 0.4 + 0.1 * run.seed, 0.4]
+    course = {
+        "evaluations": [
+            {"rollouts": 10 * i, "dense": value, **{str(budget): value / 2 for budget in run.budgets}}
+            for i, value in enumerate(ends)
+        ],
+        "splits": [], "unused": [0.0], "clipped": [0.0, 0.02], "seconds": 30.0,
+    }  # fmt: skip
+    history = [
+        {"rollout": i, "reward": 0.4 if i < 10 or not falls else 0.1, "rejection_rate": 0.1, "mismatch/kl_k3": 0.5,
+         "acceptance/p05": 0.9 if i % 4 == 0 else None}
+        for i in range(40)
+    ]  # fmt: skip
+    summary = {"wall_time_seconds": 150.0, "kv_saving_final": 0.25}
+    return bench["_curves"].Found(run, course, {"history": history, "summary": summary})
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """Rows of a table by their first cell."""
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "|" in line]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_page_says_what_was_found(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    runs = bench["_studies"].planned([0, 1], bench["_studies"].Scale(), tmp_path)
+    results = bench["_results"].Results([found(bench, run) for run in runs if run.arm.label != "rejection only"])
+    (tmp_path / "results.md").write_text("before\n", encoding="utf-8")
+    bench["stability"].save(results, tmp_path, "note")
+    page = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert page.startswith("before\n")
+    tables = bench["_results"].tables(results)
+    assert all(text in page for text in tables.values())
+
+    main = cells(tables["main, sum"])
+    # means of the last three evaluations: 0.4 and 0.4333; half of it compressed; t of two seeds is 12.706
+    width = 12.706 * statistics.stdev([0.4, 1.3 / 3]) / 2**0.5
+    assert main["replay"] == [
+        f"0.42 ± {width:.2f}", f"0.21 ± {width / 2:.2f}", "25 ± 0 %", "10.0 ± 0.0 %", "0.01", "0.5", "0.90 ± 0.00",
+        "0 of 2", "2.0 ± 0.0", "100%",
+    ]  # fmt: skip
+    assert main["naive"][0] == "0.05 ± 0.00"
+    assert main["naive"][7] == "2 of 2"
+    assert main["naive"][-1] == "12%"
+    assert main["dense"][5:7] == ["0", "1.00 ± 0.00"]  # it evicts nothing
+    assert main["before training"][:2] == ["0.20 ± 0.00", "0.10 ± 0.00"]
+    assert "rejection only" not in main  # was not run
+
+    assert cells(tables["corrections"])["Sparse-RL (paper)"][0].startswith("+36.7")  # of 40.0 and 43.3, less 5.0
+    assert cells(tables["corrections"])["rejection only"] == ["–"] * 4
+    assert set(cells(tables["replay"])["replay"]) == {"+0.0 ± 0.0"}
+    assert cells(tables["budgets"])["naive"][-1] == "2 of 2 / 2 of 2 / 2 of 2"
+    for name in ("results", "results-courses", "results-budgets"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_seed_has_no_interval(bench: dict[str, ModuleType]) -> None:
+    assert bench["_outcomes"].mean([0.5]) == "0.50"
+    assert bench["_outcomes"].mean([0.25, 0.35], 0, percent=True) == "30 ± 64 %"  # 12.706 x 7.07 / sqrt(2)
+
+
+def test_a_fall_that_is_made_up_for_is_no_collapse(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    (run,) = [
+        run
+        for run in bench["_studies"].planned([0], bench["_studies"].Scale(), tmp_path)
+        if run.arm.label == "naive" and run.budgets == (26,) and run.settings.folder.name == "sum-snapkv"
+    ]
+    fallen = found(bench, run)
+    assert bench["_outcomes"].Outcome.of(fallen, 26).collapsed
+    for row in fallen.report["history"][30:]:
+        row["reward"] = 0.35
+    assert not bench["_outcomes"].Outcome.of(fallen, 26).collapsed
