@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -45,6 +46,12 @@ class Found:
     def column(self, name: str) -> list[float]:
         """One number per rollout."""
         return [math.nan if row.get(name) is None else row[name] for row in self.report["history"]]
+
+    def logged(self, name: str) -> list[float]:
+        """What the run's logger has of a number, one per line that has it; a resumed run has several files."""
+        files = sorted(self.run.folder.glob("runs/*/version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+        lines = [row for path in files for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
+        return [float(row[name]) for row in lines if row.get(name)]
 
     def split(self) -> tuple[list[float], list[float]]:
         """Rollouts, and how far compression moves the policy, as k3."""

@@ -51,7 +51,7 @@ class Outcome:
             saved=found.report["summary"]["kv_saving_final"],
             rejected=_mean(found.column("rejection_rate")), clipped=_mean(found.course["clipped"]),
             k3=_late(found.column("mismatch/kl_k3")) if evicts else 0.0,
-            p05=_late(found.column("acceptance/p05")) if evicts else 1.0,
+            p05=_late(found.logged("acceptance/p05")) if evicts else 1.0,
             reward=means[-1], best=max(means), minutes=found.minutes,
         )  # fmt: skip
 
