@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-checker bench-reliability bench-distill lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +90,10 @@ bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logit
 # ARMS="--budgets 30 26 --seeds 0 1" and the like; what is finished below runs/arms is not run again
 bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all corrections on one task, into docs/; an hour
 	$(BIN)/python benchmarks/arms.py --save docs $(ARMS)
+
+# RUNS="--seeds 0 1 --steps 100" and the like; what is finished below runs/stability is not run again
+bench-stability: $(INSTALLED) ## the papers' claims at laptop scale, into docs/results.md; some hours
+	$(BIN)/python benchmarks/stability.py --save docs $(RUNS)
 
 bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and after DistillSparse, into docs/sparrow.md
 	$(BIN)/python benchmarks/distill.py --save docs
