@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rollout",
         "sharding",
         "testing",
+        "viewing",
     ),
     ("budgets", "compressors", "retrievers", "schedules"),
     ("ops",),

@@ -1,5 +1,6 @@
 """The sparse rollout generator: knows torch and transformers, not Lightning."""
 
+from sparse_rl_lightning.rollout.forced import forced_rollout
 from sparse_rl_lightning.rollout.page_replay import RetrievalLogprobs, page_replay_logprobs, retrieval_logprobs
 from sparse_rl_lightning.rollout.replay import replay_logprobs
 from sparse_rl_lightning.rollout.run import Progress
@@ -14,6 +15,7 @@ __all__ = [
     "RolloutSampler",
     "RolloutSession",
     "SamplingParams",
+    "forced_rollout",
     "page_replay_logprobs",
     "replay_logprobs",
     "retrieval_logprobs",
