@@ -77,6 +77,8 @@ def test_rollout_metrics_by_hand() -> None:
         "token_mask_rate": 0.3,
         "kv/saving_final": 0.3,
         "kv/saving_integral": 0.25,
+        "kv/stored_tokens": 1.75,
+        "kv/full_tokens": 2.5,
         "kv/read_share": 0.75,  # without a retriever all that is stored
         "kv/peak_bytes": 300,
         "kv/full_peak_bytes": 1000,
