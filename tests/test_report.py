@@ -151,8 +151,8 @@ def test_page_is_one_valid_document_with_the_numbers() -> None:
         "model.num_generations", "10 rollouts, 20 optimiser steps, 1 min 15 s.",
     ):  # fmt: skip
         assert expected in text
-    assert parser.tags.count("figure") == parser.tags.count("svg") == len(plots_of_run(record())) == 18
-    assert len(parser.labels) == 18
+    assert parser.tags.count("figure") == parser.tags.count("svg") == len(plots_of_run(record())) == 17
+    assert len(parser.labels) == 17
     assert all(len(label) > 40 for label in parser.labels), "every chart is described in words"
     assert parser.tags.count("caption") == parser.tags.count("table") == 3
     assert len(page(record())) < 120_000
@@ -231,7 +231,7 @@ def test_worst_completions_say_why() -> None:
          "ratio": 1.2e-6, "token": "44", "token_place": 17, "length": 23, "rejected": True, "answer": "12"},
     ]  # fmt: skip
     text = " ".join("".join(Parser(page(record(worst=worst))).text).split())
-    assert "Rollout 7: most mismatched, rejected. Token 17 of 23, “44”, is 1.2e-06 times as likely under" in text
+    assert "Rollout 7: most mismatched, rejected. Token 17 of 23, “44”, is 1.2e-6 times as likely under" in text
     assert "Rollout 3: lowest reward. Reward -1.00" in text
     assert text.index("Rollout 7") < text.index("Rollout 3"), "rejected ones first"
 
@@ -312,6 +312,6 @@ def test_the_page_needs_no_matplotlib_and_the_picture_says_what_to_install(monke
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    assert page(record()).count("<svg") == 18
+    assert page(record()).count("<svg") == 17
     with pytest.raises(ModuleNotFoundError, match=r"sparse-rl-lightning\[report\]"):
         picture(record())

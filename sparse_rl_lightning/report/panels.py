@@ -57,11 +57,10 @@ PANELS: tuple[Panel, ...] = (
     Panel(LEARNING, "Entropy", "nats per token", "How undecided the learner is about its next token. Near 0 it has "
           "stopped exploring.",
           (Line("entropy", "entropy"),)),
-    Panel(LEARNING, "Repetition", "% of 4-grams", "Phrases of four tokens that stood in the same completion before; a "
-          "sampler that forgets too much falls into loops.",
-          (Line("completions/repetition_rate", "repeated"),), 100.0, pictured=True),
-    Panel(LEARNING, "Cut off", "% of completions", "Completions that ended at the length limit and not by themselves.",
-          (Line("completions/clipped_ratio", "cut off"),), 100.0),
+    Panel(LEARNING, "Repeated and cut off", "%", "Phrases of four tokens that stood in the same completion before (a "
+          "sampler that forgets too much falls into loops), and completions that ended at the length limit.",
+          (Line("completions/repetition_rate", "repeated 4-grams"), Line("completions/clipped_ratio", "cut off")),
+          100.0, pictured=True),
     Panel(MISMATCH, "Rejected", "%", "Sequences that rejection drops because the dense policy finds a token "
           "near-impossible, and all tokens left out.",
           (Line("rejection_rate", "sequences"), Line("token_mask_rate", "tokens")), 100.0, pictured=True),

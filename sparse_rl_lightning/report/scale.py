@@ -88,16 +88,17 @@ def rollout_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number in three digits: ``0.312``, ``48``, ``1,530``, ``1.2e-05``.
+    """A number in three digits: ``0.312``, ``48``, ``1,530``, ``1.2e-5``.
 
     >>> [short(x) for x in (0, 0.25, 0.31249, 48.0, 1530.2, 2.5e7, 0.000012, -3.14159)]
-    ['0', '0.25', '0.312', '48', '1,530', '2.5e+07', '1.2e-05', '-3.14']
+    ['0', '0.25', '0.312', '48', '1,530', '2.5e7', '1.2e-5', '-3.14']
     """
     size = abs(value)
     if size == 0:
         return "0"
     if size >= 1e6 or size < 1e-3:
-        return f"{value:.3g}"
+        digits, _, power = f"{value:.3g}".partition("e")
+        return f"{digits}e{int(power)}" if power else digits
     if size >= 100:
         return f"{value:,.0f}"
     text = f"{value:.{2 - math.floor(math.log10(size))}f}"

@@ -9,8 +9,8 @@ from sparse_rl_lightning.report.html import text
 from sparse_rl_lightning.report.scale import Points, Scale, rollout_ticks, short, smoothed, ticks, value_range
 
 WIDTH, HEIGHT, TOP, BOTTOM, RIGHT = 400.0, 210.0, 8.0, 34.0, 10.0
-DIGIT = 6.6
-"""Width of a digit in the labels' type size."""
+DIGIT = 7.7
+"""Width of a digit in the labels' type size, in the widest of the usual fonts."""
 SMOOTHED_FROM = 8
 """Points from which on a bold line is a mean over neighbours and the values stand pale behind it."""
 
