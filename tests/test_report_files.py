@@ -207,6 +207,14 @@ def test_settings_that_differ() -> None:
     assert same == 3  # a, compressor and torch; where a run writes is neither
 
 
+def test_a_callback_that_one_run_lacks_is_one_setting() -> None:
+    both = {"callbacks.Summary": "used", "callbacks.Summary.num": "2"}
+    own = {"callbacks.Reject": "used", "callbacks.Reject.threshold": "0.0001", "callbacks.Reject.low": "null"}
+    runs = [("a", RunRecord(config=both | own)), ("b", RunRecord(config=both | {"callbacks.Summary.num": "3"}))]
+    rows, _ = differing_settings(runs)
+    assert rows[1:] == [["callbacks.Summary.num", "2", "3"], ["callbacks.Reject", "used: threshold=0.0001", "–"]]
+
+
 def test_curves_of_unequal_length_share_their_charts() -> None:
     html = comparison(two_runs())
     parser = Parser(html)

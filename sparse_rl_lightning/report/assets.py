@@ -36,7 +36,7 @@ p { margin: .25rem 0; } .hint { margin: 1.5rem 0 -1rem; } p, li, summary { overf
 .tile { padding: .7rem .95rem; }
 .tile b { display: block; font-size: 1.2rem; line-height: 1.35; font-variant-numeric: tabular-nums;
   overflow-wrap: anywhere; }
-.tile span { display: block; line-height: 1.35; }
+.runs { margin-top: 1.25rem; } .tile span { display: block; line-height: 1.35; }
 figure { margin: 0; padding: .8rem .95rem .7rem; display: flex; flex-direction: column; min-width: 0; }
 figcaption { margin-top: .35rem; line-height: 1.4; }
 .unit { display: flex; justify-content: space-between; margin: 0 0 .35rem; font-variant-numeric: tabular-nums; }
@@ -59,10 +59,10 @@ svg text { fill: var(--soft); font: 12px system-ui, sans-serif; font-variant-num
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 caption { text-align: left; padding: .6rem .95rem .4rem; }
 th, td { text-align: left; padding: .4rem .95rem; border-top: 1px solid var(--line); vertical-align: top; }
-thead th { white-space: nowrap; } tbody th { font-weight: 400; color: var(--soft); min-width: 9rem; }
-td { font-variant-numeric: tabular-nums; min-width: 6rem; } .numbers td, .numbers thead th + th { text-align: right; }
+thead th { white-space: nowrap; }
+tbody th { font-weight: 400; color: var(--soft); min-width: 12rem; overflow-wrap: anywhere; }
+td { font-variant-numeric: tabular-nums; min-width: 6rem; overflow-wrap: anywhere; } .numbers td, .numbers thead th + th { text-align: right; }
 .numbers td { white-space: nowrap; }
-td small { color: var(--soft); display: block; }
 .warnings { background: var(--warn); color: var(--warn-ink); border-radius: 10px; padding: .7rem 1rem;
   margin-top: 1rem; }
 .warnings ul { margin: .25rem 0 0; padding-left: 1.2rem; }
@@ -75,7 +75,8 @@ details .wide { border: 0; margin: .4rem -.95rem -.6rem; border-radius: 0 0 10px
 @media (max-width: 700px) { main { padding: 1rem .7rem 3rem; } h1 { font-size: 1.3rem; }
   .charts, .cards { grid-template-columns: 1fr; }
   .tiles { grid-template-columns: 1fr 1fr; gap: .5rem; } .tile { padding: .55rem .7rem; } .tile b { font-size: 1.1rem; }
-  th, td, caption { padding-left: .7rem; padding-right: .7rem; } }
+  th, td, caption { padding-left: .6rem; padding-right: .6rem; } tbody th { min-width: 8rem; } td { min-width: 5.5rem; }
+  .numbers td { white-space: normal; overflow-wrap: normal; } }
 @media print { figure, article, .tile { break-inside: avoid; } }
 """
 )  # fmt: skip

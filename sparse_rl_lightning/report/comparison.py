@@ -68,10 +68,22 @@ def numbers(records: Named) -> list[list[str]]:
 def differing_settings(records: Named) -> tuple[list[list[str]], int]:
     """Rows of settings that differ, header first, and how many are the same; where a run writes counts for neither."""
     told = [{**record.settings, **record.versions, **record.config} for _, record in records]
+    told = [_with_arguments(one, told) for one in told]
     keys = [key for key in dict.fromkeys(key for one in told for key in one) if not PLACES.search(key)]
     rows = [[key, *(one.get(key, DASH) for one in told)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     return [["setting", *(name for name, _ in records)], *differing], len(rows) - len(differing)
+
+
+def _with_arguments(own: dict[str, str], told: list[dict[str, str]]) -> dict[str, str]:
+    """A callback that another run lacks becomes one setting with its arguments, not one per argument."""
+    lacking = [key for key, value in own.items() if value == "used" and any(key not in other for other in told)]
+    kept = {key: value for key, value in own.items() if not key.startswith(tuple(f"{name}." for name in lacking))}
+    for name in lacking:
+        arguments = {key.removeprefix(f"{name}."): value for key, value in own.items() if key.startswith(f"{name}.")}
+        given = ", ".join(f"{key}={value}" for key, value in arguments.items() if value != "null")
+        kept[name] = f"used: {given}" if given else "used"
+    return kept
 
 
 def _measures(summaries: Sequence[tuple[RunRecord, dict[str, Any]]]) -> list[Measure]:

@@ -74,7 +74,7 @@ PANELS: tuple[Panel, ...] = (
     Panel(MISMATCH, "Acceptance, 5th percentile", "share", "How much of the dense and the sparse distribution overlaps "
           "at the worst 5 % of the tokens, what is possible at best, and Sparrow's target.",
           (Line("acceptance/p05", "5th percentile"), Line("acceptance/ceiling_p05", "ceiling", True),
-           Line("acceptance/target", "target"))),
+           Line("acceptance/target", "target", True))),
     Panel(MISMATCH, "Budget", "tokens", "Tokens kept per layer and KV head; TailGuard may raise it.",
           (Line("guard/budget", "budget"),)),
     Panel(MEMORY, "KV memory", "bytes", "Peak bytes allocated for keys and values, and what the same number of "

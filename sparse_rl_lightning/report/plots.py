@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sparse_rl_lightning.report.panels import LEARNING, PANELS, Line, Panel, accuracy_points, reward_panel
+from sparse_rl_lightning.report.panels import LEARNING, PANELS, Line, Panel, accuracy_points, points, reward_panel
 from sparse_rl_lightning.report.record import RunRecord
 from sparse_rl_lightning.report.scale import Points, mean, thinned
 from sparse_rl_lightning.report.svg import Plot, Series
@@ -31,7 +31,7 @@ def plots_of_run(record: RunRecord) -> Plots:
 def plots_of_runs(records: Sequence[tuple[str, RunRecord]]) -> Plots:
     """Section and chart of everything that any of the named runs has numbers for; a run keeps its colour."""
     drawn = [(LEARNING, plot) for cache in CACHES if (plot := _accuracy_of_runs(records, cache)) is not None]
-    return drawn + [(panel.section, plot) for panel in PANELS if (plot := _of_runs(panel, records)) is not None]
+    return drawn + [(panel.section, plot) for panel in PANELS for plot in _of_runs(panel, records)]
 
 
 def color(place: int) -> str:
@@ -55,24 +55,31 @@ def _of_run(panel: Panel, record: RunRecord) -> Plot | None:
     return Plot(panel.title, unit, panel.caption, series, log=panel.log, stacked=panel.stacked, exact=_steps(panel))
 
 
-def _of_runs(panel: Panel, records: Sequence[tuple[str, RunRecord]]) -> Plot | None:
+def _of_runs(panel: Panel, records: Sequence[tuple[str, RunRecord]]) -> list[Plot]:
+    """The panel's first line, or the sum of a stack; of a tail both lines, because the first may tell nothing."""
+    if panel.stacked:
+        totals = [_total([values for _, values in _shared(panel.found(record))]) for _, record in records]
+        return _together(panel, panel.title, totals, records)
+    plots = []
+    for line in panel.lines if panel.log else panel.lines[:1]:
+        is_only = len(panel.lines) == 1 or any(other.reference for other in panel.lines)
+        title = panel.title if is_only else f"{panel.title}: {line.label}"
+        plots += _together(panel, title, [points(record, line.key, panel.factor) for _, record in records], records)
+    return plots
+
+
+def _together(panel: Panel, title: str, found: list[Points], records: Sequence[tuple[str, RunRecord]]) -> list[Plot]:
+    """One chart with a line per run that has values, none if no run has."""
     most, pick = max(100, 3 * MOST_POINTS // len(records)), _pick(panel)
-    series, line = [], panel.lines[0]
-    for place, (name, record) in enumerate(records):
-        lines = _shared(panel.found(record)) if panel.stacked else panel.found(record)
-        values = (
-            _total([one for _, one in lines]) if panel.stacked else dict((k.key, v) for k, v in lines).get(line.key)
-        )
-        if values:
-            series.append(Series(name, thinned(values, most, pick), color(place)))
+    named = zip(found, (name for name, _ in records), strict=True)
+    series = [
+        Series(name, thinned(values, most, pick), color(place)) for place, (values, name) in enumerate(named) if values
+    ]
     if not series:
-        return None
+        return []
     series, unit = _in_unit(series, panel.unit)
-    what = "" if panel.stacked or len(panel.lines) == 1 else f": {line.label}"
-    what = "" if panel.unit == "bytes" or line.key == "kv/stored_tokens" else what
-    return Plot(
-        panel.title + what, unit, panel.caption, series, log=panel.log, pale=len(records) < 3, exact=_steps(panel)
-    )
+    few = len(records) < 3
+    return [Plot(title, unit, panel.caption, series, log=panel.log, pale=few, exact=_steps(panel))]
 
 
 def _accuracy_of_run(record: RunRecord) -> Plot | None:

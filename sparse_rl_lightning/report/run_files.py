@@ -20,6 +20,8 @@ LARGEST_NUMBER = 1e30
 """Beyond it a number is taken for none: no metric is so large, and charts of it would overflow."""
 LONGEST_TEXT = 4000
 MOST_ENTRIES = 2000
+SAME = ("reward", "completions/mean_length", "time/rollout")
+"""Rows of a CSV file that agree in these speak of the same rollout: no two rollouts take the same time."""
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -146,7 +148,7 @@ def _number(value: Any) -> float | None:
 
 
 def _from_csv(file: Path) -> RunRecord:
-    """A row of the history for every row with a ``reward``: rollouts that the logger left out are missing."""
+    """A row of the history for every rollout that was logged; Lightning repeats its numbers until the next."""
     history: list[dict[str, float]] = []
     validation: list[dict[str, float]] = []
     limit = csv.field_size_limit(LARGEST_FILE)
@@ -161,7 +163,9 @@ def _from_csv(file: Path) -> RunRecord:
         }
         if tested:
             validation.append({"rollout": float(len(history)), **tested})
-        if "reward" in values:
+        if history and "time/rollout" in values and all(values.get(key) == history[-1].get(key) for key in SAME):
+            history[-1].update({name: value for name, value in values.items() if name != "step"})
+        elif "reward" in values:
             history.append({**values, "rollout": float(len(history))})
         elif history and "completions/mean_length" not in values:
             history[-1].update({name: value for name, value in values.items() if name != "step"})
