@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from report_runs import HOSTILE, Parser, record, row
 
 from sparse_rl_lightning.report import RunRecord, page, picture, summary_text
+from sparse_rl_lightning.report.assets import DARK, LIGHT, STYLE
 from sparse_rl_lightning.report.charts import charts
 from sparse_rl_lightning.report.html import text as escaped
 from sparse_rl_lightning.report.plots import plots_of_run
@@ -246,6 +248,46 @@ def test_worst_completions_say_why() -> None:
 )
 def test_page_says_how_the_run_ended(state: str, shown: str) -> None:
     assert shown in " ".join(Parser(page(record(state=state))).text)
+
+
+# Colours as eyes without one of the three kinds of cones see them (Machado and others 2009), of linear RGB.
+EYES = {
+    "usual": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def linear(color: str) -> list[float]:
+    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+
+
+def lab(color: list[float]) -> tuple[float, float, float]:
+    """CIELAB of linear RGB."""
+    r, g, b = (min(1.0, max(0.0, c)) for c in color)
+    xyz = (
+        0.4339 * r + 0.3762 * g + 0.1899 * b,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        0.0177 * r + 0.1095 * g + 0.8729 * b,
+    )
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize(("colors", "card"), [(LIGHT, "#ffffff"), (DARK, "#18202a")], ids=["light", "dark"])
+def test_lines_stand_out_and_are_told_apart_by_every_eye(colors: tuple[str, ...], card: str) -> None:
+    assert card in STYLE or card == "#ffffff"
+    luminances = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (card, *colors))]
+    for luminance in luminances[1:]:
+        low, high = sorted((luminances[0], luminance))
+        assert (high + 0.05) / (low + 0.05) >= 3, "WCAG 2.1, 1.4.11"
+    for matrix in EYES.values():
+        seen = [
+            lab([sum(m * c for m, c in zip(line, linear(color), strict=True)) for line in matrix]) for color in colors
+        ]
+        assert min(math.dist(a, b) for a, b in combinations(seen, 2)) > 20
 
 
 def hostile_page() -> str:

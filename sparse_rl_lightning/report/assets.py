@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-LIGHT = ("#1d4ed8", "#c2410c", "#0f9d8a", "#86198f")
-DARK = ("#7aa8ff", "#ff9d5c", "#2dd4bf", "#e58af0")
+LIGHT = ("#1d4ed8", "#c2410c", "#0e9f6e", "#4a044e")
+DARK = ("#7aa8ff", "#ff8a3d", "#5eead4", "#fde68a")
 """Colours of lines. More lines than colours are dashed, then dotted."""
 
 
@@ -61,7 +61,8 @@ caption { text-align: left; padding: .6rem .95rem .4rem; }
 th, td { text-align: left; padding: .4rem .95rem; border-top: 1px solid var(--line); vertical-align: top; }
 thead th { white-space: nowrap; }
 tbody th { font-weight: 400; color: var(--soft); min-width: 12rem; overflow-wrap: anywhere; }
-td { font-variant-numeric: tabular-nums; min-width: 6rem; overflow-wrap: anywhere; } .numbers td, .numbers thead th + th { text-align: right; }
+td { font-variant-numeric: tabular-nums; min-width: 6rem; overflow-wrap: anywhere; }
+.numbers td, .numbers thead th + th { text-align: right; }
 .numbers td { white-space: nowrap; }
 .warnings { background: var(--warn); color: var(--warn-ink); border-radius: 10px; padding: .7rem 1rem;
   margin-top: 1rem; }
