@@ -79,7 +79,9 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 def forget_times(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in history]
+    """Nor a counter that is logged before the interruption, and read after it."""
+    passing = ("time/", "empty_rollouts")
+    return [{name: value for name, value in row.items() if not name.startswith(passing)} for row in history]
 
 
 class Unwritten(RunSummary):

@@ -126,7 +126,7 @@ def test_every_logged_key_is_in_the_table_of_the_documentation() -> None:
     logged = rollout_metrics(scored_rollout(old_logprobs=torch.zeros(4, 5)))
     names = {name.replace("/right/", "/{function}/").replace("/style/", "/{function}/") for name in logged}
     assert names <= documented
-    assert len(names) == 36
+    assert len(names) == 38
 
 
 def test_rejection_counts_sequences_without_any_token_left() -> None:

@@ -182,6 +182,7 @@ class RunSummary(RolloutCallback):
         record.written = datetime.now(UTC).isoformat(timespec="seconds")
 
     def _complete_row(self, trainer: Trainer) -> None:
+        """A row that a resume completes has what was logged since."""
         if not self.record.history:
             return
         row = self.record.history[-1]
