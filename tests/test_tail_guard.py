@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
 import torch
+from lightning.pytorch import Trainer
 from test_acceptance_monitor import sharp
 from tiny_grpo import Recorder, fit, module, weights
 from tiny_run import config, write
