@@ -22,6 +22,7 @@ from sparse_rl_lightning.report.charts import charts
 from sparse_rl_lightning.report.html import text as escaped
 from sparse_rl_lightning.report.plots import plots_of_run
 from sparse_rl_lightning.report.scale import smoothed
+from sparse_rl_lightning.report.svg import drawing
 from sparse_rl_lightning.report.text import (
     duration,
     number,
@@ -197,6 +198,13 @@ def test_time_is_stacked_without_the_first_rollout_and_incomplete_ones() -> None
         ("reward", [(1.0, 0.5), (2.0, 0.5), (3.0, 0.5)]),
         ("update", [(1.0, 1.5), (2.0, 1.5), (3.0, 1.5)]),
     ]
+
+
+def test_bands_stand_on_each_other() -> None:
+    """2 + 1 + 0.5 + 1.5 = 5 seconds on an axis from 0 (176) to 6 (8): the highest edge is at 176 - 168 x 5 / 6 = 36."""
+    plot = next(plot for _, plot in plots_of_run(record()) if plot.stacked)
+    bands = re.findall(r'class="band (c\d)" d="M([\d.]+) ([\d.]+)L', drawing(plot))
+    assert [(color, y) for color, _, y in bands] == [("c0", "120.0"), ("c1", "92.0"), ("c2", "78.0"), ("c3", "36.0")]
 
 
 def test_long_runs_stay_small_and_keep_their_worst_ratio() -> None:
