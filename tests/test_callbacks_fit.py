@@ -61,10 +61,11 @@ def fit(
         seed=3,
     )
     trainer = Trainer(
-        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing="ckpt_path" in options,
+        accelerator="cpu", max_steps=steps, logger=options.get("logger", False),
+        enable_checkpointing="ckpt_path" in options,
         enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, default_root_dir=folder,
         enable_progress_bar=any(isinstance(c, RolloutProgress) for c in callbacks),
-        callbacks=[SparsityAwareRejection(), ImportanceReweighting(), *callbacks],
+        callbacks=[SparsityAwareRejection(), ImportanceReweighting(), *callbacks], log_every_n_steps=1,
         fast_dev_run=options.get("fast_dev_run", False),
     )  # fmt: skip
     trainer.fit(
@@ -78,7 +79,9 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 def forget_times(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in history]
+    """Nor a counter that is logged before the interruption, and read after it."""
+    passing = ("time/", "empty_rollouts")
+    return [{name: value for name, value in row.items() if not name.startswith(passing)} for row in history]
 
 
 class Unwritten(RunSummary):

@@ -77,6 +77,8 @@ def test_rollout_metrics_by_hand() -> None:
         "token_mask_rate": 0.3,
         "kv/saving_final": 0.3,
         "kv/saving_integral": 0.25,
+        "kv/stored_tokens": 1.75,
+        "kv/full_tokens": 2.5,
         "kv/read_share": 0.75,  # without a retriever all that is stored
         "kv/peak_bytes": 300,
         "kv/full_peak_bytes": 1000,
@@ -124,7 +126,7 @@ def test_every_logged_key_is_in_the_table_of_the_documentation() -> None:
     logged = rollout_metrics(scored_rollout(old_logprobs=torch.zeros(4, 5)))
     names = {name.replace("/right/", "/{function}/").replace("/style/", "/{function}/") for name in logged}
     assert names <= documented
-    assert len(names) == 36
+    assert len(names) == 38
 
 
 def test_rejection_counts_sequences_without_any_token_left() -> None:

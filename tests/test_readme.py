@@ -17,6 +17,7 @@ from jsonargparse import capture_parser
 
 from sparse_rl_lightning import cli
 from sparse_rl_lightning.cli.calibrate import with_file
+from sparse_rl_lightning.cli.report import parser as report_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -146,6 +147,9 @@ def parse(arguments: list[str]) -> None:
             own = with_file(arguments[1:]) if "--hardware" in arguments else arguments[1:]
             capture_parser(lambda: cli.calibrate(own)).parse_args(own)
             return
+        if arguments[:1] == ["report"]:
+            report_parser().parse_args(arguments[1:])
+            return
         cli.main(arguments)
     except ParsedError:
         return
@@ -175,11 +179,14 @@ def test_wrong_commands_do_not_parse() -> None:
     parse(["fit", "--config", "configs/dense.yaml", "--model.num_generations=4"])
     parse(["calibrate", "--config", "configs/calibrate.yaml", "--bin_size=8"])
     parse(["calibrate", "--hardware"])
+    parse(["report", "runs/a", "runs/b", "--output=x.html"])
     for wrong in (
         "fit --config configs/no_such.yaml",
         "fit --config configs/dense.yaml --model.num_generation=4",
         "calibrate --config configs/calibrate.yaml --bins=8",
         "calibrate --hardware --bin_size=8",
+        "report",
+        "report runs/a --out=x.html",
     ):
         with pytest.raises(pytest.fail.Exception, match="does not parse"):
             parse(wrong.split())

@@ -2,95 +2,37 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
+import hashlib
 import json
 import math
 import re
-from html.parser import HTMLParser
+from itertools import combinations
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_runs import HOSTILE, Parser, record, row
 
-from sparse_rl_lightning.report import RunRecord, page, picture, summary_text, vector_charts
-from sparse_rl_lightning.report.charts import CHARTS, smoothed
-from sparse_rl_lightning.report.text import duration, number, percent, printable, prompt_text, size, table
-
-HOSTILE = (
-    "<script>alert(1)</script>&amp;\x1b[31m\x00\ud800 \u202e\" onload='x' <img src=https://evil.example/x.png>\nend"
+from sparse_rl_lightning.report import RunRecord, page, picture, summary_text
+from sparse_rl_lightning.report.assets import DARK, LIGHT, STYLE
+from sparse_rl_lightning.report.charts import charts
+from sparse_rl_lightning.report.html import text as escaped
+from sparse_rl_lightning.report.plots import plots_of_run
+from sparse_rl_lightning.report.scale import smoothed
+from sparse_rl_lightning.report.svg import drawing
+from sparse_rl_lightning.report.text import (
+    duration,
+    number,
+    percent,
+    printable,
+    prompt_text,
+    shortened,
+    size,
+    table,
 )
-VOID = {"meta", "path", "use", "rect", "br", "img", "link", "input", "hr"}
-
-
-def row(index: int, **others: float) -> dict[str, float]:
-    return {
-        "rollout": float(index),
-        "step": float(2 * index),
-        "reward": 0.25 + 0.01 * index,
-        "completions/mean_length": 20.0,
-        "completions/max_length": 30.0,
-        "completions/repetition_rate": 0.05,
-        "rejection_rate": 0.1 if index % 2 else 0.0,
-        "token_mask_rate": 0.1,
-        "kv/saving_final": 0.4,
-        "kv/saving_integral": 0.2,
-        "kv/peak_bytes": 1024.0 * 1024 * (1 + index % 2),
-        "kv/full_peak_bytes": 8.0 * 1024 * 1024,
-        "mismatch/kl_k3": 0.02,
-        "mismatch/ratio_p05": 0.7,
-        "sampling/importance_sampling_ratio/min": 1e-4,
-        "time/tokens_per_second": 1500.0,
-        **others,
-    }
-
-
-def record(**fields: Any) -> RunRecord:
-    options: dict[str, Any] = {
-        "history": [row(i) for i in range(10)],
-        "before": {"dense": 0.25, "sparse": 0.2},
-        "after": {"dense": 0.5, "sparse": 0.45},
-        "num_problems": 64,
-        "measure": "accuracy",
-        "seconds": 75.0,
-        "steps": 20,
-        "settings": {"compressor": "SnapKV(budget=24)"},
-        "samples": [{"cache": "sparse", "prompt": "1+1=", "completion": "2", "reward": 1.0, "answer": "2"}],
-        "title": "A run",
-    }
-    return RunRecord(**{**options, **fields})
-
-
-class Parser(HTMLParser):
-    """Checks that tags nest, and collects tags, attributes and text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
 
 # ---------------------------------------------------------------- numbers
 
@@ -142,6 +84,8 @@ def test_small_formats() -> None:
     assert [duration(s) for s in (9.94, 60, 3601)] == ["9.9 s", "1 min 00 s", "1 h 00 min"]
     assert (number(math.nan), percent(None), percent(0.123)) == ("–", "–", "12.3 %")
     assert table([["a", "bb"], ["ccc", "d"]], "lr") == "a    bb\n---  --\nccc   d"
+    assert shortened("abcdefgh", 8) == "abcdefgh"
+    assert shortened("abcdefghij", 4) == "ab … [6 characters left out] … ij"
     assert prompt_text([{"role": "user", "content": "hi"}, {"role": "x", "content": "y"}]) == "user: hi\nx: y"
 
 
@@ -150,7 +94,7 @@ def test_smoothing_is_a_mean_of_known_neighbours() -> None:
     assert math.isnan(smoothed([math.nan], 2)[0])
 
 
-# ---------------------------------------------------------------- picture and page
+# ---------------------------------------------------------------- picture
 
 
 def test_picture_is_a_png_of_every_chart_with_data() -> None:
@@ -160,79 +104,256 @@ def test_picture_is_a_png_of_every_chart_with_data() -> None:
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
     assert dict(matplotlib.rcParams) == before
-    assert [chart.title for chart, _ in vector_charts(record())] == [chart.title for chart in CHARTS]
+    titles = [title for title, _ in charts(record())]
+    assert titles[:4] == ["Held-out problems", "Peak KV memory", "Reward", "Completion length"]
+    assert len(titles) == 9
+    assert [title for title, _ in charts(RunRecord(history=[{"rollout": 0.0, "reward": 1.0}]))] == ["Reward"]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        RunRecord(),
-        RunRecord(history=[{"rollout": 0.0, "reward": math.nan}], before={"dense": 0.1}),
-        record(history=[{"rollout": 0.0, "reward": 1.0}], after={}, title="$\\frac{ $ <b>"),
-        record(history=[{"rollout": float(i), "kv/saving_final": 0.0, "kv/peak_bytes": 0.0} for i in range(3)]),
-        record(history=[{"rollout": float(i), "reward": -1.0, "mismatch/ratio_p05": 0.0} for i in range(30)]),
-    ],
-    ids=["empty", "nan", "one", "few", "extreme"],
-)
-def test_unusual_runs_are_drawn_too(run: RunRecord) -> None:
+UNUSUAL = {
+    "empty": RunRecord(),
+    "nan": RunRecord(history=[{"rollout": 0.0, "reward": math.nan}], before={"dense": 0.1}),
+    "one": record(history=[{"rollout": 0.0, "reward": 1.0, "time/rollout": 1.0}], after={}, title="$\\frac{ $ <b>"),
+    "few": record(history=[{"rollout": float(i), "kv/saving_final": 0.0, "kv/peak_bytes": 0.0} for i in range(3)]),
+    "extreme": record(history=[{"rollout": float(i), "reward": -1.0, "mismatch/ratio_p05": 0.0} for i in range(30)]),
+    "huge": record(history=[{"rollout": float(i), "reward": 1e30 * (-1) ** i, "time/rollout": 1e30} for i in range(9)]),
+    "tiny": record(history=[{"rollout": float(i), "reward": 1e-300 * i} for i in range(9)]),
+}
+
+
+@pytest.mark.parametrize("run", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_runs_are_shown_too(run: RunRecord) -> None:
+    parser = Parser(page(run))
+    assert parser.tags.count("svg") == parser.tags.count("figure") == len(plots_of_run(run))
+    numbers = [value for name, value in parser.attributes if name in ("d", "cx", "cy", "x", "y") and value]
+    assert not [value for value in numbers if "nan" in value or "inf" in value]
     pytest.importorskip("matplotlib")
     assert picture(run).startswith(b"\x89PNG")
-    if len(run.history) < 2:
-        Parser(page(run))
 
 
-def test_reward_chart_shows_the_rewards() -> None:
+def test_chart_of_the_picture_shows_the_numbers() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    chart = next(chart for chart in CHARTS if chart.title == "Rejected")
     ax = Figure().add_subplot()
-    chart.draw(ax, record(history=[row(i) for i in range(3)]))
+    dict(charts(record(history=[row(i) for i in range(3)])))["Rejected"](ax)
     sequences, tokens = ax.get_lines()
     assert list(sequences.get_ydata()) == [0.0, 10.0, 0.0]  # percent
     assert list(tokens.get_ydata()) == [10.0] * 3
     assert ax.get_ylim()[0] == 0
 
 
+# ---------------------------------------------------------------- page
+
+
 def test_page_is_one_valid_document_with_the_numbers() -> None:
     parser = Parser(page(record()))
     text = " ".join(parser.text)
-    for expected in ("0.250 → 0.500", "0.200 → 0.450", "40.0 %", "SnapKV(budget=24)", "1+1=", "1 min 15 s", "A run"):
+    for expected in (
+        "0.250 → 0.500", "0.200 → 0.450", "40.0 %", "SnapKV(budget=24)", "1+1=", "1 min 15 s", "A run", "torch", "2.13",
+        "model.num_generations", "10 rollouts, 20 optimiser steps, 1 min 15 s.",
+    ):  # fmt: skip
         assert expected in text
-    assert parser.tags.count("figure") == parser.tags.count("svg") == len(CHARTS)
-    ids = [value for name, value in parser.attributes if name == "id"]
-    assert len(ids) == len(set(ids))
-    references = [v for n, v in parser.attributes if n.endswith("href") and v]
-    references += re.findall(r"url\(([^)]*)\)", page(record()))
-    assert references
-    assert {reference.removeprefix("#") for reference in references} <= set(ids)
+    assert parser.tags.count("figure") == parser.tags.count("svg") == len(plots_of_run(record())) == 17
+    assert len(parser.labels) == 17
+    assert all(len(label) > 40 for label in parser.labels), "every chart is described in words"
+    assert parser.tags.count("caption") == parser.tags.count("table") == 3
+    assert len(page(record())) < 120_000
+
+
+def test_panels_without_data_are_left_out() -> None:
+    bare = RunRecord(history=[{"rollout": float(i), "reward": 0.5, "mismatch/kl_k3": 0.1} for i in range(5)])
+    assert [plot.title for _, plot in plots_of_run(bare)] == ["Reward", "Mismatch KL"]
+    html = page(bare)
+    assert "KV memory" not in html
+    assert "Worst completions" not in html
+    assert "Settings" not in html
+
+
+def test_charts_hold_the_numbers_they_show() -> None:
+    parser = Parser(page(record()))
+    kl = next(
+        series for label, series in zip(parser.labels, parser.series, strict=True) if label.startswith("Mismatch")
+    )
+    assert kl == [("0 1 2 3 4 5 6 7 8 9", " ".join(["0.02"] * 10))]
+    memory = next(one for label, one in zip(parser.labels, parser.series, strict=True) if label.startswith("KV memory"))
+    assert memory[0][1] == "1 2 1 2 1 2 1 2 1 2"  # MiB
+    assert memory[1][1] == " ".join(["8"] * 10)
+    label = next(label for label in parser.labels if label.startswith("Reward in"))
+    assert label == "Reward in mean reward up to rollout 9. reward: from 0.25 to 0.34, between 0.25 and 0.34."
+
+
+def test_greedy_accuracy_goes_through_the_validations() -> None:
+    (_, plot), *_ = plots_of_run(record(validation=[{"rollout": 4.0, "dense": 0.3}]))
+    assert [s.points for s in plot.series] == [[(0.0, 0.25), (4.0, 0.3), (10.0, 0.5)], [(0.0, 0.2), (10.0, 0.45)]]
+
+
+def test_time_is_stacked_without_the_first_rollout_and_incomplete_ones() -> None:
+    history = [row(i, **{"time/rollout": 1.0 + i, "time/rescoring": 2.0}) for i in range(5)]
+    del history[4]["time/update"]
+    plot = next(plot for _, plot in plots_of_run(record(history=history)) if plot.stacked)
+    assert [(s.label, s.points) for s in plot.series] == [
+        ("rollout", [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]),
+        ("rescoring", [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]),
+        ("reward", [(1.0, 0.5), (2.0, 0.5), (3.0, 0.5)]),
+        ("update", [(1.0, 1.5), (2.0, 1.5), (3.0, 1.5)]),
+    ]
+
+
+def test_bands_stand_on_each_other() -> None:
+    """2 + 1 + 0.5 + 1.5 = 5 seconds on an axis from 0 (176) to 6 (8): the highest edge is at 176 - 168 x 5 / 6 = 36."""
+    plot = next(plot for _, plot in plots_of_run(record()) if plot.stacked)
+    bands = re.findall(r'class="band (c\d)" d="M([\d.]+) ([\d.]+)L', drawing(plot))
+    assert [(color, y) for color, _, y in bands] == [("c0", "120.0"), ("c1", "92.0"), ("c2", "78.0"), ("c3", "36.0")]
+
+
+def test_long_runs_stay_small_and_keep_their_worst_ratio() -> None:
+    history = [row(i) for i in range(20_000)]
+    history[12_345]["sampling/importance_sampling_ratio/min"] = 1e-9
+    run = record(history=history)
+    ratio = next(plot for _, plot in plots_of_run(run) if plot.title.startswith("Ratio"))
+    assert min(y for _, y in ratio.series[1].points) == 1e-9
+    reward = next(plot for _, plot in plots_of_run(run) if plot.title == "Reward")
+    assert len(reward.series[0].points) == 400
+    assert reward.series[0].points[0] == (25.0, pytest.approx(0.25 + 0.01 * 24.5))  # the mean of 50 rollouts
+    html = page(run)
+    assert len(html) < 1_000_000
+    assert "each point of a chart stands for 50 rollouts" in html
+
+
+def test_warnings_are_shown_with_their_counts() -> None:
+    history = [row(i, **{"skipped_steps": min(i, 2.0), "empty_rollouts": 0.0}) for i in range(5)]
+    history[3]["rewards/right/failed"] = 4.0
+    history[4]["rewards/right/failed"] = 1.0
+    told = [{"rollout": 2, "text": "TailGuard: Responses have shrunk."}, {"rollout": -1, "text": "a file"}, {"text": 3}]
+    text = " ".join(Parser(page(record(history=history, warnings=told))).text)
+    assert "Optimiser steps skipped because their gradient was not finite: 2." in text
+    assert "reward function right could not judge: 5." in text
+    assert "Rollout 2: TailGuard: Responses have shrunk." in text
+    assert "rejection kept no token" not in text
+    assert "Warnings" not in page(record())
+
+
+def test_worst_completions_say_why() -> None:
+    worst = [
+        {"rollout": 3, "kinds": ["lowest reward"], "prompt": "p1", "completion": "c1", "reward": -1.0, "ratio": 0.5},
+        {"rollout": 7, "kinds": ["most mismatched", "rejected"], "prompt": "p2", "completion": "c2", "reward": 1.0,
+         "ratio": 1.2e-6, "token": "44", "token_place": 17, "length": 23, "rejected": True, "answer": "12"},
+    ]  # fmt: skip
+    text = " ".join("".join(Parser(page(record(worst=worst))).text).split())
+    assert "Rollout 7: most mismatched, rejected. Token 17 of 23, “44”, is 1.2e-6 times as likely under" in text
+    assert "Rollout 3: lowest reward. Reward -1.00" in text
+    assert text.index("Rollout 7") < text.index("Rollout 3"), "rejected ones first"
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        ("running", "goes on, or was killed"),
+        ("stopped by KeyError: <b>", "stopped by KeyError: <b>"),
+        ("finished", "s."),
+    ],
+)
+def test_page_says_how_the_run_ended(state: str, shown: str) -> None:
+    assert shown in " ".join(Parser(page(record(state=state))).text)
+
+
+# Colours as eyes without one of the three kinds of cones see them (Machado and others 2009), of linear RGB.
+EYES = {
+    "usual": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def linear(color: str) -> list[float]:
+    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+
+
+def lab(color: list[float]) -> tuple[float, float, float]:
+    """CIELAB of linear RGB."""
+    r, g, b = (min(1.0, max(0.0, c)) for c in color)
+    xyz = (
+        0.4339 * r + 0.3762 * g + 0.1899 * b,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        0.0177 * r + 0.1095 * g + 0.8729 * b,
+    )
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize(("colors", "card"), [(LIGHT, "#ffffff"), (DARK, "#18202a")], ids=["light", "dark"])
+def test_lines_stand_out_and_are_told_apart_by_every_eye(colors: tuple[str, ...], card: str) -> None:
+    assert card in STYLE or card == "#ffffff"
+    luminances = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (card, *colors))]
+    for luminance in luminances[1:]:
+        low, high = sorted((luminances[0], luminance))
+        assert (high + 0.05) / (low + 0.05) >= 3, "WCAG 2.1, 1.4.11"
+    for matrix in EYES.values():
+        seen = [
+            lab([sum(m * c for m, c in zip(line, linear(color), strict=True)) for line in matrix]) for color in colors
+        ]
+        assert min(math.dist(a, b) for a, b in combinations(seen, 2)) > 20
+
+
+def hostile_page() -> str:
+    fields = {"prompt": HOSTILE, "completion": HOSTILE, "answer": HOSTILE, "reward": 0.0}
+    return page(
+        record(
+            samples=[{"cache": HOSTILE, **fields}], title=HOSTILE, settings={HOSTILE: HOSTILE}, measure=HOSTILE,
+            worst=[{**fields, "kinds": [HOSTILE], "token": HOSTILE, "ratio": 0.1, "token_place": 1, "rollout": 1}],
+            warnings=[{"rollout": 1, "text": HOSTILE}], config={HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE},
+            state=HOSTILE, written=HOSTILE,
+            history=[row(i, **{f"rewards/{HOSTILE}/mean": 1.0, "rewards/b/mean": 0.0}) for i in range(9)],
+        )
+    )  # fmt: skip
 
 
 def test_page_loads_nothing_and_runs_nothing_whatever_the_completions_are() -> None:
-    samples = [{"cache": HOSTILE, "prompt": HOSTILE, "completion": HOSTILE, "reward": 0.0, "answer": HOSTILE}]
-    html = page(record(samples=samples, title=HOSTILE, settings={HOSTILE: HOSTILE}))
+    html = hostile_page()
     html.encode("utf-8")
     assert not [c for c in html if not c.isprintable() and c != "\n"]
     parser = Parser(html)
-    assert not {"script", "img", "link", "iframe", "object", "embed", "base", "form"} & set(parser.tags)
-    assert not [name for name, _ in parser.attributes if name.startswith("on")]
-    assert not [value for name, value in parser.attributes if value and re.search(r"^\s*(https?:|//|data:)", value)]
-    assert "".join(parser.text).count("<script>alert(1)</script>&amp;\\x1b[31m\\x00\\ud800") >= 5  # shown as it is
-    assert "default-src 'none'" in html
+    assert not {"img", "link", "iframe", "object", "embed", "base", "form"} & set(parser.tags)
+    assert parser.tags.count("script") == parser.tags.count("style") == 1
+    assert not [name for name, _ in parser.attributes if name.startswith("on") or name == "style"]
+    links = {"href", "src", "action", "srcset", "data", "xlink:href"}
+    assert not [name for name, _ in parser.attributes if name in links]
+    assert "".join(parser.text).count("<script>alert(1)</script>&amp;\\x1b[31m\\x00\\ud800") >= 10  # shown as it is
     assert "https://" not in re.sub(r"https://evil\.example", "", html)
     assert "http://" not in html
+
+
+def test_policy_allows_our_script_and_style_only() -> None:
+    html = hostile_page()
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', html)
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        content = html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_megabytes_are_cut() -> None:
+    long = {"prompt": "p" * 3_000_000, "completion": "<" * 3_000_000, "answer": "a" * 10**6, "reward": 0.0}
+    html = page(
+        record(samples=[{"cache": "dense", **long}], worst=[{**long, "kinds": ["rejected"], "rollout": 0}] * 200)
+    )
+    assert len(html) < 800_000
+    assert "2,997,800 characters left out" in html
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.text(st.characters(codec=None), max_size=30))
 def test_any_text_survives_a_page_line_by_line(text: str) -> None:
-    from sparse_rl_lightning.report.page import _text
-
-    shown = Parser(f"<p>{_text(text)}</p>").text
+    shown = Parser(f"<p>{escaped(text)}</p>").text
     assert "".join(shown) == "\n".join(printable(line) for line in text.split("\n"))
 
 
-def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_needs_no_matplotlib_and_the_picture_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
 
     def missing(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -241,8 +362,6 @@ def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.Mo
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    html = page(record())
-    assert "pip install &#x27;sparse-rl-lightning[report]&#x27;" in html
-    assert "0.250 → 0.500" in html
+    assert page(record()).count("<svg") == 17
     with pytest.raises(ModuleNotFoundError, match=r"sparse-rl-lightning\[report\]"):
         picture(record())

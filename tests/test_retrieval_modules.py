@@ -10,7 +10,7 @@ from tiny_grpo import Recorder, fit, module
 from tiny_run import config
 
 from sparse_rl_lightning.callbacks import MismatchSplit
-from sparse_rl_lightning.callbacks.summary import default_title, describe
+from sparse_rl_lightning.callbacks.run_facts import default_title, describe
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.modules import ReplayGRPO

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from test_acceptance_monitor import sharp
 from tiny_grpo import Recorder, fit, module, weights
 from tiny_run import config, write
@@ -335,6 +336,7 @@ def test_an_old_report_is_judged_once() -> None:
     guard, monitor = TailGuard("warn", **EAGER), AcceptanceMonitor()
     guard._monitor, monitor.report = monitor, TailReport(0, {"0-2000": 0.5}, {"0-2000": 10}, None)
     grpo = sharp()
+    grpo.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     grpo.log_dict = lambda *_, **__: None
     with warnings.catch_warnings(record=True):
         for index in range(3):

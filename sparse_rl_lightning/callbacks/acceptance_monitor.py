@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class TailReport:
     tail: dict[str, float]  # 5th percentile of the lower bound by length bin, those without tokens left out
     tokens: dict[str, int]  # of each of these bins
     ceiling: float | None  # the same percentile between dense policies, None where it was not measured
+    logged: dict[str, float] = field(default_factory=dict)  # all keys
 
 
 class AcceptanceMonitor(RolloutCallback):
@@ -151,7 +152,7 @@ class AcceptanceMonitor(RolloutCallback):
             fit = fit_beta(lower[rollout.completion_mask])
             logged |= {"acceptance/beta_a": fit.a, "acceptance/beta_b": fit.b, "acceptance/beta_ks": fit.ks}
         self.report = TailReport(
-            scored.index, {name: logged[f"acceptance/p05/{name}"] for name in tokens}, tokens, ceiling
+            scored.index, {name: logged[f"acceptance/p05/{name}"] for name in tokens}, tokens, ceiling, logged
         )
         module.log_dict(logged, batch_size=len(rollout))
 

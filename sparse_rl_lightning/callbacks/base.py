@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.rollout import Progress
 from sparse_rl_lightning.types import ScoredRollout
@@ -30,3 +31,14 @@ class RolloutCallback(Callback):
 
         Edit ``scored.rollout.keep`` and ``scored.rollout.weights`` by multiplying, so that callbacks add up.
         """
+
+    def on_run_warning(self, trainer: Trainer, text: str) -> None:
+        """Called when a callback warns of the course of the run."""
+
+
+def warn_of_run(trainer: Trainer, text: str) -> None:
+    """Warn of the course of a run, and tell the callbacks that keep its record."""
+    rank_zero_warn(text, stacklevel=6)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RolloutCallback):
+            callback.on_run_warning(trainer, text)

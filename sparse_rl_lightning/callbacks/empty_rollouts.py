@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.types import ScoredRollout
 
 
@@ -43,10 +42,11 @@ class EmptyRollouts(RolloutCallback):
         self.count += is_empty
         module.log("empty_rollouts", float(self.count), batch_size=len(scored.completions))
         if self.in_a_row == self.warn_after:
-            rank_zero_warn(
+            warn_of_run(
+                trainer,
                 f"Rejection kept no token of the last {self.in_a_row} rollouts, so nothing is learned: the compressed "
                 "cache's policy is too far from the dense one. Raise the compressor's budget, lower "
-                "SparsityAwareRejection.threshold, or choose another compressor."
+                "SparsityAwareRejection.threshold, or choose another compressor.",
             )
 
     def state_dict(self) -> dict[str, Any]:

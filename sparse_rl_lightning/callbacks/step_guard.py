@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.tensor import DTensor
 
+from sparse_rl_lightning.callbacks.base import warn_of_run
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class StepGuard(Callback):
     def _tell(self, trainer: Trainer, module: BlockModule) -> None:
         said = f"The gradient of optimiser step {trainer.global_step} is not finite: the step is skipped"
         if self.in_a_row < self.max_in_a_row:
-            rank_zero_warn(f"{said} ({self.in_a_row} in a row, {self.skipped} in all).")
+            warn_of_run(trainer, f"{said} ({self.in_a_row} in a row, {self.skipped} in all).")
             return
         folder = Path(trainer.default_root_dir) / "bad_steps"
         folder.mkdir(parents=True, exist_ok=True)

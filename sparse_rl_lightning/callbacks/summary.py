@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,16 +13,23 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from sparse_rl_lightning.callbacks.acceptance_monitor import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import writable_folder, write_whole
+from sparse_rl_lightning.callbacks.run_facts import configuration, default_title, describe, versions
+from sparse_rl_lightning.callbacks.worst_completions import LONGEST_TEXT, WorstCompletions
 from sparse_rl_lightning.metrics import rollout_metrics
-from sparse_rl_lightning.report import RunRecord, page, picture, summary_text
-from sparse_rl_lightning.report.text import prompt_text
+from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
+from sparse_rl_lightning.report.text import prompt_text, shortened
 from sparse_rl_lightning.types import ScoredRollout
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.generation import GenerationModule
+
+
+ROW_KEYS = ("time/", "memory/", "guard/", "clip_ratio/", "entropy", "kl", "empty_rollouts", "skipped_steps")
+"""Beginnings of what is logged after a rollout was scored and belongs to its row."""
 
 
 class RunSummary(RolloutCallback):
@@ -30,16 +38,18 @@ class RunSummary(RolloutCallback):
     Held-out problems are the data module's validation rows, completed with the full and with the compressed cache and
     judged by the first of the module's reward functions.
     At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
-    ``report.html`` (one self-contained page) and ``report.png`` (one picture; needs matplotlib) are written.
+    ``report.html`` (one self-contained page) and ``report.png`` (one picture; needs matplotlib) are written. Until then
+    ``progress.json`` holds what there is, for ``sparse-rl report`` on a run that is going on or was killed.
     A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so a
     run is the same with this callback and without it. A trial run (``fast_dev_run``) writes nothing.
 
     Args:
         num_problems: Held-out problems to evaluate on, 0 for none.
-        num_samples: Completions to show.
+        num_samples: Completions to show, and of the worst so many of each kind.
         folder: Where the files go, default ``trainer.default_root_dir``.
         batch_size: Problems completed at the same time.
         title: Of picture and page, default the module and its compressor.
+        progress_seconds: Least time between two writings of ``progress.json``.
 
     Raises:
         ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written.
@@ -52,9 +62,11 @@ class RunSummary(RolloutCallback):
         folder: str | Path | None = None,
         batch_size: int = 64,
         title: str | None = None,
+        progress_seconds: float = 30.0,
     ) -> None:
         for name, value, least in (
-            ("num_problems", num_problems, 0), ("num_samples", num_samples, 0), ("batch_size", batch_size, 1)
+            ("num_problems", num_problems, 0), ("num_samples", num_samples, 0), ("batch_size", batch_size, 1),
+            ("progress_seconds", progress_seconds, 0),
         ):  # fmt: skip
             if value < least:
                 raise ValueError(f"RunSummary: {name} must be at least {least}, got {name}={value}.")
@@ -63,7 +75,10 @@ class RunSummary(RolloutCallback):
         self.folder = folder
         self.batch_size = batch_size
         self.title = title
+        self.progress_seconds = progress_seconds
         self.record = RunRecord()
+        self.worst = WorstCompletions(num_samples)
+        self._next_progress = 0.0
         self._start: float | None = None  # of the training, when it was not resumed
 
     # ---------------------------------------------------------------- hooks
@@ -80,31 +95,56 @@ class RunSummary(RolloutCallback):
         if trainer.is_global_zero:
             writable_folder(self._folder(trainer), "RunSummary: folder")
         if trainer.global_step == 0:
-            self.record = RunRecord()
+            self.record, self.worst = RunRecord(), WorstCompletions(self.num_samples)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, unless an earlier part of the run did."""
         if not self.record.before:
             self.record.before = self._evaluate(trainer, cast("GenerationModule", pl_module))
+        self._describe(trainer, cast("GenerationModule", pl_module))
         self._start = time.monotonic() - self.record.seconds
+        self._write_progress(trainer)
+
+    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+        """Complete the row of the rollout before by what training on it logged."""
+        self._complete_row(trainer)
+        if time.monotonic() >= self._next_progress:
+            self._write_progress(trainer)
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         """Keep the rollout's numbers."""
         metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
         self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
+        self.worst.see(scored, cast("GenerationModule", module).tokenizer)
+
+    def on_run_warning(self, trainer: Trainer, text: str) -> None:
+        """Keep it with the rollout it was said at."""
+        self.record.warnings.append({"rollout": len(self.record.history) - 1, "text": text})
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep its accuracies, those before training and of a trial apart."""
+        logged = {cache: trainer.callback_metrics.get(f"val/pass@1_{cache}") for cache in ("dense", "sparse")}
+        found = {cache: float(value) for cache, value in logged.items() if value is not None}
+        if found and not trainer.sanity_checking:
+            self.record.validation.append({"rollout": float(len(self.record.history)), **found})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
+        self._complete_row(trainer)
         self.record.seconds = self._seconds()
         self._start = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep what there is, and why the run ended."""
+        if self._start is not None:
+            self._write_progress(trainer, f"stopped by {type(exception).__name__}: {shortened(str(exception), 500)}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate again, print and write."""
         module, record = cast("GenerationModule", pl_module), self.record
         record.after = self._evaluate(trainer, module)
-        record.steps = trainer.global_step
-        record.settings = describe(module)
-        record.title = self.title or default_title(module)
+        self._describe(trainer, module)
+        record.state = "finished"
         if not trainer.is_global_zero:
             return
         say(f"\n{summary_text(record)}\n")
@@ -120,13 +160,49 @@ class RunSummary(RolloutCallback):
             "num_problems": record.num_problems,
             "measure": record.measure,
             "seconds": self._seconds(),
+            "validation": [dict(row) for row in record.validation],
+            "warnings": [dict(warning) for warning in record.warnings],
+            "worst": {kind: list(kept) for kind, kept in self.worst.kept.items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the record of the run that is resumed."""
-        self.record = RunRecord(**state_dict)
+        state = dict(state_dict)
+        self.worst.kept = state.pop("worst", {})
+        self.record = RunRecord(**state)
 
     # ---------------------------------------------------------------- details
+
+    def _describe(self, trainer: Trainer, module: GenerationModule) -> None:
+        record = self.record
+        record.settings, record.config, record.versions = describe(module), configuration(trainer), versions(module)
+        record.title = self.title or default_title(module)
+        record.steps = trainer.global_step
+        record.worst = self.worst.listed()
+        record.written = datetime.now(UTC).isoformat(timespec="seconds")
+
+    def _complete_row(self, trainer: Trainer) -> None:
+        """A row that a resume completes has what was logged since."""
+        if not self.record.history:
+            return
+        row = self.record.history[-1]
+        for name, value in trainer.callback_metrics.items():
+            if name not in row and name.startswith(ROW_KEYS):
+                row[name] = float(value)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            report = callback.report if isinstance(callback, AcceptanceMonitor) else None
+            if report is not None and report.index == row["rollout"]:  # not one of an earlier rollout
+                row.update(report.logged)
+
+    def _write_progress(self, trainer: Trainer, state: str = "running") -> None:
+        """What there is, whole; never so often that writing a long history takes a noticeable share of the time."""
+        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+            return
+        start, record = time.monotonic(), self.record
+        record.steps, record.worst, record.state = trainer.global_step, self.worst.listed(), state
+        record.seconds, record.written = self._seconds(), datetime.now(UTC).isoformat(timespec="seconds")
+        write_whole(self._folder(trainer) / PROGRESS, json.dumps(record.as_json(), ensure_ascii=True) + "\n")
+        self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
 
     def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
         """Mean reward of greedy completions by cache; the same on every rank."""
@@ -164,14 +240,20 @@ class RunSummary(RolloutCallback):
     def _keep_samples(self, cache: str, rows: list[dict[str, Any]], texts: list[str], rewards: list[float]) -> None:
         for row, text, reward in zip(rows, texts, rewards, strict=True):
             if len(self.record.samples) < self.num_samples:
-                sample = {"cache": cache, "prompt": prompt_text(row["prompt"]), "completion": text, "reward": reward}
-                answer = None if row.get("answer") is None else str(row["answer"])
-                self.record.samples.append(sample | {"answer": answer})
+                prompt, answer = prompt_text(row["prompt"]), row.get("answer")
+                self.record.samples.append(
+                    {
+                        "cache": cache, "reward": reward, "prompt": shortened(prompt, LONGEST_TEXT),
+                        "completion": shortened(text, LONGEST_TEXT),
+                        "answer": None if answer is None else shortened(str(answer), LONGEST_TEXT),
+                    }
+                )  # fmt: skip
 
     def _write(self, folder: Path) -> None:
         numbers = json.dumps(self.record.as_json(), indent=1, ensure_ascii=True)
-        written = [folder / "summary.json", folder / "report.html"]
+        written = [folder / SUMMARY, folder / "report.html"]
         write_whole(written[0], numbers + "\n")
+        (folder / PROGRESS).unlink(missing_ok=True)
         write_whole(written[1], page(self.record))
         try:
             write_whole(folder / "report.png", picture(self.record))
@@ -199,29 +281,3 @@ def held_out_rows(trainer: Trainer, count: int) -> list[dict[str, Any]]:
             break
         rows.extend(batch)
     return rows[:count]
-
-
-def default_title(module: GenerationModule) -> str:
-    """Module, compressor and budget, retriever and what it reads."""
-    compressor = module.compressor
-    budget = f", budget {compressor.schedule} + {compressor.buffer} tokens" if compressor.evicts else ""
-    r = module.retriever
-    reading = "" if r is None else f", {type(r).__name__} reading {r.schedule} tokens"
-    return f"{type(module).__name__} with {type(compressor).__name__}{budget}{reading}"
-
-
-def describe(module: GenerationModule) -> dict[str, str]:
-    """What a reader of the report must know to judge its numbers."""
-    policy = module.dense_policy
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
-    edits = [type(callback).__name__ for callback in module.trainer.callbacks if getattr(callback, "edits", False)]  # type: ignore[attr-defined]
-    return {
-        "policy": f"{type(policy).__name__}, {parameters / 1e6:,.2f} million parameters",
-        "compressor": str(module.compressor),
-        **({} if module.retriever is None else {"retriever": str(module.retriever)}),
-        "corrections": ", ".join(edits) or "none",
-        "samples per prompt": str(module.num_generations),
-        "temperature": str(module.temperature),
-        "longest completion": f"{module.sampling.max_completion_length} tokens",
-        "reward functions": ", ".join(getattr(f, "__name__", type(f).__name__) for f in module.reward_funcs),
-    }

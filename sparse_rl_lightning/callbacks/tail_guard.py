@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.callbacks.acceptance_monitor import AcceptanceMonitor
-from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.folders import writable_folder
 from sparse_rl_lightning.callbacks.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.compressors import Compressor
@@ -190,17 +190,19 @@ class TailGuard(RolloutCallback):
             self.num_raises += 1
             self.watch.start_over()
             after = _budget(module, self.num_raises)
-            rank_zero_warn(
+            warn_of_run(
+                module.trainer,
                 f"TailGuard: {why} The budget grows from {before} to {after} tokens per layer and head, step "
-                f"{self.num_raises} of {self.max_raises}."
+                f"{self.num_raises} of {self.max_raises}.",
             )
         elif self.mode == "stop":
             self._stop = True
-            rank_zero_warn(f"TailGuard: {self._describe(alarms)} The run is stopped at rollout {index}.")
+            warn_of_run(module.trainer, f"TailGuard: {self._describe(alarms)} The run is stopped at rollout {index}.")
         elif new := [sign for sign in alarms if sign not in self._told]:
             self._told += new
             done = f" The budget was raised {self.num_raises} times already." if self.mode == "raise" else ""
-            rank_zero_warn(f"TailGuard: {self._describe(new)}{done} Raise the budget, or reject more strictly.")
+            advice = "Raise the budget, or reject more strictly."
+            warn_of_run(module.trainer, f"TailGuard: {self._describe(new)}{done} {advice}")
 
     def _raise(self, module: Any, steps: int) -> None:
         for part in _limited(module):

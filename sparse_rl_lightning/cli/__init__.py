@@ -1,4 +1,4 @@
-"""The command line: ``sparse-rl fit|validate|test|predict|export --config FILE``, a LightningCLI, and ``calibrate``."""
+"""The command line: ``sparse-rl fit|validate|test|predict|export``, a LightningCLI, ``calibrate`` and ``report``."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, warn
 from sparse_rl_lightning.cli.export import ExportingTrainer
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_own, own_error
 from sparse_rl_lightning.cli.quiet import quiet
+from sparse_rl_lightning.cli.report import main as report
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.generation import GenerationModule
@@ -156,7 +157,8 @@ def console() -> None:
     """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
-    ``sparse-rl doctor`` is answered before any parser is built, ``sparse-rl calibrate`` by a parser of its own.
+    ``sparse-rl doctor`` is answered before any parser is built, ``sparse-rl calibrate`` and
+    ``sparse-rl report`` by parsers of their own.
     """
     if sys.argv[1:2] == ["doctor"]:
         doctor.main()
@@ -165,6 +167,9 @@ def console() -> None:
         if sys.argv[1:2] == ["calibrate"]:
             with _prepared():
                 calibrate(sys.argv[2:])
+            return
+        if sys.argv[1:2] == ["report"]:
+            report(sys.argv[2:])
             return
         main()
     except (ValueError, MisconfigurationException) as error:

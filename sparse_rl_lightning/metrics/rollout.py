@@ -36,6 +36,8 @@ sampling/sampling_logp_difference/mean      nats         mean of |log xi|
 sampling/sampling_logp_difference/max       nats         largest |log xi|
 kv/saving_final                             share        KV tokens not stored at the end of the sequences
 kv/saving_integral                          share        KV tokens not stored, over all decode steps
+kv/stored_tokens                            tokens       held at the end of a sequence, mean per layer and KV head
+kv/full_tokens                              tokens       what a full cache holds there
 kv/read_share                               share        KV tokens of a full cache that attention read
 kv/peak_bytes                               bytes        key and value pools that were allocated
 kv/full_peak_bytes                          bytes        the same slots with a full cache
@@ -84,6 +86,8 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
             {
                 "kv/saving_final": rollout.kv.saving_final,
                 "kv/saving_integral": rollout.kv.saving_integral,
+                "kv/stored_tokens": rollout.kv.stored.float().mean(),
+                "kv/full_tokens": rollout.kv.full.float().mean(),
                 "kv/read_share": rollout.kv.read_share,
                 "kv/peak_bytes": float(rollout.kv.peak_bytes),
                 "kv/full_peak_bytes": float(rollout.kv.full_peak_bytes),

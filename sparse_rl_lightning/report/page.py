@@ -1,127 +1,124 @@
-"""The HTML page of a run: one file, no network, no script, readable on a phone."""
+"""The HTML page of a run: one file, no network, readable on a phone, in light and in dark."""
 
 from __future__ import annotations
 
-from html import escape
+from itertools import groupby
 
-from sparse_rl_lightning.report.charts import vector_charts
+from sparse_rl_lightning.report.html import document, folded, table, text
+from sparse_rl_lightning.report.panels import SECTIONS
+from sparse_rl_lightning.report.plots import MOST_POINTS, Plots, plots_of_run
 from sparse_rl_lightning.report.record import RunRecord
+from sparse_rl_lightning.report.svg import figure
 from sparse_rl_lightning.report.terminal import CACHES, facts, results
-from sparse_rl_lightning.report.text import number, printable
+from sparse_rl_lightning.report.text import duration, number, shortened
+from sparse_rl_lightning.report.worst import held_out_samples, worst_completions
 
-CSS = """
-:root { color-scheme: light; --ink: #1f2937; --soft: #4b5563; --line: #e5e7eb; --blue: #2563eb; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f8fafc; color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 1.25rem 1rem 3rem; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: .5rem 0 1rem; }
-h2 { font-size: 1.15rem; margin: 2rem 0 .75rem; }
-.tiles, .charts { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); }
-.tiles { grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); }
-.tile, figure, article { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: .8rem 1rem; }
-.tile b { display: block; font-size: 1.35rem; line-height: 1.3; overflow-wrap: anywhere; }
-.tile span, figcaption, .soft { color: var(--soft); font-size: .875rem; }
-figure { margin: 0; } figure h3 { margin: 0 0 .25rem; font-size: 1rem; } figure svg { width: 100%; height: auto; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; background: #fff; width: 100%; border: 1px solid var(--line); }
-th, td { text-align: left; padding: .45rem .75rem; border-top: 1px solid var(--line); vertical-align: top; }
-th { background: #f1f5f9; } td { overflow-wrap: break-word; }
-article { margin-bottom: .75rem; }
-pre { margin: .4rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .875rem/1.45 ui-monospace, monospace; }
-@media (min-width: 700px) { .tiles { grid-template-columns: repeat(auto-fill, minmax(195px, 1fr)); } }
-@media (max-width: 480px) { main { padding: .75rem .6rem 2rem; } .tile, figure, article { padding: .6rem .7rem; }
-  .tile b { font-size: 1.15rem; } }
-.right { color: #15803d; } .wrong { color: #b91c1c; }
-"""
+COUNTS = (
+    ("skipped_steps", "Optimiser steps skipped because their gradient was not finite"),
+    ("empty_rollouts", "Rollouts of which rejection kept no token"),
+    ("guard/raises", "Times TailGuard raised the budget"),
+)
+"""Counters of the history, whose last value is the whole run's."""
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Content-Security-Policy: even a page full of hostile completions loads nothing and runs nothing."""
+
+HINT = (
+    "Numbers beside the names of lines are the last ones; point at a chart, or touch it, to read all charts at that "
+    "rollout. Bold lines are means over neighbouring rollouts, pale ones the values."
+)
 
 
 def page(record: RunRecord) -> str:
-    """The page as text.
-
-    Without matplotlib it has everything but the charts and says what to install.
+    """The page as text; of a run without numbers of some kind it has no panel for them.
 
     Args:
-        record: The run. All its text is escaped.
+        record: The run, finished or not. All its text is escaped, long text is cut.
     """
-    body = "\n".join([_tiles(record), _charts(record), _samples(record), _tables(record)])
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{_text(record.title)}</title>
-<style>{CSS}</style>
-</head>
-<body><main>
-<h1>{_text(record.title)}</h1>
-{body}
-</main></body>
-</html>
-"""
+    parts = [
+        f"<h1>{text(record.title)}</h1>", f'<p class="soft">{text(course(record))}</p>', _warnings(record),
+        _tiles(record), charts(plots_of_run(record), _note(record)), worst_completions(record),
+        held_out_samples(record), _tables(record),
+    ]  # fmt: skip
+    return document(record.title, "\n".join(part for part in parts if part))
+
+
+def course(record: RunRecord) -> str:
+    """How far the run came, and how it ended."""
+    steps = f", {record.steps:,} optimiser steps" if record.steps else ""
+    time = f", {duration(record.seconds)}" if record.seconds else ""
+    when = f" Written {record.written.replace('T', ' ').replace('+00:00', ' UTC')}." if record.written else ""
+    state = {
+        "finished": "", "unknown": " Whether it finished is not known.",
+        "running": " Not finished: it goes on, or was killed.",
+    }.get(record.state, f" Not finished: {record.state}.")  # fmt: skip
+    return f"{len(record.history):,} rollouts{steps}{time}.{state}{when}"
+
+
+def warnings_of(record: RunRecord) -> list[str]:
+    """What went wrong in the run: counters first, then what callbacks said and at which rollout."""
+    told = []
+    for key, words in COUNTS:
+        count = next((row[key] for row in reversed(record.history) if key in row), 0.0)
+        told += [f"{words}: {count:,.0f}."] if count > 0 else []
+    for key in sorted({key for row in record.history for key in row if key.endswith("/failed")}):
+        failed = sum(row.get(key, 0.0) for row in record.history)
+        name = key.removeprefix("rewards/").removesuffix("/failed")
+        told += [f"Samples that the reward function {name} could not judge: {failed:,.0f}."] if failed > 0 else []
+    for warning in record.warnings:
+        place, words = warning.get("rollout"), str(warning.get("text") or "")
+        where = f"Rollout {place:.0f}: " if isinstance(place, (int, float)) and place >= 0 else ""
+        told += [where + shortened(words, 800)] if words else []
+    return told
+
+
+def charts(plots: Plots, note: str = "") -> str:
+    """All charts under the headings of their sections."""
+    parts = [f'<p class="soft hint">{HINT}</p>'] if plots else []
+    ordered = sorted(plots, key=lambda one: SECTIONS.index(one[0]))  # stable
+    for section, group in groupby(ordered, key=lambda one: one[0]):
+        figures = "\n".join(figure(plot) for _, plot in group)
+        parts.append(f'<h2>{text(section)}</h2>\n<div class="charts">\n{figures}\n</div>')
+    return "\n".join([*parts, note])
+
+
+def _note(record: RunRecord) -> str:
+    size = -(-len(record.history) // MOST_POINTS)
+    if size < 2:
+        return ""
+    return f'<p class="soft">The run is long: each point of a chart stands for {size} rollouts.</p>'
+
+
+def _warnings(record: RunRecord) -> str:
+    told = warnings_of(record)
+    shown = "\n".join(f"<li>{text(words)}</li>" for words in told[:20])
+    more = f"<li>and {len(told) - 20:,} more</li>" if len(told) > 20 else ""
+    return f'<section class="warnings"><b>Warnings</b><ul>{shown}{more}</ul></section>' if told else ""
 
 
 def _tiles(record: RunRecord) -> str:
     tiles = []
     for cache, name in CACHES.items():
-        if cache in record.before or cache in record.after:
-            change = f"{number(record.before.get(cache))} → {number(record.after.get(cache))}"
+        before, after = record.before.get(cache), record.after.get(cache)
+        if before is not None or after is not None:
+            change = number(before) if after is None else f"{number(before)} → {number(after)}"
             tiles.append((f"greedy {record.measure}, {name}", change))
     tiles += facts(record)
-    cells = "\n".join(f'<div class="tile"><b>{_text(v)}</b><span>{_text(k)}</span></div>' for k, v in tiles)
-    return f'<div class="tiles">\n{cells}\n</div>'
-
-
-def _charts(record: RunRecord) -> str:
-    try:
-        drawn = vector_charts(record)
-    except ModuleNotFoundError as error:
-        return f'<p class="soft">{_text(str(error))}</p>'
-    figures = [
-        f"<figure><h3>{_text(chart.title)}</h3>{svg}<figcaption>{_text(chart.caption)}</figcaption></figure>"
-        for chart, svg in drawn
-    ]
-    return '<h2>Course of the run</h2>\n<div class="charts">\n' + "\n".join(figures) + "\n</div>"
-
-
-def _samples(record: RunRecord) -> str:
-    if not record.samples:
-        return ""
-    return "<h2>Held-out problems after training, greedy</h2>\n" + "\n".join(map(_sample, record.samples))
-
-
-def _sample(sample: dict[str, object]) -> str:
-    reward = sample["reward"]
-    assert isinstance(reward, float)
-    kind = "right" if reward > 0 else "wrong"
-    answer = f" · answer {_text(str(sample['answer']))}" if sample.get("answer") is not None else ""
-    cache = CACHES.get(str(sample["cache"]), str(sample["cache"]))
-    return (
-        f'<article><span class="soft">{_text(cache)}{answer} · '
-        f'<b class="{kind}">reward {number(reward, 2)}</b></span>'
-        f'<pre class="soft">{_text(str(sample["prompt"]))}</pre><pre>{_text(str(sample["completion"]))}</pre></article>'
+    cells = "\n".join(
+        f'<div class="tile"><b>{text(value)}</b><span>{text(label)}</span></div>' for label, value in tiles
     )
+    return f'<div class="tiles">\n{cells}\n</div>' if tiles else ""
 
 
 def _tables(record: RunRecord) -> str:
     parts = []
     rows = results(record)
     if rows:
-        parts.append(f"<h2>Numbers</h2>\n{_table(rows)}")
-    if record.settings:
-        parts.append(f"<h2>Settings</h2>\n{_table([['setting', 'value'], *map(list, record.settings.items())])}")
+        parts.append("<h2>Numbers</h2>\n" + table(rows, "Before and after training", numbers=True))
+    about = {**record.settings, **record.versions}
+    if about:
+        parts.append(
+            "<h2>Settings</h2>\n" + table([["setting", "value"], *map(list, about.items())], "Settings and versions")
+        )
+    if record.config:
+        rows = [["key", "value"], *map(list, record.config.items())]
+        parts.append(folded(f"Whole configuration, {len(record.config)} keys", table(rows, "Configuration")))
     return "\n".join(parts)
-
-
-def _table(rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{_text(cell)}</th>" for cell in rows[0])
-    body = "\n".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
-
-
-def _text(text: str) -> str:
-    """Escaped for HTML, line breaks kept, control characters visible."""
-    return escape("\n".join(printable(line) for line in text.split("\n")))

@@ -1,4 +1,4 @@
-"""What is known about a run when it ends: the numbers behind its table, picture and page."""
+"""What is known about a run: the numbers behind its table, picture and page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+SUMMARY, PROGRESS = "summary.json", "progress.json"
+"""Where RunSummary writes a record: at the end, and until then."""
+
 
 @dataclass
 class RunRecord:
@@ -14,8 +17,10 @@ class RunRecord:
 
     ``before`` and ``after`` hold mean rewards of greedy completions on held-out problems by cache, ``dense`` and
     ``sparse``; either may be missing. ``history`` has one row per rollout with the keys of
-    :mod:`sparse_rl_lightning.metrics.rollout`. A sample has ``prompt``, ``completion``, ``reward`` and ``cache``,
-    and ``answer`` where the data has one.
+    :mod:`sparse_rl_lightning.metrics.rollout` and what callbacks logged with it. ``validation`` has one row per
+    validation, the rollouts before it as ``rollout`` and accuracies by cache. A sample has ``prompt``, ``completion``,
+    ``reward`` and ``cache``, and ``answer`` where the data has one; one of ``worst`` has ``rollout``, ``kinds`` (why it
+    is shown), ``rejected`` and its most mismatched token instead of the cache. A warning has ``rollout`` and ``text``.
     """
 
     history: list[dict[str, float]] = field(default_factory=list)
@@ -28,6 +33,13 @@ class RunRecord:
     settings: dict[str, str] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     title: str = "Sparse-RL run"
+    validation: list[dict[str, float]] = field(default_factory=list)
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, str] = field(default_factory=dict)  # every key of the configuration, written with dots
+    versions: dict[str, str] = field(default_factory=dict)
+    state: str = "finished"  # "running" until then; a sentence where an error ended the run
+    written: str = ""  # when, UTC
 
     def column(self, key: str) -> list[float]:
         """One number per rollout, NaN where there is none."""
@@ -65,7 +77,19 @@ class RunRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with null in place of numbers that JSON does not have."""
-        parts = {"summary": self.summary(), "settings": self.settings, "samples": self.samples, "history": self.history}
+        told = (
+            "title",
+            "state",
+            "written",
+            "settings",
+            "config",
+            "versions",
+            "warnings",
+            "validation",
+            "samples",
+            "worst",
+        )
+        parts = {"summary": self.summary(), **{name: getattr(self, name) for name in told}, "history": self.history}
         cleaned: dict[str, Any] = _finite(parts)
         return cleaned
 

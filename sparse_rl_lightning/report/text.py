@@ -26,6 +26,15 @@ def printable(text: str, width: int | None = None) -> str:
     return f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
 
 
+def shortened(text: str, width: int) -> str:
+    """Long text without its middle, which is counted: a model may write megabytes."""
+    if len(text) <= width:
+        return text
+    head = width // 2
+    tail = width - head
+    return f"{text[:head]} … [{len(text) - width:,} characters left out] … {text[-tail:]}"
+
+
 def prompt_text(prompt: Any) -> str:
     """A prompt as text: itself, or its chat messages one per line."""
     if isinstance(prompt, str):

@@ -1,0 +1,70 @@
+"""``sparse-rl report``: the page of a run, finished or not, or one page that compares several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparse_rl_lightning.callbacks.console import say
+from sparse_rl_lightning.callbacks.folders import writable_folder, write_whole
+from sparse_rl_lightning.report import comparison, page, read_run
+
+ONE, SEVERAL = "report.html", "comparison.html"
+
+
+def main(args: Sequence[str]) -> Path:
+    """Read the runs, write the page.
+
+    Args:
+        args: Arguments after ``sparse-rl report``.
+
+    Returns:
+        Where the page is.
+
+    Raises:
+        ValueError: If a folder holds no run that can be read, one is given twice, or the page cannot be written.
+    """
+    given = parser().parse_args(args)
+    folders = [Path(folder).expanduser() for folder in given.folders]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"A folder is given twice: {', '.join(map(str, folders))}. Give each run once.")
+    records = list(zip(names(folders), map(read_run, folders), strict=True))
+    usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
+    output = Path(given.output).expanduser() if given.output else usual
+    if output.is_dir():
+        raise ValueError(f"--output={str(output)!r} is a folder. Give the file to write, such as {output / SEVERAL}.")
+    writable_folder(output.parent, "folder of --output")
+    write_whole(output, page(records[0][1]) if len(records) == 1 else comparison(records))
+    for name, record in records:
+        for warning in record.warnings:
+            if warning.get("rollout") == -1:
+                say(f"{name}: {warning['text']}")
+    say(f"Written: {output}")
+    return output
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
+        prog="sparse-rl report",
+        description="Write the page of a run, finished or not, or one page that compares several runs.",
+        allow_abbrev=False,
+    )
+    made.add_argument("folders", nargs="+", metavar="FOLDER", help="a run's trainer.default_root_dir")
+    made.add_argument("--output", metavar="FILE", help=f"default FOLDER/{ONE} of one run, {SEVERAL} of several")
+    return made
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """A short name per folder: its path without the folders that all of them share.
+
+    >>> names([Path("runs/a/x"), Path("runs/b/x")])
+    ['a/x', 'b/x']
+    """
+    if len(folders) == 1:
+        return [folders[0].resolve().name]
+    resolved = [folder.resolve() for folder in folders]
+    shared = os.path.commonpath([folder.parent for folder in resolved])
+    return [folder.relative_to(shared).as_posix() for folder in resolved]

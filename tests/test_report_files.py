@@ -1,0 +1,306 @@
+"""Runs as they lie on disk: finished, killed, logged to CSV only, broken, hostile, and several of them compared."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_runs import HOSTILE, Parser, record, row
+
+from sparse_rl_lightning.cli import console
+from sparse_rl_lightning.cli.report import main, names
+from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, comparison, page, read_run
+from sparse_rl_lightning.report.comparison import differing_settings, numbers
+from sparse_rl_lightning.report.plots import plots_of_runs
+
+
+def write_run(folder: Path, run: RunRecord, name: str = SUMMARY) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(run.as_json()), encoding="utf-8")
+    return folder
+
+
+def write_csv(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(name for one in rows for name in one))
+    with (folder / "metrics.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder
+
+
+def text_of(html: str) -> str:
+    return " ".join(" ".join(Parser(html).text).split())
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
+    run = record(
+        worst=[{"rollout": 1, "kinds": ["rejected"], "prompt": "p", "completion": "c", "rejected": True}],
+        warnings=[{"rollout": 3, "text": "TailGuard"}], validation=[{"rollout": 4.0, "dense": 0.3}],
+        written="2030-01-01T00:00:00+00:00",
+    )  # fmt: skip
+    assert read_run(write_run(tmp_path, run)) == run
+
+
+def test_progress_of_a_killed_run_comes_before_an_older_summary(tmp_path: Path) -> None:
+    write_run(tmp_path, record(title="old"))
+    write_run(tmp_path, record(title="new", state="running", after={}), PROGRESS)
+    run = read_run(tmp_path)
+    assert (run.title, run.state) == ("new", "running")
+    assert "0.250 → " not in page(run)
+    assert "Not finished: it goes on, or was killed." in text_of(page(run))
+
+
+def test_a_run_with_metrics_only(tmp_path: Path) -> None:
+    def logged(i: int, **others: Any) -> dict[str, Any]:
+        return {"step": 2 * i + 1, "epoch": 0, **others}
+
+    write_csv(tmp_path / "run" / "version_2", [logged(0, reward=0.9)])
+    rows = [
+        logged(0, reward=0.25, **{"kv/peak_bytes": 1024.0}), logged(0, **{"time/update": 1.5, "time/block": 4.0}),
+        logged(1, **{"val/pass@1_dense": 0.5}), logged(1, reward="nan"), logged(2, reward=0.75),
+        logged(2, reward="1e999"),
+    ]  # fmt: skip
+    write_csv(tmp_path / "run" / "version_10", rows)
+    run = read_run(tmp_path / "run")
+    assert [one["reward"] for one in run.history] == [0.25, 0.75]
+    assert [one["rollout"] for one in run.history] == [0, 1]
+    assert (run.history[0]["time/update"], run.seconds, run.steps) == (1.5, 4.0, 5)
+    assert run.validation == [{"rollout": 1.0, "dense": 0.5}]
+    assert run.title == "run"
+    assert "Whether it finished is not known." in text_of(page(run))
+    assert read_run(tmp_path / "run" / "version_2").history[0]["reward"] == 0.9
+
+
+def test_a_csv_file_cut_in_the_middle_of_a_row(tmp_path: Path) -> None:
+    file = write_csv(tmp_path, [{"step": i, "reward": 0.5, "kv/peak_bytes": 10} for i in range(3)]) / "metrics.csv"
+    file.write_bytes(file.read_bytes()[:-6])
+    assert len(read_run(tmp_path).history) == 3
+
+
+class Planted:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.path),))
+
+
+BROKEN: dict[str, bytes] = {
+    "empty": b"",
+    "cut": json.dumps(record().as_json()).encode()[:3000],
+    "text": b"not JSON",
+    "a list": b"[1, 2]",
+    "no history": b'{"summary": {}}',
+    "deep": b'{"history": ' + b"[" * 200_000,
+    "number": b'{"history": [{"reward": ' + b"9" * 10_000 + b"}]}",
+    "bytes": bytes(range(256)) * 10,
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_broken_files_are_a_clear_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_bytes(content)
+    with pytest.raises(ValueError, match=r"summary\.json cannot be read: .+\nNothing else in the folder"):
+        read_run(tmp_path)
+    write_csv(tmp_path, [{"step": 1, "reward": 0.5}])
+    run = read_run(tmp_path)
+    assert len(run.history) == 1
+    assert "The page is made from metrics.csv." in text_of(page(run))
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in (SUMMARY, PROGRESS, "metrics.csv", "checkpoints/last.ckpt"):
+        (tmp_path / name).write_bytes(pickle.dumps(Planted(tmp_path / "planted")))
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_run(tmp_path)
+    assert not (tmp_path / "planted").exists()
+
+
+def test_fields_of_the_wrong_kind_are_left_out(tmp_path: Path) -> None:
+    strange = {
+        "summary": {"before": [1], "after": {"dense": "x", "sparse": 0.5}, "measure": 3, "optimizer_steps": None},
+        "history": [5, None, {"reward": 0.5, "rollout": "a", "kv/peak_bytes": True, "x": [1], "entropy": 1e200}, {}],
+        "settings": {"a": {"b": 1}, "c": "d"}, "samples": {"prompt": "x"}, "title": ["t"], "config": 7,
+        "worst": [3, {"prompt": 5, "completion": None, "reward": "high", "kinds": "rejected", "ratio": {"a": 1}}],
+        "warnings": [None, {"text": ["x"]}, {"rollout": "soon", "text": "late"}], "versions": {"torch": 2.0},
+        "validation": [[], {"rollout": 1e400}], "state": 1,
+    }  # fmt: skip
+    (tmp_path / SUMMARY).write_text(json.dumps(strange))
+    run = read_run(tmp_path)
+    assert run.history == [{"reward": 0.5}]
+    assert (run.before, run.after, run.steps, run.settings) == ({}, {"sparse": 0.5}, 0, {"c": "d"})
+    Parser(page(run))
+    Parser(comparison([("a", run), ("b", record())]))
+
+
+def test_hostile_text_comes_through_the_files(tmp_path: Path) -> None:
+    sample = {"cache": "dense", "prompt": HOSTILE, "completion": "<" * 3_000_000, "reward": 0.0}
+    run = record(samples=[sample], title=HOSTILE, config={"model.compressor": HOSTILE, "long": "y" * 3_000_000})
+    read = read_run(write_run(tmp_path / "a", run))
+    for html in (page(read), comparison([("a", read), (HOSTILE, record())])):
+        html.encode("utf-8")
+        parser = Parser(html)
+        assert parser.tags.count("script") == 1
+        assert "img" not in parser.tags
+        assert len(html) < 400_000
+
+
+@pytest.mark.parametrize("make", ["missing", "file", "empty", "checkpoints"])
+def test_a_folder_without_a_run_is_a_clear_error(make: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    if make == "file":
+        folder.write_text("x")
+    elif make != "missing":
+        (folder / make).mkdir(parents=True)
+    message = (
+        "is no folder" if make in ("missing", "file") else r"no summary\.json or progress\.json .* no metrics\.csv"
+    )
+    with pytest.raises(ValueError, match=message):
+        read_run(folder)
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def two_runs() -> list[tuple[str, RunRecord]]:
+    first = record(config={"a": "1", "b": "2", "trainer.default_root_dir": "x"})
+    history = [
+        row(i, rejection_rate=0.2, **{"kv/peak_bytes": 2.0**22, "time/tokens_per_second": 750.0}) for i in range(4)
+    ]
+    second = record(
+        history=history, after={"dense": 0.375}, seconds=150.0, title="Other",
+        config={"a": "1", "b": "3", "c": "new", "trainer.default_root_dir": "y"},
+    )  # fmt: skip
+    return [("first", first), ("second", second)]
+
+
+def test_numbers_with_differences() -> None:
+    rows = {cells[0]: cells[1:] for cells in numbers(two_runs())}
+    assert rows[""] == ["first", "second"]
+    assert rows["greedy accuracy, full cache, after"] == ["0.500", "0.375 (−0.125)"]
+    assert rows["greedy accuracy, full cache, before"] == ["0.250", "0.250 (±0.000)"]
+    assert rows["greedy accuracy, compressed cache, after"] == ["0.450", "–"]
+    assert rows["rejected sequences"] == ["5.0 %", "20.0 % (+15.0 pp)"]
+    assert rows["peak KV memory"] == ["2.0 MiB", "4.0 MiB (×2.00)"]
+    assert rows["rollout speed, tokens per second"] == ["1,500", "750 (×0.50)"]
+    assert rows["time of training"] == ["1 min 15 s", "2 min 30 s (×2.00)"]
+    assert rows["reward, last tenth of the rollouts"] == ["0.340", "0.280 (−0.060)"]
+    assert rows["rollouts"] == ["10", "4 (−6)"]
+
+
+def test_settings_that_differ() -> None:
+    rows, same = differing_settings(two_runs())
+    assert rows == [["setting", "first", "second"], ["b", "2", "3"], ["c", "–", "new"]]
+    assert same == 3  # a, compressor and torch; where a run writes is neither
+
+
+def test_a_callback_that_one_run_lacks_is_one_setting() -> None:
+    both = {"callbacks.Summary": "used", "callbacks.Summary.num": "2"}
+    own = {"callbacks.Reject": "used", "callbacks.Reject.threshold": "0.0001", "callbacks.Reject.low": "null"}
+    runs = [("a", RunRecord(config=both | own)), ("b", RunRecord(config=both | {"callbacks.Summary.num": "3"}))]
+    rows, _ = differing_settings(runs)
+    assert rows[1:] == [["callbacks.Summary.num", "2", "3"], ["callbacks.Reject", "used: threshold=0.0001", "–"]]
+
+
+def test_curves_of_unequal_length_share_their_charts() -> None:
+    html = comparison(two_runs())
+    parser = Parser(html)
+    reward = next(s for label, s in zip(parser.labels, parser.series, strict=True) if label.startswith("Reward"))
+    assert [len(x.split()) for x, _ in reward] == [10, 4]
+    time = next(
+        s for label, s in zip(parser.labels, parser.series, strict=True) if label.startswith("Time per rollout")
+    )
+    assert time[0][1].split() == ["5"] * 9  # the sum of the stages
+    assert "not equally long" in text_of(html)
+    assert "2 settings differ, 3 are the same" in text_of(html)
+
+
+def test_runs_that_were_tested_otherwise_are_told_apart() -> None:
+    runs = [("a", record()), ("b", record(num_problems=128))]
+    assert "The runs were not tested alike: a by accuracy on 64 problems, b by" in text_of(comparison(runs))
+
+
+def test_five_runs_keep_their_colours(tmp_path: Path) -> None:
+    runs = [(f"run {n}", record(history=[row(i, reward=n + 0.1 * i) for i in range(5 + 700 * n)])) for n in range(5)]
+    runs[1] = ("run 1", record(history=[{"rollout": 0.0, "reward": 1.0}]))
+    plots = dict((plot.title, plot) for _, plot in plots_of_runs(runs))
+    assert [s.color for s in plots["Reward"].series] == ["c0", "c1", "c2", "c3", "c4"]
+    assert [s.color for s in plots["Mismatch KL"].series] == ["c0", "c2", "c3", "c4"]
+    html = comparison(runs)
+    Parser(html)
+    assert len(html) < 1_000_000
+
+
+def test_a_comparison_needs_two_names() -> None:
+    for runs in ([("a", record())], [("a", record()), ("a", record())]):
+        with pytest.raises(ValueError, match="at least two runs, each under a name of its own"):
+            comparison(runs)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_command_writes_the_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", record(title="A run"))
+    assert main([str(tmp_path / "a")]) == tmp_path / "a" / "report.html"
+    assert "A run" in (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == f"Written: {tmp_path / 'a' / 'report.html'}\n"
+
+
+def test_command_compares_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "runs/b"):
+        write_run(tmp_path / name, record())
+    assert main(["runs/a", "runs/b"]) == Path("comparison.html")
+    assert main(["runs/a", "runs/b", "--output", "new/c.html"]) == Path("new/c.html")
+    text = text_of((tmp_path / "new" / "c.html").read_text(encoding="utf-8"))
+    assert "2 runs compared" in text
+    assert "None: all 3 settings are the same." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "'nothing' is no folder. Give the folder of a run"),
+        (["a", "./a"], "A folder is given twice"),
+        (["a", "--output", "a"], "is a folder. Give the file to write"),
+        (["a", "--output", "a/summary.json/x.html"], "folder of --output='a/summary.json' cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", record())
+    monkeypatch.setattr("sys.argv", ["sparse-rl", "report", *arguments])
+    with pytest.raises(SystemExit) as end:
+        console()
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_names_are_short_and_different() -> None:
+    assert names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert names([Path("runs/a/x"), Path("runs/b/x")]) == ["a/x", "b/x"]
+    assert names([Path("runs/a"), Path("runs/a/version_0")]) == ["a", "a/version_0"]
+    assert names([Path("runs/quickstart")]) == ["quickstart"]
