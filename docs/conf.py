@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -57,6 +58,20 @@ def keep_colons(app: Sphinx, what: str, name: str, obj: object, options: object,
         lines[:] = [f"{said}: {kept[0]}", *kept[1:]]
 
 
+def name_files_outside(app: Sphinx, page: str, source: list[str]) -> None:
+    """Markdown files above this folder are no pages: say where they are in the checkout instead of linking there."""
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([\w/]+\.md)\)", outside, source[0])
+
+
+def outside(found: re.Match[str]) -> str:
+    """The name of a file in place of a link to it, unless it is a page after all."""
+    text, path = found.groups()
+    if (Path(__file__).parent / path).exists():
+        return found[0]
+    return f"`{path}`" if text == path else f"{text} (`{path}`)"
+
+
 def setup(app: Sphinx) -> None:
-    """Run after napoleon, whose priority is 500."""
+    """Napoleon's own priority is 500."""
     app.connect("autodoc-process-docstring", keep_colons, priority=600)
+    app.connect("source-read", name_files_outside)
