@@ -10,7 +10,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill docs docs-pages docs-links lint format typecheck clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,18 @@ bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and a
 
 bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, about two hours
 	$(BIN)/python benchmarks/reliability.py --save benchmarks/results/reliability-cpu.md
+
+SPHINX := $(BIN)/python -m sphinx -W --keep-going -q
+docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning an error
+	$(SPHINX) -b html docs build/docs
+	@echo "Written: build/docs/index.html"
+
+docs-pages: $(INSTALLED) ## write again what docs/ takes from signatures, docstrings and the cost model; draw its pictures
+	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/figures.py
+
+docs-links: $(INSTALLED) ## ask every link of the documentation whether it answers; needs the network
+	$(SPHINX) -b linkcheck docs build/docs-links
 
 lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .

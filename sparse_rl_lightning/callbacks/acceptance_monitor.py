@@ -44,13 +44,17 @@ class AcceptanceMonitor(RolloutCallback):
     acceptance/p05                  share     of all tokens
     acceptance/mean                 share     mean of the lower bound
     acceptance/near_one             share     tokens whose lower bound exceeds 0.999
-    acceptance/p05_upper/{bin} ...  share     the same four of the upper bound: p05_upper, mean_upper, near_one_upper
+    acceptance/p05_upper/{bin}      share     5th percentile of the upper bound, likewise
+    acceptance/p05_upper            share     of all tokens
+    acceptance/mean_upper           share     mean of the upper bound
+    acceptance/near_one_upper       share     tokens whose upper bound exceeds 0.999
     acceptance/sampled_p05          share     5th percentile of min(1, dense / sparse) of the tokens drawn
     acceptance/sampled_mean         share     its mean, which estimates that of the acceptance
     acceptance/ceiling_p05          share     p05 between dense policies, lower bound
     acceptance/ceiling_p05_upper    share     the same, upper bound
     acceptance/target               share     0.86 x the ceiling / 0.945, Sparrow's target under its own ceiling
-    acceptance/beta_a, beta_b       number    Beta distribution fitted to rank zero's lower bounds up to 0.999
+    acceptance/beta_a               number    first parameter of a Beta fitted to rank zero's lower bounds up to 0.999
+    acceptance/beta_b               number    its second parameter
     acceptance/beta_ks              share     its Kolmogorov-Smirnov distance, below 0.04 in the paper
     =============================== ========= ========================================================================
 

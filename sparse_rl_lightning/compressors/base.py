@@ -89,7 +89,7 @@ class Compressor(ABC):
 
     @property
     def budget(self) -> int:
-        """The largest budget of :attr:`schedule`, by which memory is sized."""
+        """The largest budget of ``schedule``, by which memory is sized."""
         return self.schedule.maximum
 
     def with_budget(self, budget: int | LengthSchedule) -> Self:

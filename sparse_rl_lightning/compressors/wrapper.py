@@ -16,7 +16,7 @@ _SIZES = ("schedule", "buffer", "num_sinks", "window", "compress_prompt", "budge
 
 
 class Wrapper(Compressor):
-    """Base of the compressors that change or combine the scores of others; subclasses write :meth:`score`.
+    """Base of the compressors that change or combine the scores of others; subclasses write ``score``.
 
     Budget, buffer, sinks, window and budget rule are those of the parts, which must agree. Each part sees as many
     queries as it asks for, and running numbers of its own.

@@ -32,8 +32,8 @@ mismatch/low_ratio_sequences                share        sequences with such a t
 sampling/importance_sampling_ratio/min      ratio        smallest xi
 sampling/importance_sampling_ratio/mean     ratio        mean of xi
 sampling/importance_sampling_ratio/max      ratio        largest xi
-sampling/sampling_logp_difference/mean      nats         mean of |log xi|
-sampling/sampling_logp_difference/max       nats         largest |log xi|
+sampling/sampling_logp_difference/mean      nats         mean of abs(log xi)
+sampling/sampling_logp_difference/max       nats         largest abs(log xi)
 kv/saving_final                             share        KV tokens not stored at the end of the sequences
 kv/saving_integral                          share        KV tokens not stored, over all decode steps
 kv/stored_tokens                            tokens       held at the end of a sequence, mean per layer and KV head

@@ -80,7 +80,7 @@ class Learner:
             retriever: Under the pages that it chooses.
 
         Raises:
-            ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.rollout.replay.replay_logprobs`.
+            ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.rollout.replay_logprobs`.
         """
 
         def compute(rollout: Rollout) -> tuple[Tensor, Tensor]:

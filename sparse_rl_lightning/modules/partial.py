@@ -82,7 +82,7 @@ class PartialRollouts:
             params: How to draw, the same in every call.
             rows: The prompts' rows of the data set.
             prompts: Their token ids.
-            sequence_ids: As for :meth:`RolloutSampler.generate`.
+            sequence_ids: As for :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`.
             unit: The number of groups taken is a multiple of this.
             progress: Called after every decode step; it counts from the beginning of this call.
 

@@ -102,7 +102,7 @@ class Retriever(ABC):
 
     @property
     def budget(self) -> int:
-        """The largest budget of :attr:`schedule`, by which memory is sized."""
+        """The largest budget of ``schedule``, by which memory is sized."""
         return self.schedule.maximum
 
     def raise_budget(self, steps: int) -> None:

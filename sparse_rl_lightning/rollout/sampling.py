@@ -67,7 +67,7 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
 
     def for_drawing(self) -> SamplingParams:
-        """What :func:`draw` reads of this, and nothing else."""
+        """What ``draw`` reads of this, and nothing else."""
         length = max(1, self.min_completion_length)
         return replace(self, num_generations=1, max_completion_length=length, stop_strings=(), seed=0)
 

@@ -1,0 +1,77 @@
+"""How Sphinx builds the documentation: ``make docs``, every warning an error."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the package beside this folder, installed or not
+
+from sphinx.application import Sphinx
+
+from sparse_rl_lightning import __version__
+
+project = "Sparse-RL Lightning"
+author = "the Sparse-RL Lightning developers"
+copyright = author
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_theme = "furo"
+html_title = project
+html_show_sourcelink = False
+
+# Pages are Markdown that a code host shows too, so headings get the anchors that it gives them.
+myst_heading_anchors = 4
+myst_enable_extensions = ["deflist"]
+
+autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+# Other packages' pages are not fetched, so names of theirs in signatures lead nowhere; nor do private base classes
+# and annotations that Sphinx cuts at a comma.
+nitpicky = True
+OTHERS = "torch|torchdata|torchmetrics|lightning|transformers|jsonargparse|collections|contextlib|pathlib|abc"
+nitpick_ignore_regex = [
+    ("py:class", rf"({OTHERS})\..*"),
+    ("py:class", r"Tensor|PreTrainedModel|Axes|[a-z.]*(list|dict|Mapping)\[.*"),
+    ("py:class", r"sparse_rl_lightning\..*\._\w+"),
+]
+
+linkcheck_timeout = 20
+linkcheck_retries = 2
+
+
+def keep_colons(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Napoleon takes what a property's docstring says before a colon for its type; put it back."""
+    kept, prefix = [line for line in lines if not line.startswith(":type: ")], ":type: "
+    if len(kept) < len(lines):
+        said = next(line for line in lines if line.startswith(prefix)).removeprefix(prefix)
+        lines[:] = [f"{said}: {kept[0]}", *kept[1:]]
+
+
+def name_files_outside(app: Sphinx, page: str, source: list[str]) -> None:
+    """Markdown files above this folder are no pages: say where they are in the checkout instead of linking there."""
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([\w/]+\.md)\)", outside, source[0])
+
+
+def outside(found: re.Match[str]) -> str:
+    """The name of a file in place of a link to it, unless it is a page after all."""
+    text, path = found.groups()
+    if (Path(__file__).parent / path).exists():
+        return found[0]
+    return f"`{path}`" if text == path else f"{text} (`{path}`)"
+
+
+def setup(app: Sphinx) -> None:
+    """Napoleon's own priority is 500."""
+    app.connect("autodoc-process-docstring", keep_colons, priority=600)
+    app.connect("source-read", name_files_outside)

@@ -1,0 +1,127 @@
+"""Write what the documentation takes from the code: ``python docs/generate.py``, with ``--check`` only compare.
+
+``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
+tables of ``recipes.md`` from the shipped configurations and the cost model. The files are committed, so that a code
+host shows them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import docstrings
+import listing
+import logged
+from docstrings import Argument
+from predictions import recipe_tables
+
+FOLDER = Path(__file__).parent
+START, END = "<!-- written by docs/generate.py -->", "<!-- until here -->"
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page by its path."""
+    recipes, metrics = FOLDER / "recipes.md", FOLDER / "metrics.md"
+    return {
+        FOLDER / "settings.md": settings_page(),
+        FOLDER / "callbacks.md": callbacks_page(),
+        metrics: between(metrics.read_text("utf-8"), metric_tables()),
+        recipes: between(recipes.read_text("utf-8"), recipe_tables()),
+    }
+
+
+def between(text: str, part: str) -> str:
+    """The text with the part between the two marks replaced."""
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    if not after:
+        raise ValueError(f"there is no {START} ... {END} to write between.")
+    return f"{before}{START}\n\n{part}\n\n{END}{after}"
+
+
+# ---------------------------------------------------------------- settings
+
+
+def settings_page() -> str:
+    """All keys of all classes that a configuration names."""
+    parts = ["# Settings", listing.SETTINGS_INTRO]
+    for title, intro, classes in listing.GROUPS:
+        parts += [f"## {title}", intro]
+        for thing in classes:
+            parts += [f"### {thing.__name__}", described(thing), argument_table(docstrings.arguments(thing))]
+    return finished(parts)
+
+
+def described(thing: type) -> str:
+    """What the docstring says before its sections."""
+    return "\n\n".join(filter(None, [docstrings.summary(thing), docstrings.body(thing)]))
+
+
+def argument_table(arguments: list[Argument]) -> str:
+    """One row per argument; nothing where there is none."""
+    if not arguments:
+        return ""
+    rows = [f"| `{a.name}` | {cell(a.kind)} | {default(a)} | {cell(a.meaning)} |" for a in arguments]
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def default(argument: Argument) -> str:
+    """The default as it is written in YAML, or in words."""
+    text = cell(argument.default)
+    return text if argument.default == "required" or " " in text.strip("[]").replace(", ", "") else f"`{text}`"
+
+
+def cell(text: str) -> str:
+    """Text that does not end a cell of a table."""
+    return text.replace("|", "\\|")
+
+
+# ---------------------------------------------------------------- callbacks
+
+
+def callbacks_page() -> str:
+    """What every callback does, how it is switched on, its keys and what it logs."""
+    parts = ["# Callbacks", listing.CALLBACKS_INTRO]
+    for title, intro, classes in listing.CALLBACK_GROUPS:
+        parts += [f"## {title}", intro]
+        for thing in classes:
+            name = thing.__name__
+            snippet = listing.SNIPPETS.get(name, f"{{class_path: {name}}}")
+            parts += [f"### {name}", described(thing), yaml_block(snippet)]
+            parts += [argument_table(docstrings.arguments(thing)), f"Logs {listing.LOGS.get(name, 'nothing')}."]
+    return finished(parts)
+
+
+def yaml_block(snippet: str) -> str:
+    """The line of a configuration that switches a callback on."""
+    return f"```yaml\ntrainer:\n  callbacks:\n    - {snippet}\n```"
+
+
+def finished(parts: list[str]) -> str:
+    """The page, with its origin."""
+    note = "<!-- This page is written by `make docs-pages`: change the docstrings, not the page. -->"
+    return "\n\n".join([note, *filter(None, parts)]) + "\n"
+
+
+def metric_tables() -> str:
+    """All keys with unit, meaning and healthy range."""
+    parts = []
+    for title, rows in logged.tables().items():
+        lines = [f"| `{k}` | {unit} | {cell(said)} | {logged.HEALTHY.get(k, '')} |" for k, unit, said in rows]
+        parts += [f"## {title}", "\n".join(["| key | unit | meaning | healthy |", "|---|---|---|---|", *lines])]
+    return "\n\n".join(parts)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or with ``--check`` name those that differ from what would be written."""
+    different = [(path, text) for path, text in pages().items() if not path.exists() or path.read_text("utf-8") != text]
+    for path, text in different:
+        if "--check" not in arguments:
+            path.write_text(text, "utf-8")
+        print(f"{'Differs' if '--check' in arguments else 'Written'}: docs/{path.name}")
+    return int(bool(different) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

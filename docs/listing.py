@@ -1,0 +1,163 @@
+"""Which classes the generated pages list, in which order, and the sentences between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, retrievers, rewards, strategies
+from sparse_rl_lightning.callbacks.defaults import CALLBACKS
+from sparse_rl_lightning.cli.calibrate import calibrate, hardware
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
+
+Group = tuple[str, str, list[Any]]  # heading, introduction, classes
+
+SETTINGS_INTRO = """\
+Every key of every class that a configuration may name. A configuration is what `sparse-rl fit --config FILE` reads:
+`model`, `data` and `trainer`, each a class with its arguments (`class_path`, `init_args`), as in any LightningCLI. The
+same keys work on the command line (`--model.num_generations=16`), where `--model.compressor.help=RKV` prints the table
+of a class. `trainer` and what stands below it without a table here is Lightning's: `max_steps`, `precision`, `devices`,
+`accumulate_grad_batches`, `gradient_clip_val`, `strategy`, `logger`. Callbacks have [their own page](callbacks.md).
+
+```yaml
+model:
+  class_path: SparseGRPO
+  init_args:
+    policy: Qwen/Qwen2.5-1.5B                                           # a policy
+    compressor: {class_path: RKV, init_args: {budget: 512, buffer: 128}} # a compressor
+    reward_funcs: sparse_rl_lightning.rewards.boxed_math_reward          # a function, by its import path
+data:
+  class_path: JsonlPrompts
+  init_args: {path: train.jsonl, prompts_per_rollout: 16}
+trainer: {max_steps: 100}
+```
+
+Beside them there are two keys of the whole process: `seed_everything` (default 0), and `num_threads`, the CPU threads
+of torch (default: torch's own choice). A class of yours is named by its import path and has its own keys."""
+
+COMPRESSORS = [getattr(compressors, name) for name in compressors.__all__ if name != "QueryStatistics"]
+WRAPPERS = [compressors.Union, compressors.Mixture, compressors.Protect]
+METHODS = [c for c in COMPRESSORS if c is not compressors.Compressor and c not in WRAPPERS]
+
+GROUPS: list[Group] = [
+    (
+        "Modules",
+        "`model.class_path`. [Replay](replay.md), [DistillSparse](sparrow.md#distillsparse) and "
+        "[evaluation](evaluation.md) have pages or sections of their own.",
+        [modules.SparseGRPO, modules.ReplayGRPO, modules.DistillSparse, modules.Evaluation, modules.SupervisedWarmup],
+    ),
+    (
+        "Parts of a module",
+        "`model.init_args.learner`, `.adapter` and `.val_sampling`. They are written without `class_path`.",
+        [modules.Learner, modules.SparseAdapter, SamplingParams],
+    ),
+    (
+        "Policies",
+        "`model.init_args.policy`. A text is short for `PretrainedPolicy` with that path.",
+        [modules.PretrainedPolicy, modules.LoraPolicy, modules.TinyPolicy],
+    ),
+    (
+        "Compressors",
+        "`model.init_args.compressor`. All of them have the keys of `Compressor`, which is no method by itself; those "
+        "listed under a method come on top. [Compressors](compressors.md) has formulas and measurements.",
+        [compressors.Compressor, *METHODS],
+    ),
+    ("Wrappers", "They take other compressors and have the sizes of these.", WRAPPERS),
+    (
+        "Budget rules",
+        "`budget_rule` of a compressor or retriever.",
+        [budgets.Uniform, budgets.Pyramid, budgets.Adaptive],
+    ),
+    (
+        "Schedules",
+        "`budget` of a compressor or retriever, in place of a number.",
+        [LengthSchedule, ScheduleFile, PublishedSchedule],
+    ),
+    (
+        "Retrievers",
+        "`model.init_args.retriever`. All of them have the keys of `Retriever`, which is no method by itself.",
+        [retrievers.Retriever, *[getattr(retrievers, n) for n in retrievers.__all__ if n != "Retriever"]],
+    ),
+    (
+        "Data",
+        "`data.class_path`.",
+        [data.ArithmeticTasks, data.JsonlPrompts, data.MathBenchmarks],
+    ),
+    (
+        "Rewards",
+        "`model.init_args.reward_funcs` takes functions by their import path, one or a list, and objects such as this "
+        "one. The functions shipped are `arithmetic_reward`, `worked_steps_reward`, `boxed_math_reward` and "
+        "`boxed_format_reward` in `sparse_rl_lightning.rewards`.",
+        [rewards.MathReward],
+    ),
+    (
+        "Strategies",
+        "`trainer.strategy`, by name or by class. [Several GPUs](scaling.md) says when to use which.",
+        [strategies.SparseRLDeepSpeed],
+    ),
+    (
+        "Calibration",
+        "The keys of `sparse-rl calibrate --config FILE`, and of `sparse-rl calibrate --hardware`.",
+        [calibrate, hardware],
+    ),
+]
+
+CALLBACKS_INTRO = """\
+One behaviour each, switched on by a line under `trainer.callbacks`, or on the command line with
+`--trainer.callbacks+=TIS`. Callbacks that change what a rollout counts for run before those that only read it, whatever
+their order in the file. The numbers they log are explained with the others in [logged metrics](metrics.md)."""
+
+OWN = list(CALLBACKS)
+CORRECTIONS = [callbacks.SparsityAwareRejection, callbacks.ImportanceReweighting]
+PUBLISHED = [
+    callbacks.TIS, callbacks.IcePop, callbacks.SequenceTIS, callbacks.GeometricTIS, callbacks.SequenceMIS,
+    callbacks.SequenceMaskTIS, callbacks.MIS, callbacks.OPSM,
+]  # fmt: skip
+TAIL = [callbacks.AcceptanceMonitor, callbacks.TailGuard, callbacks.MismatchSplit]
+_LISTED = [*OWN, *CORRECTIONS, *PUBLISHED, *TAIL, callbacks.RolloutCallback]
+READING = [thing for name in callbacks.__all__ if (thing := getattr(callbacks, name)) not in _LISTED]
+
+CALLBACK_GROUPS: list[Group] = [
+    ("Corrections", "The two halves of Sparse-RL. [Corrections](corrections.md) compares them.", CORRECTIONS),
+    ("Published corrections", "The same by the names and with the defaults of their papers and programs.", PUBLISHED),
+    ("Watching the mismatch", "[Sparrow](sparrow.md) says why the tail and not the mean.", TAIL),
+    ("Seeing and keeping", "What a run prints and leaves behind.", READING),
+    (
+        "Added by the module itself",
+        "Modules that roll out bring these along. Name one only to change its settings.",
+        OWN,
+    ),
+]
+
+SNIPPETS = {
+    "SparsityAwareRejection": "{class_path: SparsityAwareRejection, init_args: {threshold: 1.0e-4}}",
+    "ImportanceReweighting": "{class_path: ImportanceReweighting, init_args: {clip_max: 1.5}}",
+    "TIS": "{class_path: TIS, init_args: {clip_max: 2.0}}",
+    "AcceptanceMonitor": "{class_path: AcceptanceMonitor, init_args: {every_n_rollouts: 10, bin_size: 2000}}",
+    "TailGuard": "{class_path: AcceptanceMonitor}\n    - {class_path: TailGuard, init_args: {mode: warn}}",
+    "CompletionsTable": "{class_path: CompletionsTable, init_args: {every_n_rollouts: 10, num_samples: 3}}",
+    "ExportPolicy": "{class_path: ExportPolicy, init_args: {folder: runs/mine/policy}}",
+    "DryRun": "{class_path: DryRun, init_args: {enabled: true}}",
+    "StepGuard": "{class_path: StepGuard, init_args: {max_in_a_row: 3}}",
+    "ZeroSharding": "{class_path: ZeroSharding, init_args: {shadow_dtype: bfloat16, keep_shadow: false}}",
+}
+
+_REJECTION = "nothing of its own: `rejection_rate`, `token_mask_rate` and `kept_fraction` show what it did"
+_RATIOS = "nothing of its own: `sampling/importance_sampling_ratio/*` and `mismatch/ess` show the ratios"
+LOGS = {
+    **dict.fromkeys(["TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS"], _RATIOS),
+    "SparsityAwareRejection": _REJECTION,
+    "SequenceMaskTIS": _REJECTION,
+    "MIS": _REJECTION,
+    "ImportanceReweighting": _RATIOS,
+    "OPSM": "nothing of its own: `kept_fraction` falls by what it leaves out",
+    "AcceptanceMonitor": "the `acceptance/` keys of the table above",
+    "TailGuard": "`guard/tail_margin`, `guard/rejection_rate`, `guard/length_ratio`, `guard/budget` and `guard/raises`",
+    "MismatchSplit": "`mismatch_split/{kernel,compression}/{kl_k1,kl_k3,ratio_p05}`",
+    "EmptyRollouts": "`empty_rollouts`",
+    "StepGuard": "`skipped_steps`",
+    "StepTimes": "the keys of the table above",
+    "ZeroSharding": "the keys of the table above",
+    "DryRun": "nothing; it prints time and memory",
+    "CompletionsTable": "the table itself, to the trainer's loggers that take one",
+}

@@ -1,0 +1,126 @@
+"""What is logged, for ``metrics.md``: keys and units from docstrings, the rest and the healthy ranges here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import docstrings
+
+from sparse_rl_lightning.callbacks import AcceptanceMonitor, StepTimes, ZeroSharding
+from sparse_rl_lightning.metrics import rollout
+from sparse_rl_lightning.modules.partial import PartialRollouts
+
+Row = tuple[str, str, str]  # key, unit, meaning
+CLIP = "whose gradient the clip of the staleness ratio stops"
+
+UPDATE: list[Row] = [
+    ("clip_ratio/low_mean", "share", f"tokens (or sequences) with a negative advantage {CLIP}"),
+    ("clip_ratio/high_mean", "share", f"tokens (or sequences) with a positive advantage {CLIP}"),
+    ("clip_ratio/region_mean", "share", "both"),
+    ("kept_fraction", "share", "completion tokens of the micro-batch that rejection left"),
+    ("entropy", "nats/token", "entropy of the learner's distributions, mean over completion tokens"),
+    ("kl", "nats/token", "estimate of KL(learner || reference policy); with `beta` above 0"),
+    ("sparse/...", "", "the same keys of the sparse term of `ReplayGRPO` with `replay_objective: mixed`"),
+    ("empty_rollouts", "count", "rollouts so far of which rejection kept nothing"),
+    ("skipped_steps", "count", "optimiser steps so far that were skipped for a gradient that is not finite"),
+]
+REPLAY: list[Row] = [("time/replay", "seconds", "replayed log-probs (`ReplayGRPO`, `DistillSparse`)")]
+DISTILL: list[Row] = [
+    ("distill/loss", "", "loss of the adapter's steps"),
+    ("distill/kl", "nats/token", "KL(sparse || dense) of the adapter's steps, k3"),
+    ("distill/clip_ratio", "share", f"tokens {CLIP}, in the adapter's steps"),
+    ("distill/differing_pages", "share", "pages read that the learner does not choose; with `record_pages`"),
+]
+SPLIT: list[Row] = [
+    (f"mismatch_split/{part}/{name}", unit, meaning.format(pair))
+    for part, pair in (("kernel", "sampler and replay"), ("compression", "replay and dense policy"))
+    for name, unit, meaning in (
+        ("kl_k1", "nats/token", "KL between {}, unbiased, may be negative"),
+        ("kl_k3", "nats/token", "the same, never negative"),
+        ("ratio_p05", "ratio", "5th percentile of the ratio between {}"),
+    )
+]
+GUARD: list[Row] = [
+    ("guard/tail_margin", "share", "5th percentile of the worst length bin minus the target"),
+    ("guard/rejection_rate", "share", "rejected sequences, mean over the window"),
+    ("guard/length_ratio", "ratio", "mean response of the window to that of the longest window so far"),
+    ("guard/budget", "tokens", "the compressor's budget, without eviction the retriever's"),
+    ("guard/raises", "count", "times that the budget was raised"),
+]
+EVALUATED: list[Row] = [
+    ("val/reward_dense", "reward", "mean reward of validation completions with the full cache"),
+    ("val/reward_sparse", "reward", "with the compressed cache; absent where nothing is compressed"),
+    ("val/length_dense", "tokens", "mean length of these completions"),
+    ("val/length_sparse", "tokens", "with the compressed cache"),
+    ("val/pass@{k}_dense", "share", "problems that one of k samples solves, unbiased; by the first reward function"),
+    ("val/pass@{k}_sparse", "share", "with the compressed cache"),
+    ("val/{benchmark}/pass@{k}_dense", "share", "the same of one benchmark; in one process"),
+    ("val/{benchmark}/pass@{k}_sparse", "share", "with the compressed cache"),
+    ("test/...", "", "the same keys in `sparse-rl test` of a module that trains"),
+    ("test/{benchmark}/{arm}", "share", "right samples, `Evaluation`; arms: `dense`, compressors by name and budget"),
+    ("test/mean/{arm}", "share", "unweighted mean over the benchmarks"),
+]
+WARMUP: list[Row] = [
+    ("loss", "nats/token", "cross-entropy of the solutions"),
+    ("val_loss", "nats/token", "on held-out rows"),
+    ("val_token_accuracy", "share", "solution tokens predicted right"),
+]
+
+HEALTHY = {
+    "reward": "rises over tens of rollouts, or [is flat](troubleshooting.md#reward-is-flat)",
+    "frac_reward_zero_std": "below 0.7: the other prompts are all that is learned from",
+    "completions/clipped_ratio": "below 0.2; more means that answers do not end",
+    "completions/mean_length": "no sudden fall; under sparse rollouts a shrinking answer precedes collapse (Sparrow)",
+    "completions/repetition_rate": "as before training; a rise means loops",
+    "rewards/{function}/failed": "0",
+    "rejection_rate": "below 0.1; 0.07 in Sparse-RL's paper",
+    "token_mask_rate": "near `rejection_rate` where sequences are rejected and not tokens",
+    "kept_fraction": "above 0.9",
+    "mismatch/kl_k1": "below 0.05",
+    "mismatch/kl_k3": "below 0.05; 1e-6 or less with `FullKV` in float32",
+    "mismatch/ratio_p05": "above 0.5",
+    "mismatch/ess": "above 0.9; low means that few tokens carry the gradient",
+    "mismatch/low_ratio_tokens": "below 1e-3",
+    "mismatch/low_ratio_sequences": "the rejection rate at the threshold of 1e-4",
+    "sampling/importance_sampling_ratio/max": "large values are what `clip_max` is for",
+    "clip_ratio/region_mean": "below 0.01 with few steps per rollout; 0.0005 in Sparse-RL's paper",
+    "entropy": "falls slowly; near 0 nothing is explored any more",
+    "kl": "grows slowly from 0",
+    "kv/saving_final": "above 0, or the slot is too large to matter",
+    "kv/peak_bytes": "constant over the run",
+    "acceptance/p05": "above `acceptance/target`",
+    "acceptance/p05/{bin}": "above `acceptance/target`",
+    "acceptance/ceiling_p05": "near 1 in float32; 0.945 in Sparrow, whose sampler is another program",
+    "acceptance/beta_ks": "below 0.04 where the fit describes the tail",
+    "guard/tail_margin": "positive",
+    "guard/length_ratio": "above 0.6",
+    "guard/raises": "0",
+    "empty_rollouts": "0",
+    "skipped_steps": "0; under float16 a few at the start",
+    "mismatch_split/kernel/kl_k3": "below a tenth of the compression's",
+    "time/rollout": "most of `time/block`; if not, see [slow](troubleshooting.md#it-is-slow)",
+    "sharding/wait_seconds": "small against `time/rollout`",
+    "val_token_accuracy": "as high as the task's format needs; 0.96 in the quickstart's warm-up",
+}
+
+
+def docstring_rows(thing: Any) -> list[Row]:
+    """The table of keys of a docstring, of several in the order they stand there."""
+    return [(key, unit, docstrings.markdown(meaning)) for key, unit, meaning in docstrings.rows(thing.__doc__)]
+
+
+def tables() -> dict[str, list[Row]]:
+    """Every table of the page by its heading."""
+    return {
+        "Rollouts": docstring_rows(rollout) + REPLAY,
+        "Updates": UPDATE,
+        "Time and memory": docstring_rows(StepTimes),
+        "Acceptance (AcceptanceMonitor)": docstring_rows(AcceptanceMonitor),
+        "Guard (TailGuard)": GUARD,
+        "Rounding or compression (MismatchSplit)": SPLIT,
+        "Several ranks (ZeroSharding)": docstring_rows(ZeroSharding),
+        "Partial rollouts": docstring_rows(PartialRollouts),
+        "DistillSparse": DISTILL,
+        "Validation and tests": EVALUATED,
+        "SupervisedWarmup": WARMUP,
+    }

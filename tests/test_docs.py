@@ -1,0 +1,191 @@
+"""The documentation as a site: it builds without a warning, its generated pages and pictures are those of the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from test_readme import without_blocks
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+PACKAGES = ("callbacks", "compressors", "data", "modules", "retrievers", "rewards")
+LINK = re.compile(r"\]\((https?:[^)]*)\)|<(https?:[^>]*)>")
+
+sys.path.append(str(DOCS))  # the scripts that write and draw
+
+import docstrings  # noqa: E402
+import figures  # noqa: E402
+import generate  # noqa: E402
+import listing  # noqa: E402
+import predictions  # noqa: E402
+
+sys.path.remove(str(DOCS))
+
+
+def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", source, target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+# ---------------------------------------------------------------- the site
+
+
+@pytest.mark.timeout(900)  # half a minute on an idle core
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    built = build(DOCS, tmp_path / "site")
+    assert (built.returncode, built.stderr) == (0, "")
+    written = {path.relative_to(tmp_path / "site").with_suffix("") for path in (tmp_path / "site").rglob("*.html")}
+    assert {page.relative_to(DOCS).with_suffix("") for page in PAGES} <= written
+
+
+@pytest.mark.timeout(300)
+def test_faults_end_the_build(tmp_path: Path) -> None:
+    faults = {
+        "[page](missing.md)": "missing",
+        "[part](#no-such-heading)": "no-such-heading",
+        "![picture](missing.png)": "missing.png",
+        "{py:class}`NoSuchClass`": "NoSuchClass",
+    }
+    (tmp_path / "index.md").write_text("# Title\n\n" + "\n\n".join(faults), encoding="utf-8")
+    (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text("utf-8"), encoding="utf-8")
+    built = build(tmp_path, tmp_path / "site")
+    assert built.returncode != 0
+    warnings = [line for line in built.stderr.splitlines() if "WARNING" in line]
+    assert [said for said in faults.values() if not any(said in line for line in warnings)] == []
+
+
+def test_every_page_can_be_reached() -> None:
+    index = (DOCS / "index.md").read_text("utf-8")
+    named = {line.strip() for line in index.splitlines()}
+    top = [page.stem for page in DOCS.glob("*.md") if page.stem != "index" and not re.match("re[cs]", page.stem)]
+    assert [stem for stem in top if stem not in named] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(DOCS).as_posix() for page in PAGES])
+def test_web_addresses_are_well_formed(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", without_blocks(page.read_text("utf-8")))
+    links = ["".join(found) for found in LINK.findall(text)]
+    assert [link for link in links if not is_address(link)] == []
+    assert re.findall(r"\]\(\s*(?!https?:)\w+://", text) == []
+
+
+def is_address(link: str) -> bool:
+    parts = urlsplit(link)
+    host = re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}", parts.netloc)
+    return parts.scheme == "https" and host is not None and not re.search(r"\s", link)
+
+
+def test_addresses_are_judged() -> None:
+    assert is_address("https://arxiv.org/abs/2601.10079")
+    for wrong in ("http://arxiv.org/a", "https://arxiv/a", "https://arxiv.org /a", "https:/arxiv.org"):
+        assert not is_address(wrong)
+
+
+# ---------------------------------------------------------------- generated pages
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    """If this fails: make docs-pages."""
+    assert generate.main(["--check"]) == 0
+
+
+def test_settings_list_every_class_that_can_be_named() -> None:
+    text = (DOCS / "settings.md").read_text("utf-8") + (DOCS / "callbacks.md").read_text("utf-8")
+    listed = set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
+    python_only = {"LoadedPolicy", "PolicySource", "PromptDataModule", "RepeatedBlockSampler", "QueryStatistics"}
+    python_only |= {"RolloutCallback", "RewardFunction"}
+    packages = (
+        listing.callbacks,
+        listing.compressors,
+        listing.data,
+        listing.modules,
+        listing.retrievers,
+        listing.rewards,
+    )
+    named = {name for package in packages for name in package.__all__ if isinstance(getattr(package, name), type)}
+    assert named - listed - python_only == set()
+
+
+def test_every_recipe_of_a_paper_is_predicted() -> None:
+    configs = ROOT / "configs"
+    files = [*configs.glob("qwen2.5-*.yaml"), *configs.glob("llama-*.yaml"), *configs.glob("sparrow/qwen3-*.yaml")]
+    assert {path.relative_to(configs).with_suffix("").as_posix() for path in files} == set(predictions.RECIPES)
+
+
+def test_predictions_by_hand() -> None:
+    """Qwen2.5-1.5B: 16 bytes per parameter; 28 layers x 2 heads x (512 + 128) x 2 x 128 numbers x 2 bytes per slot."""
+    recipe = predictions.Recipe.of("qwen2.5-1.5b")
+    assert recipe.states == 16 * recipe.parameters
+    assert recipe.parameters == pytest.approx(1.54e9, rel=0.01)
+    # compress_prompt: false holds the prompt of 256 tokens, less than the budget
+    keys_values = 256 * 28 * 2 * (512 + 128) * 2 * 128 * 2
+    assert keys_values < recipe.cache(recipe.compressor) < 1.3 * keys_values
+    assert recipe.num_rollouts == 100
+    steps = 4 * 4096  # 1024 sequences in 256 slots
+    weights = recipe.shape.weights_read * 2 / predictions.H200.bandwidth
+    assert recipe.rollout(recipe.method) > steps * weights
+
+
+def test_docstrings_become_markdown() -> None:
+    class Thing:
+        """One ``line`` for all of :class:`~a.b.Other`.
+
+        More::
+
+            - key: 1
+
+        ==== ===== =======
+        key  unit  meaning
+        ==== ===== =======
+        a/b  bytes of ``it``
+        c    s     time
+        ==== ===== =======
+
+        Args:
+            size: How large,
+                in tokens.
+            kind: Which.
+
+        Raises:
+            ValueError: Never.
+        """
+
+        def __init__(self, size: int, kind: str | None = None, **rest: int) -> None: ...
+
+    assert docstrings.summary(Thing) == "One `line` for all of `Other`."
+    table = "| key | unit | meaning |\n|---|---|---|\n| a/b | bytes | of `it` |\n| c | s | time |"
+    assert docstrings.body(Thing) == f"More:\n\n```yaml\n- key: 1\n```\n\n{table}"
+    assert docstrings.rows(Thing.__doc__ or "") == [["a/b", "bytes", "of ``it``"], ["c", "s", "time"]]
+    assert docstrings.arguments(Thing) == [
+        docstrings.Argument("size", "int", "required", "How large, in tokens."),
+        docstrings.Argument("kind", "str | null", "null", "Which."),
+    ]
+
+
+def test_an_argument_without_description_is_an_error() -> None:
+    class Silent:
+        """Says nothing."""
+
+        def __init__(self, size: int) -> None: ...
+
+    with pytest.raises(ValueError, match="size is not described"):
+        docstrings.arguments(Silent)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_pictures_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    figures.main()
+    drawn = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(drawn) == {path.name for path in (DOCS / "figures").iterdir()}
+    assert min(drawn.values()) > 5_000
+    shown = re.findall(r"!\[[^\]]+\]\(figures/([\w.]+)\)", (DOCS / "concepts.md").read_text("utf-8"))
+    assert set(shown) == set(drawn)

@@ -1,0 +1,88 @@
+"""Every YAML block of the documentation is read by the command line, and what it names is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonargparse import Namespace
+from test_readme import DOCS, README, Block, ParsedError, find_blocks, named, read
+from tiny_run import config
+
+from sparse_rl_lightning import cli
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.compressors import SnapKV
+
+TOP = {"model", "data", "trainer", "seed_everything", "num_threads"}
+built: list[Namespace] = []
+
+
+class BuildOnly(cli.SparseRLCLI):
+    """Builds the classes that a configuration names, but no trainer."""
+
+    def before_instantiate_classes(self) -> None:
+        built.append(self.parser.instantiate(self.config)[self.subcommand])
+        raise ParsedError
+
+
+@pytest.fixture
+def base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a whole configuration, over which a block is laid."""
+    monkeypatch.setattr(cli, "SparseRLCLI", BuildOnly)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    values = config()
+    values["trainer"]["callbacks"] = []
+    (folder / "configs").symlink_to(README.parent / "configs")
+    (folder / "base.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return folder
+
+
+def whole(block: Block) -> dict[str, Any]:
+    """What a block says, as a part of a whole configuration: callbacks, top-level keys, or keys of the model."""
+    values = yaml.safe_load(block.code)
+    if isinstance(values, list):
+        return {"trainer": {"callbacks": values}}
+    return values if TOP & set(values) else {"model": {"init_args": values}}
+
+
+def build(block: Block, folder: Path) -> Namespace:
+    (folder / "block.yaml").write_text(yaml.safe_dump(whole(block)), encoding="utf-8")
+    built.clear()
+    with pytest.raises(ParsedError):
+        main(["fit", "--config", "base.yaml", "--config", "block.yaml", "--trainer.accelerator=cpu"])
+    return built[0]
+
+
+def yaml_blocks(document: Path) -> list[Block]:
+    return [block for block in find_blocks(read(document)) if block.language == "yaml"]
+
+
+@named([d for d in (README, *DOCS) if yaml_blocks(d)])
+def test_yaml_blocks_are_read(document: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in yaml_blocks(document):
+        try:
+            build(block, base)
+        except (SystemExit, ValueError) as error:
+            pytest.fail(f"{document.name}, line {block.line}: {error}\n{block.code}")
+
+
+def test_what_a_block_names_is_built(base: Path) -> None:
+    found = build(Block("yaml", "compressor: {class_path: SnapKV, init_args: {budget: 99, kernel_size: 5}}", 1), base)
+    assert isinstance(found.model.compressor, SnapKV)
+    assert found.model.compressor.budget == 99
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "compressor: {class_path: SnapKW}",
+        "- {class_path: TIS, init_args: {clip: 2}}",
+        "trainer: {max_step: 3}",
+        "temperature: 0.0",
+    ],
+)
+def test_a_wrong_block_is_refused(code: str, base: Path) -> None:
+    with pytest.raises((SystemExit, ValueError)):
+        build(Block("yaml", code, 1), base)
