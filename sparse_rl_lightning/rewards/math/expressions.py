@@ -273,8 +273,11 @@ class _Reader:
         if self.token == "^":
             self.take()
             exponent = self.script()
-            if exponent.kind == "neg":
-                self.refuse()  # \sin^{-1}: inverse or power?
+            inverse = name.replace("\\", "\\arc")
+            if exponent.kind == "neg" and exponent.parts[0].value == 1 and inverse in FUNCTIONS:
+                name, exponent = inverse, None
+            elif exponent.kind == "neg":
+                self.refuse()  # \ln^{-1}: inverse or power?
         self.deepen()
         argument = self.argument()
         self.depth -= 1
