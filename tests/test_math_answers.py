@@ -226,7 +226,7 @@ def test_different(first: str, second: str) -> None:
     "text",
     [
         *["", "x^12", "x2", "a/bc", r"1\frac{1}{2}x", r"\sin x/2", r"\ln^{-1}x", "f(x+1)", "word", "x^2^3", "52_8"],
-        *["1 2", "**", "(x", "x)", "(x]", "|x", r"\frac{1}", r"\sqrt", r"\unknown", r"\text{word}", "x=1", "²", "1,2"],
+        *["1 2", "**", "(x", "x)", "(x]", "|x", r"\frac{1}", r"\sqrt", r"\unknown", r"\log_\lfloor x", r"\text{word}", "x=1", "²", "1,2"],
         *["(" * 40 + "1" + ")" * 40, "-", "x_", "x^", "!"],
     ],
 )

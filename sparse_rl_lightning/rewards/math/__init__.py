@@ -10,7 +10,8 @@ that are killed when they take too long. Conventions, where mathematics leaves a
 - ``x=5`` is 5 where the other side has no equation, and so is ``f(x)=2x`` the same as ``2x``, ``AB=5`` and
   ``\angle A=5^\circ`` as 5, ``(x,y)=(1,2)`` as ``(1,2)``.
 - ``1,234`` is 1234, and so is ``1\,234``; ``1 234`` is not a number.
-- ``(E)`` is E and ``(5)`` is 5, but ``[5]`` is not. Words may begin with a capital. ``1:2`` is not one half. A number base belongs to the number: ``52_8`` is neither 52 nor ``52_5``.
+- ``(E)`` is E and ``(5)`` is 5, but ``[5]`` is not. Words may begin with a capital. ``1:2`` is not one half. A number
+  base belongs to the number: ``52_8`` is neither 52 nor ``52_5``.
 - A list without brackets is a set: its order does not matter, ``1,2`` is ``\{2,1\}``. Neither is the tuple ``(1,2)``.
   An inequality is its interval: ``x>2`` is ``(2,\infty)``.
   ``or`` and ``and`` separate like commas (``or`` of inequalities is their union), ``1\pm\sqrt{2}`` is a list of two.

@@ -187,7 +187,7 @@ class _Reader:
 
     def number(self) -> Node:
         token = self.take()
-        if self.token == "_" or token == ".":
+        if self.token == "_" or not (token[:1].isdigit() or token[-1].isdigit()):
             self.refuse()  # a number base
         return Node("num", value=Fraction(token.rstrip(".")))
 

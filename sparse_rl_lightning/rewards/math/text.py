@@ -60,8 +60,8 @@ _PLAIN = str.maketrans(
     {
         **dict.fromkeys("$%°", _MARK), "−": "-", "~": " ", "≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq ", "π": "\\pi ",
         "·": "\\cdot ", "⋅": "\\cdot ", "×": "\\times ", "÷": "/", "∞": "\\infty ", "∪": "\\cup ", "∈": "\\in ",
-        "±": "\\pm ", "√": "\\sqrt ", "²": "^2", "³": "^3", "∅": "\\emptyset ", "\u211d": "\\mathbb{R}", "θ": "\\theta ",
-        "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "½": "\\frac12",
+        "±": "\\pm ", "√": "\\sqrt ", "²": "^2", "³": "^3", "∅": "\\emptyset ", "\u211d": "\\mathbb{R}",
+        "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "½": "\\frac12",
     }
 )  # fmt: skip
 
