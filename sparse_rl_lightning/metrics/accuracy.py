@@ -95,7 +95,7 @@ def _wilson(count: int, mean: float, spread: float) -> tuple[float, float]:
     trials = max(count, count * mean * (1 - mean) / spread) if spread > 1e-12 else count
     centre = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
     half = Z95 * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2)) / (1 + Z95**2 / trials)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half))  # rounding may pass 0 and 1
 
 
 def accuracy(correct: Tensor) -> Accuracy:
