@@ -18,6 +18,7 @@ from sparse_rl_lightning.rewards.math.structure import (
     has_relation,
     parse_answer,
     variable_of,
+    without_braces,
     without_variable,
 )
 from sparse_rl_lightning.rewards.math.symbolic import needs_math_verify
@@ -61,7 +62,7 @@ class Comparison:
         """Whether they are the same; None where math-verify must be asked about the pairs in ``missing``."""
         if not (is_within_limits(answer) and is_within_limits(gold)):
             return False
-        first, second = tidy(answer), tidy(gold)
+        first, second = without_braces(tidy(answer)), without_braces(tidy(gold))
         if not (plain_text(first) and plain_text(second)):
             return False
         if has_relation(first) != has_relation(second):

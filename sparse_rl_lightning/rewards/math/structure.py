@@ -78,6 +78,13 @@ def without_variable(text: str) -> str:
     return ",".join(sides[-1] for sides, _ in parts) if same else text
 
 
+def without_braces(text: str) -> str:
+    """An answer without the braces around the whole of it, which no reader sees."""
+    while text.startswith("{") and _closing(tokens := _TOKEN.findall(text)) == len(tokens) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
 def is_variable(text: str) -> bool:
     """Whether a text names something, or several things as a tuple."""
     return bool(_NAME.fullmatch(text) or _TUPLE.fullmatch(text))
