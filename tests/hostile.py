@@ -199,7 +199,7 @@ def boxes() -> Iterator[tuple[str, str]]:
     yield box("4 or 5"), "5"
     yield box(r"\{5\}\{6\}"), "5"
     yield box("5") + box("$$"), "5"
-    yield box(r"\boxed{5}"), "5"
+    yield box(r"6\boxed{5}"), "5"
     yield box("x=5,x=6"), "5"
     yield box(r"5\pm1"), "6"
 

@@ -34,6 +34,14 @@ def test_interval_of_a_proportion_is_wilsons(right: int, count: int, low: float,
     assert confidence_interval(scores) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
+def test_the_mean_lies_within_its_interval_in_the_last_bit_too() -> None:
+    """At 0 and 1, where rounding moves a bound past the mean and a picture's error bars would be negative."""
+    for count in range(1, 200):
+        for score in (0.0, 1.0):
+            low, high = confidence_interval(torch.full((count,), score))
+            assert low <= score <= high
+
+
 def test_interval_holds_what_it_promises() -> None:
     """30 problems of their own difficulty, 32 samples each: about 95 % of the intervals hold the true mean."""
     hits = 0

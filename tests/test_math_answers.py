@@ -78,8 +78,44 @@ SAME = [
     # units
     (r"12\pi\text{ cm}^2", r"12\pi"),
     (r"36\sqrt{7}cm^{3}", r"36\sqrt{7}"),
+    (r"12\pi\text{ square centimeters}", r"12\pi\text{ cm}^2"),
+    ("ab", r"b\cdot a"),
+    (r"\sin^{-1} x", r"\arcsin x"),
+    (r"{n \choose 2}", r"\binom n2"),
+    (r"{1\over x}", r"\frac1x"),
+    ("2π", r"2\pi"),
+    ("√5", r"\sqrt{5}"),
+    ("3×x", "3x"),
+    # one thing in brackets, marks around it
+    (r"\left(-\frac{2}{3}\right)", r"-\frac23"),
+    (r"{1,2}", r"\{2,1\}"),
+    (r"\boldsymbol{x}", "x"),
+    (r"\boxed{x}", "x"),
+    (r"\left[\begin{array}{c}1\\2\end{array}\right]", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\langle 1,2\rangle", "(1,2)"),
+    (r"\{\}", r"\varnothing"),
+    (r"\text{A, C}", "C,A"),
+    # what is named, and what is said of a variable
+    ("AB = 5", "5"),
+    (r"m\angle ABC = 60^\circ", "60"),
+    (r"P(X=1)=\frac12", r"\frac12"),
+    (r"\text{Area of the ring}=5\pi", r"5\pi"),
+    (r"f^{-1}(x)=\frac{x-1}{2}", r"\frac{x-1}{2}"),
+    ("(x, y) = (1, 2)", "(1,2)"),
+    ("(x,y)=(1,2)", "y=2, x=1"),
+    ("x=1,2", "2,1"),
+    ("x_1=1, x_2=2", "1,2"),
+    (r"x\in(-\infty,5]", r"x\le5"),
+    (r"x<-1\text{ or }x>2", r"(2,\infty)\cup(-\infty,-1)"),
+    (r"\{x \mid x<1 \text{ or } x>2\}", r"x>2, x<1"),
+    (r"x\in\mathbb{R}", r"(-\infty,\infty)"),
+    # words
+    (r"\text{No solution}", "no solution"),
+    ("1:58 am", r"1{:}58\text{ A.M.}"),
     # math-verify
     (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}"),
+    (r"\sum_{i=1}^{n} i", r"\sum_{k=1}^n k"),
+    (r"\lim_{x\to0}\frac{\sin{x}}{x}", r"\lim_{t \rightarrow 0} \frac{\sin{t}}{t}"),
 ]
 
 CALCULATIONS = [  # as a gold answer they are what they end in, as an answer they are not done
@@ -93,6 +129,8 @@ CALCULATIONS = [  # as a gold answer they are what they end in, as an answer the
     ("2^{10}", "1024"),
     (r"\sum_{k=1}^{10} k", "55"),
     (r"\int_0^1 x^2 dx", r"\frac13"),
+    (r"\lim_{n\to\infty}\frac{2n+1}{n}", "2"),
+    (r"\lim_{x\to0^+}\frac{|x|}{x}", "1"),
 ]
 
 DIFFERENT = [
@@ -131,6 +169,16 @@ DIFFERENT = [
     (r"-2\leq x < 1", "(-2,1]"),
     ("2>1", r"(1,\infty)"),
     (r"\{x|x=3k,k\in \mathbb{Z}\}", r"\{x|x=2k,k\in \mathbb{Z}\}"),
+    (r"x>1\text{ or }x<2", r"(1,2)"),
+    (r"x\in(0,1)", r"y\in(0,1)"),
+    (r"x<1\text{ or }x>2", r"(-\infty,1]\cup(2,\infty)"),
+    ("(x,y)=(1,2)", "(2,1)"),
+    ("(x,y)=(1,2)", "x=2,y=1"),
+    ("x=1,y=2,3", "1,2,3"),
+    ("41+1=42", "42"),
+    ("AB", "ab"),
+    ("ABC", "abc"),
+    ("east", r"\text{e}\cdot a"),
     # parts
     ("7,4", "(7,4)"),
     ("(7,4)", "(4,7)"),
@@ -143,6 +191,7 @@ DIFFERENT = [
     (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     # units and undefined values
     (r"12\pi\text{ cm}^2", r"12\pi\text{ cm}^3"),
+    (r"5\text{ square cm}", r"5\text{ cm}"),
     ("5am", "5"),
     (r"\frac{1}{0}", r"\frac{2}{0}"),
     (r"\frac{0}{0}", "0"),
@@ -150,6 +199,8 @@ DIFFERENT = [
     (r"\sum_{k=1}^{10} k", "56"),
     (r"\sum_{k=1}^{n} k", r"\frac{n(n+2)}{2}"),
     (r"\int_0^1 x^2 dx", r"\frac12"),
+    (r"\lim_{x\to0}\frac{|x|}{x}", "1"),
+    (r"\lim_{x\to0}\frac{\sin x}{x}", "0"),
 ]
 
 
@@ -174,9 +225,9 @@ def test_different(first: str, second: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *["", "x^12", "x2", "a/bc", r"1\frac{1}{2}x", r"\sin x/2", r"\sin^{-1}x", "f(x+1)", "word", "x^2^3", "52_8"],
+        *["", "x^12", "x2", "a/bc", r"1\frac{1}{2}x", r"\sin x/2", r"\ln^{-1}x", "f(x+1)", "word", "x^2^3", "52_8"],
         *["1 2", "**", "(x", "x)", "(x]", "|x", r"\frac{1}", r"\sqrt", r"\unknown", r"\text{word}", "x=1", "²", "1,2"],
-        *["(" * 40 + "1" + ")" * 40, "-", "x_", "x^", "!"],
+        *["(" * 40 + "1" + ")" * 40, "-", "x_", "x^", "!", r"\log_\lfloor x"],
     ],
 )
 def test_what_may_be_read_in_two_ways_is_not_read(text: str) -> None:

@@ -73,6 +73,22 @@ RIGHT = [
     (r"22.1\text{ cm}^2", "22.1cm^{2}"),
     (r"6.43 \times 10^{16} \text{ cm}^{-3}", r"6.43\times10^{16}"),
     (r"3 \mathrm{m}/\mathrm{s}^2", "3"),
+    ("5 meters", "5"),
+    ("5 meters per second", r"5\text{ m/s}"),
+    (r"12\text{ square units}", "12 square units"),
+    (r"5\text{ apples}", r"5\text{ apple}"),
+    (r"1950^\circ C", "1950"),
+    (r"1950^{\circ} \mathrm{C}", "1950°C"),
+    (r"0.003^{\prime \prime}", "0.003"),
+    (r"300\text{ K}", "300"),
+    (r"\text{\$}12.0", "12"),
+    # repeating decimals, brackets
+    (r"0.\overline{3}", r"\frac13"),
+    (r"2.1\overline{6}", "13/6"),
+    (r"-0.\dot{4}", "-4/9"),
+    (r"0.\overline{9}", "1"),
+    ("(5)", "5"),
+    ("{-5}", "-5"),
     # one variable
     ("x=5", "5"),
     ("5", "x = 5"),
@@ -127,6 +143,20 @@ WRONG = [
     (r"2\text{ or 3}", "2"),
     (r"5\text{ cm}", r"5\text{ m}"),
     (r"5\text{ cm}^2", r"5\text{ cm}^3"),
+    ("30^\\circ C", "30^\\circ F"),
+    # what is not a unit, marks and spaces that do not join digits
+    *((rf"5\text{{ {word}}}", "5") for word in ("squared", "plus six", "is wrong", "factorial", "half", "hundred")),
+    ("5\x006", "5 6"),
+    ("5\x00", "5"),
+    (r"5\%6", "56"),
+    ("5$6", "56"),
+    (r"5^\circ6", "56"),
+    (r"5\text{ }6", "56"),
+    (r"1\,2", "12"),
+    (r"12\,34", "1234"),
+    (r"0.\overline{3}", "0.3"),
+    (r"0.1\overline{6}", "0.16"),
+    ("(4)", "5"),
     ("1/0", "1/0.0"),
     (r"\frac{1}{0}", "0"),
     ("\uff14\uff12", "42"),  # full-width digits
@@ -139,7 +169,7 @@ WRONG = [
     ("10^{999999999}", "10^{999999998}"),
     ("9**9**9", "387420489"),
     ("2x", "-2x"),
-    ("true", "True"),
+    ("TRUE", "tRUE"),
 ]
 
 

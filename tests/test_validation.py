@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from tiny_grpo import ALPHABET, Rows, fit, module, weights
 
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.metrics import pass_at_k
+from sparse_rl_lightning.metrics import confidence_interval, pass_at_k
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -55,7 +55,36 @@ class OneOfTwo(SparseGRPO):
 
 def test_ranks_log_the_same_names_whatever_their_batches_hold() -> None:
     names = set(validated(module(has_a, kind=OneOfTwo), Named(val_batch_size=3)))
-    assert names == {f"val/{measure}_{cache}" for measure in ("reward", "length", "pass@1") for cache in CACHES}
+    measures = ("reward", "length", "pass@1", "pass@1_low", "pass@1_high")
+    assert names == {f"val/{measure}_{cache}" for measure in measures for cache in CACHES}
+
+
+@pytest.mark.parametrize("val_batch_size", [1, 4, 6])
+def test_validation_says_how_sure_it_is_whatever_its_batches(val_batch_size: int) -> None:
+    grpo, data = module(has_a, val_sampling=SAMPLED), Named(val_batch_size=val_batch_size)
+    seen: dict[str, list[list[float | None]]] = {cache: [] for cache in CACHES}
+
+    def remembers(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        rewards = has_a(prompts, completions)
+        seen["dense" if len(seen["dense"]) == len(seen["sparse"]) else "sparse"].append(rewards)
+        return rewards
+
+    grpo.reward_funcs = [remembers]
+    metrics = validated(grpo, data)
+    for cache in CACHES:
+        scores = torch.tensor([reward for batch in seen[cache] for reward in batch]).view(6, 4).mean(dim=1)
+        for name, own in (("", scores), ("one/", scores[:4]), ("two/", scores[4:])):
+            found = [metrics[f"val/{name}pass@1_{bound}_{cache}"] for bound in ("low", "high")]
+            assert found == pytest.approx(confidence_interval(own), abs=1e-6)
+
+
+def test_a_batch_without_any_reward_does_not_spoil_the_mean() -> None:
+    def last_row(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+        return [1.0 if prompt == ALPHABET[5:] else None for prompt in prompts]
+
+    metrics = validated(module(last_row), Named(val_batch_size=1))
+    for cache in CACHES:
+        assert metrics[f"val/reward_{cache}"] == metrics[f"val/pass@1_{cache}"] == 1
 
 
 @pytest.mark.parametrize("val_sampling", [None, SAMPLED])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sparse_rl_lightning.metrics.acceptance import AcceptanceTail, SampledAcceptanceTail
 from sparse_rl_lightning.metrics.accuracy import (
     Accuracy,
+    ConfidenceInterval,
     accuracy,
     confidence_interval,
     mean_accuracy,
@@ -21,6 +22,7 @@ __all__ = [
     "AcceptanceTail",
     "Accuracy",
     "BetaFit",
+    "ConfidenceInterval",
     "EffectiveSampleSize",
     "KVSaving",
     "MismatchKL",

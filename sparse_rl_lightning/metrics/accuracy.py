@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 Z95 = 1.959963984540054
 """Standard deviations that hold 95 % of a normal distribution."""
@@ -59,12 +60,42 @@ def confidence_interval(scores: Tensor) -> tuple[float, float]:
     Args:
         scores: (P,) share of right samples of each problem, P at least 1.
     """
-    count, mean = len(scores), float(scores.double().mean())
-    spread = float(scores.double().var(correction=0))
-    trials = max(count, count * mean * (1 - mean) / spread) if spread > 0 else count
+    return _wilson(len(scores), float(scores.double().mean()), float(scores.double().var(correction=0)))
+
+
+class ConfidenceInterval(Metric):
+    """The bounds of ``confidence_interval`` over all batches and ranks; NaN where there was no problem."""
+
+    full_state_update = False
+    sums: Tensor  # (3,) problems, scores, squared scores
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, scores: Tensor) -> None:
+        """Add problems.
+
+        Args:
+            scores: (P,) share of right samples of each problem, P may be 0.
+        """
+        scores = scores.double()
+        self.sums += torch.stack([scores.new_tensor(len(scores)), scores.sum(), (scores**2).sum()])
+
+    def compute(self) -> tuple[float, float]:
+        """Both bounds."""
+        count, total, squares = self.sums.tolist()
+        if not count:
+            return math.nan, math.nan
+        mean = total / count
+        return _wilson(int(count), mean, max(0.0, squares / count - mean**2))
+
+
+def _wilson(count: int, mean: float, spread: float) -> tuple[float, float]:
+    trials = max(count, count * mean * (1 - mean) / spread) if spread > 1e-12 else count
     centre = (mean + Z95**2 / (2 * trials)) / (1 + Z95**2 / trials)
     half = Z95 * math.sqrt(mean * (1 - mean) / trials + Z95**2 / (4 * trials**2)) / (1 + Z95**2 / trials)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half))  # rounding may pass 0 and 1
 
 
 def accuracy(correct: Tensor) -> Accuracy:

@@ -137,6 +137,7 @@ class Evaluation(GenerationModule):
         if self._world_size > 1:
             raise ValueError(f"Evaluation runs in one process, got {self._world_size}: set trainer.devices to 1.")
         writable_folder(self.folder.path, "trainer.default_root_dir")
+        self.trainer.test_loop.verbose = False  # Lightning's own table would say the same again, less readably
         self.results, self._clock = [], None
         self._digest = weights_digest(self.dense_policy)
 

@@ -40,7 +40,8 @@ def benchmark_number(name: str) -> int:
 
 def row_number(row: dict[str, Any], place: int) -> int:
     """A benchmark's number of a row; in any other file a column ``index`` is the user's, and the place is taken."""
-    return int(row.get("index", place)) if "benchmark" in row else place
+    index = row.get("index") if "benchmark" in row else None
+    return index if isinstance(index, int) else place
 
 
 def completion_table(rows: Rows, rollout: Rollout, texts: Sequence[str], checker: MathChecker) -> Table:

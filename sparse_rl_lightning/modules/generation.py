@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions
+from sparse_rl_lightning.modules.validation import ValidationScores
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import compute_rewards, reward_counters, reward_name
 from sparse_rl_lightning.rewards.guarded import GuardedReward
@@ -92,6 +92,7 @@ class GenerationModule(PolicyModule):
         self._samplers: dict[bool, RolloutSampler] = {}
         self._plans_told: set[bool] = set()
         self._failures_told: set[str] = set()
+        self._scores = ValidationScores()
         self._shadow: ShadowPolicy | None = None
 
     @property
@@ -242,29 +243,16 @@ class GenerationModule(PolicyModule):
         for name in ("dense", "sparse") if self.rolls_out_sparse else ("dense",):
             scored = self.generate(batch, self.val_sampling, dense=name == "dense", index=index)
             rewards, rollout = self.reward(scored), scored.rollout
-            metrics = {
-                f"{stage}/reward_{name}": rewards.nanmean(),
-                f"{stage}/length_{name}": rollout.completion_lengths.float().mean(),
-            }
-            self.log_dict(metrics, prog_bar=True, batch_size=len(batch), sync_dist=True)
-            self._log_accuracy(scored, f"{stage}/{{}}_{name}")
-
-    def _log_accuracy(self, scored: ScoredRollout, key: str) -> None:
-        """Share of right answers by the first reward function, of the rows to which it applies: pass@k, by benchmark.
-
-        Several ranks log the whole only: all must log the same names, and their batches are of other benchmarks.
-        """
-        first = next(iter(scored.reward_table.values())).view(len(scored.rows), scored.num_generations)
-        applies, correct = (~first.isnan().all(dim=1)).tolist(), first == 1
-        names = [row.get("benchmark") for row in scored.rows]
-        for name in dict.fromkeys([None, *names] if self._world_size == 1 else [None]):
-            chosen = correct[[a and name in (None, other) for a, other in zip(applies, names, strict=True)]]
-            for k, value in accuracy(chosen if len(chosen) else correct).pass_at.items():  # of none: has no weight
-                measure = f"pass@{k}" if name is None else f"{name}/pass@{k}"
-                self.log(key.format(measure), value, batch_size=len(chosen), sync_dist=True)
+            rewarded = rewards[~rewards.isnan()]
+            mean = rewarded.mean() if len(rewarded) else rewards.new_zeros(())  # of none: has no weight
+            self.log(f"{stage}/reward_{name}", mean, prog_bar=True, batch_size=len(rewarded), sync_dist=True)
+            length = rollout.completion_lengths.float().mean()
+            self.log(f"{stage}/length_{name}", length, prog_bar=True, batch_size=len(batch), sync_dist=True)
+            self._scores.log(self, scored, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
 
     def on_validation_epoch_end(self) -> None:
-        """Give the caches back: training rollouts size their own."""
+        """Log how sure the means are; give the caches back: training rollouts size their own."""
+        self._scores.log_intervals(self)
         for sampler in self._samplers.values():
             sampler.release()
 

@@ -80,7 +80,7 @@ def results_picture(results: Sequence[Result]) -> bytes | None:
     ax.set_ylabel("accuracy, %")
     ax.set_ylim(bottom=0.0)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, ncols=min(4, len(arms)))
+    ax.legend(frameon=False, ncols=len(arms), loc="lower left", bbox_to_anchor=(0, 1))  # over no bar
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()

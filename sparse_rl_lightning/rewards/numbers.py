@@ -1,7 +1,8 @@
 r"""Exact values of numbers as mathematics writes them, without ever computing a large power.
 
 Read are integers, decimals, thousands commas, leading zeros, signs, ``a/b``, ``\frac{a}{b}``, mixed numbers
-(``3\frac{1}{2}`` and ``3 1/2`` are seven halves), ``1.5e-3``, ``1.5\times10^{-3}`` and ``10^{5}``. Digits are ASCII.
+(``3\frac{1}{2}`` and ``3 1/2`` are seven halves), repeating decimals (``0.1\overline{6}``), ``1.5e-3``,
+``1.5\times10^{-3}`` and ``10^{5}``. Digits are ASCII.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _SCIENTIFIC = re.compile(rf"([+-]?)({_DECIMAL})(?:[eE]([+-]?[0-9]+)|(?:\\times|\
 _POWER_OF_TEN = re.compile(rf"([+-]?){_TEN}")
 _FRACTION = re.compile(rf"([+-]?)([0-9]*)\\frac\{{([+-]?)({_DECIMAL})\}}\{{([+-]?)({_DECIMAL})\}}")
 _SLASH = re.compile(rf"([+-]?)(?:([0-9]+) )?()({_DECIMAL})/([+-]?)({_DECIMAL})")
+
+_REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\{([0-9]+)\}|\\dot\{([0-9])\})")
 
 
 class Number(NamedTuple):
@@ -42,6 +45,8 @@ def parse_number(text: str) -> Number | None:
     if match := _POWER_OF_TEN.fullmatch(text):
         sign, *exponents = match.groups()
         return Number(Fraction(_signed(sign)), int(next(filter(None, exponents))))
+    if match := _REPEATING.fullmatch(text):
+        return _repeating(*match.groups(""))
     if match := _FRACTION.fullmatch(text) or _SLASH.fullmatch(text):
         return _quotient(*match.groups())
     return None
@@ -76,6 +81,14 @@ def _quotient(sign: str, whole: str | None, sign_above: str, above: str, sign_be
     if denominator == 0 or (whole and (sign_above or sign_below)):
         return None
     return Number(_signed(sign) * (int(whole or 0) + _signed(sign_above) * _fraction(above) / denominator))
+
+
+def _repeating(sign: str, whole: str, once: str, again: str, dotted: str) -> Number:
+    r"""``0.1\overline{6}`` as the fraction that it is."""
+    again = again or dotted
+    fixed = int(f"0{whole}{once}")
+    repeated = Fraction(int(again), 10 ** len(again) - 1)
+    return Number(_signed(sign) * (fixed + repeated) / 10 ** len(once))
 
 
 def _signed(sign: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
@@ -16,15 +17,20 @@ from sparse_rl_lightning.rewards.math.structure import (
     as_interval,
     has_relation,
     parse_answer,
+    variable_of,
+    without_braces,
     without_variable,
 )
 from sparse_rl_lightning.rewards.math.symbolic import needs_math_verify
-from sparse_rl_lightning.rewards.math.text import plain_text, split_unit, tidy
-from sparse_rl_lightning.rewards.math.values import readable, same_equation, same_expression
+from sparse_rl_lightning.rewards.math.text import plain_text, tidy
+from sparse_rl_lightning.rewards.math.units import split_unit
+from sparse_rl_lightning.rewards.math.values import product_of_letters, readable, same_equation, same_expression
 from sparse_rl_lightning.rewards.numbers import Number, parse_number, same_number
 
 MAX_PAIRS = 4
 """Pairs of expressions that one answer may send to math-verify."""
+
+_WORDS = re.compile(r"(?=.{3})(?:[A-Z]?[a-z]+)+")
 
 Pair: TypeAlias = tuple[str, str]
 """An expression of the answer and one of the gold answer."""
@@ -56,7 +62,7 @@ class Comparison:
         """Whether they are the same; None where math-verify must be asked about the pairs in ``missing``."""
         if not (is_within_limits(answer) and is_within_limits(gold)):
             return False
-        first, second = tidy(answer), tidy(gold)
+        first, second = without_braces(tidy(answer)), without_braces(tidy(gold))
         if not (plain_text(first) and plain_text(second)):
             return False
         if has_relation(first) != has_relation(second):
@@ -71,8 +77,7 @@ class Comparison:
             return self._same_atom(first.text, second.text)
         if isinstance(first, Atom) or isinstance(second, Atom):
             return False
-        if first.kind != second.kind and (as_interval(first) is None) != (as_interval(second) is None):
-            first, second = as_interval(first) or first, as_interval(second) or second
+        first, second = _alike(first, second)
         if first.kind != second.kind or len(first.items) != len(second.items):
             return False
         if not first.is_ordered:
@@ -108,12 +113,14 @@ class Comparison:
             return False
         if one.number is not None and two.number is not None:
             return same_number(one.number, two.number, self.tolerance)
-        if one.plain == two.plain:
+        if one.plain == two.plain or _same_words(one.plain, two.plain):
             return one.plain != ""
         if two.number is not None:
             return False  # a number wants a number, not the calculation that ends in it
-        if one.tree is not None and two.tree is not None:
-            return same_expression(one.tree, two.tree, self.tolerance)
+        tree = one.tree or (two.tree and product_of_letters(first))
+        other = two.tree or (one.tree and product_of_letters(second))
+        if tree is not None and other is not None:
+            return same_expression(tree, other, self.tolerance)
         if not needs_math_verify(first, second):
             return False
         pair = first, second
@@ -131,6 +138,30 @@ def read_atom(text: str) -> Reading:
         value, unit = text, ""  # no quantity with a unit, but a product or a phrase
         number, tree = _read(text)
     return Reading(plain_text(value), number, unit, tree)
+
+
+def _alike(first: Group, second: Group) -> tuple[Group, Group]:
+    """Both answers as intervals where one is an interval and the other an inequality, or two kinds of inequality.
+
+    Inequalities in a list may be meant as a union.
+    """
+    if first.kind == second.kind:
+        return first, second
+    names = variable_of(first), variable_of(second)
+    if None in names or names[0] == names[1]:
+        first, second = as_interval(first) or first, as_interval(second) or second
+    if {first.kind, second.kind} == {"list", "union"} and all(map(_is_inequality, (*first.items, *second.items))):
+        first = Group(second.kind, first.items)
+    return first, second
+
+
+def _is_inequality(answer: Answer) -> bool:
+    return isinstance(answer, Group) and variable_of(answer) is not None
+
+
+def _same_words(first: str, second: str) -> bool:
+    """Whether two words differ in nothing but their capitals; ``AB`` and ``ab`` are no words."""
+    return bool(first.casefold() == second.casefold() and _WORDS.fullmatch(first) and _WORDS.fullmatch(second))
 
 
 def _read(text: str) -> tuple[Number | None, Node | None]:

@@ -187,7 +187,7 @@ class _Reader:
 
     def number(self) -> Node:
         token = self.take()
-        if self.token == "_" or token == ".":
+        if self.token == "_" or not (token[:1].isdigit() or token[-1].isdigit()):
             self.refuse()  # a number base
         return Node("num", value=Fraction(token.rstrip(".")))
 
@@ -273,8 +273,11 @@ class _Reader:
         if self.token == "^":
             self.take()
             exponent = self.script()
-            if exponent.kind == "neg":
-                self.refuse()  # \sin^{-1}: inverse or power?
+            inverse = name.replace("\\", "\\arc")
+            if exponent.kind == "neg" and exponent.parts[0].value == 1 and inverse in FUNCTIONS:
+                name, exponent = inverse, None
+            elif exponent.kind == "neg":
+                self.refuse()  # \ln^{-1}: inverse or power?
         self.deepen()
         argument = self.argument()
         self.depth -= 1

@@ -18,7 +18,15 @@ _FLIPPED = {">": "<", "\\geq": "\\leq"}
 _RELATIONS = frozenset({"=", "<", ">", "\\leq", "\\geq", "\\neq", "\\in"})
 _LESS = frozenset({"<", "\\leq"})
 _LETTER = r"(?:[a-zA-Z]|\\(?!frac|sqrt|text|pi)[a-zA-Z]+)"
-_NAME = re.compile(rf"{_LETTER}(?:_(?:[0-9a-zA-Z]|\{{[^{{}}]*\}}))?(?:\([0-9a-zA-Z,]+\))?")
+_SCRIPT = r"_(?:[0-9a-zA-Z]|\{[^{}]*\})"
+_PLAIN_NAME = rf"{_LETTER}(?:\^\{{-1\}})?(?:{_SCRIPT})?(?:\([0-9a-zA-Z,]+\))?"
+_NAMED_THINGS = (  # an angle, a segment or its length, a probability, words
+    *(r"m?\\angle ?[A-Z]{1,3}", r"\|?[A-Z]{2,3}\|?", r"\|?\\(?:overline|overrightarrow|vec)\{[A-Z]{2}\}\|?"),
+    *(r"P\([^()]*\)", r"\\(?:text|mathrm)\{[a-zA-Z\x1f ]+\}"),
+)
+_TUPLE = re.compile(rf"\({_PLAIN_NAME}(?:,{_PLAIN_NAME})+\)")
+_NAME = re.compile("|".join((_PLAIN_NAME, *_NAMED_THINGS)))
+_INDEX = re.compile(r"_(?:[0-9]|\{[0-9]+\})$")
 
 
 @dataclass(frozen=True)
@@ -57,27 +65,62 @@ def parse_answer(text: str) -> Answer:
 def without_variable(text: str) -> str:
     r"""The right side of ``x=...`` or ``x\in...``, and of each part of a list where all name the same variable.
 
-    Anything else comes back as it is, so ``41=42`` is not 42.
+    ``x=1,2`` names it once, ``x_1=1,x_2=2`` with indices. Anything else comes back as it is, so ``41=42`` is not 42.
     """
     parts = [_split(part, frozenset({"=", "\\in"})) for part in _split(text, frozenset(",;"))[0]]
-    if any(len(sides) != 2 or not _NAME.fullmatch(sides[0]) for sides, _ in parts):
+    named = [(sides[0], *signs) for sides, signs in parts if len(sides) > 1]
+    if any(len(sides) > 2 for sides, _ in parts) or not all(is_variable(name) for name, *_ in named):
         return text
-    same = len({(sides[0], *signs) for sides, signs in parts}) == 1
-    return ",".join(sides[1] for sides, _ in parts) if same else text
+    is_named_once = len(named) == 1 and len(parts[0][0]) == 2
+    if not is_named_once and len(named) != len(parts):
+        return text
+    same = len({(_INDEX.sub("_", name), *signs) for name, *signs in named}) == 1
+    return ",".join(sides[-1] for sides, _ in parts) if same else text
+
+
+def without_braces(text: str) -> str:
+    """An answer without the braces around the whole of it, which no reader sees."""
+    while text.startswith("{") and _closing(tokens := _TOKEN.findall(text)) == len(tokens) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def is_variable(text: str) -> bool:
+    """Whether a text names something, or several things as a tuple."""
+    return bool(_NAME.fullmatch(text) or _TUPLE.fullmatch(text))
 
 
 def as_interval(group: Group) -> Group | None:
-    r"""The interval that an inequality such as ``x>2`` or ``-2\leq x<1`` describes, None where it describes none."""
+    r"""What ``x>2``, ``-2\leq x<1`` or ``x\in(0,1)`` says of its variable, None where it is nothing of that kind."""
     signs, items = group.kind.split(" "), group.items
+    place = _variable_place(group)
+    if place is None:
+        return None
+    if signs == ["\\in"]:
+        return items[1] if isinstance(items[1], Group) else None
+    if len(items) == 3:
+        return Group(("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"), (items[0], items[2]))
+    if place == 0:
+        return Group("()" if signs[0] == "<" else "(]", (Atom("-\\infty"), items[1]))
+    return Group("()" if signs[0] == "<" else "[)", (items[0], Atom("\\infty")))
+
+
+def variable_of(group: Group) -> str | None:
+    """The variable of an inequality, as :func:`as_interval` reads it."""
+    place = _variable_place(group)
+    item = None if place is None else group.items[place]
+    return item.text if isinstance(item, Atom) else None
+
+
+def _variable_place(group: Group) -> int | None:
+    signs, items = group.kind.split(" "), group.items
+    if signs == ["\\in"]:
+        return 0 if _is_name(items[0]) else None
     if not _LESS.issuperset(signs):
         return None
-    if len(items) == 3 and _is_name(items[1]):
-        return Group(("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"), (items[0], items[2]))
-    if len(items) == 2 and _is_name(items[0]):
-        return Group("()" if signs[0] == "<" else "(]", (Atom("-\\infty"), items[1]))
-    if len(items) == 2 and _is_name(items[1]):
-        return Group("()" if signs[0] == "<" else "[)", (items[0], Atom("\\infty")))
-    return None
+    if len(items) == 3:
+        return 1 if _is_name(items[1]) else None
+    return next((place for place in (0, 1) if len(items) == 2 and _is_name(items[place])), None)
 
 
 def has_relation(text: str) -> bool:
@@ -92,6 +135,8 @@ def _parse(text: str, depth: int) -> Answer:
         pieces, _ = _split(text, separators)
         if 1 < len(pieces) <= MAX_ITEMS:
             return _group(kind, pieces, depth)
+    if text == "\\mathbb{R}":
+        return Group("()", (Atom("-\\infty"), Atom("\\infty")))
     return _relation(text, depth) or _bracketed(text, depth) or _matrix(text, depth) or _both_signs(text, depth)
 
 
@@ -105,23 +150,34 @@ def _relation(text: str, depth: int) -> Answer | None:
         return None
     if signs[0] in _FLIPPED:
         sides, signs = sides[::-1], [_FLIPPED.get(sign, sign) for sign in signs[::-1]]
+    if signs == ["="] and _TUPLE.fullmatch(sides[0]):  # (x,y)=(1,2)
+        names, values = (_split(side[1:-1], frozenset(","))[0] for side in sides)
+        if sides[1][:1] == "(" and len(names) == len(values):
+            return _group("list", [f"{name}={value}" for name, value in zip(names, values, strict=True)], depth)
     return _group(" ".join(signs), sides, depth)
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
     tokens = _TOKEN.findall(text)
-    if len(tokens) < 3 or tokens[0] not in ("(", "[", "\\{") or _closing(tokens) != len(tokens) - 1:
+    if len(tokens) < 3 or tokens[0] not in ("(", "[", "{", "\\{") or _closing(tokens) != len(tokens) - 1:
         return None
-    inner = "".join(tokens[1:-1])
+    inner = "".join(tokens[1:-1]).strip()
     pieces, _ = _split(inner, frozenset(",;"))
     if tokens[0] == "\\{":
-        rule, _ = _split(inner, frozenset("|:"))
-        if len(rule) > 1:  # {x | x > 0}
-            return (
-                _relation(rule[1], depth) if len(rule) == 2 and len(pieces) == 1 and _NAME.fullmatch(rule[0]) else None
-            )
-        return None if tokens[-1] != "\\}" or len(pieces) > MAX_ITEMS else _group("list", pieces, depth)
+        return _braced(inner, pieces, depth) if tokens[-1] == "\\}" else None
+    if tokens[0] == "{" or (len(pieces) == 1 and ((tokens[0], tokens[-1]) == ("(", ")") or _MATRIX.fullmatch(inner))):
+        return _parse(inner, depth + 1)  # of a number, a matrix
     return _group(tokens[0] + tokens[-1], pieces, depth) if 1 < len(pieces) <= MAX_ITEMS else None
+
+
+def _braced(inner: str, pieces: list[str], depth: int) -> Answer | None:
+    """A set by its elements, or by a rule: ``{x | x > 0}``."""
+    rule, _ = _split(inner, frozenset("|:"))
+    if len(rule) == 1:
+        return _group("list", pieces, depth) if len(pieces) <= MAX_ITEMS else None
+    if len(rule) > 2 or len(pieces) > 1 or not _NAME.fullmatch(rule[0]) or not has_relation(rule[1]):
+        return None
+    return _parse(rule[1], depth + 1)
 
 
 def _matrix(text: str, depth: int) -> Answer | None:

@@ -5,28 +5,36 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+TEXT_SPACE = "\x1f"
+r"""A space between words of a text command; it is a space to ``\s`` and no part of what is compared."""
+_THIN, _MARK = "\x01", "\x02"  # a thin space; where a mark that says nothing stood
+
 _COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
 _TEXT_COMMANDS = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
-_TEXT = re.compile(_TEXT_COMMANDS + r"\s*\{([^{}]*)\}")
-_OR = re.compile(rf",? ?(?:{_TEXT_COMMANDS} ?\{{ ?(?:or|and) ?\}}| (?:or|and) ) ?")
-_UNIT_WORD = r"\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{(?:[^\W\d_]|[ ./'])*\}"
-_UNIT = re.compile(rf"(?:[/*]?{_UNIT_WORD}(?:\^(?:[0-9]|\{{-?[0-9]\}}))?)+")
-_UNIT_START = re.compile(rf"[/*]?{_UNIT_WORD}")
-_BARE_UNIT = re.compile(r"(?<=[0-9}])(?:mm|cm|dm|km|kg|mg|ml|mL|mph|ft)(?:\^[0-9])?$")
-_VARIABLES = frozenset({"e", "i", "j", "k", "n", "x", "y", "z", "pi"})
-_THIN_SPACE = re.compile(r"(\\[a-zA-Z]+)\x01+(?=[a-zA-Z])")
+TEXT_CONTENT = re.compile(_TEXT_COMMANDS + r"\s*\{([^{}]*)\}")
+"""A text command with its content as the group."""
+_OR = re.compile(rf",? ?(?:{_TEXT_COMMANDS} ?\{{ ?(or|and) ?\}}| (or|and) ) ?")
+_INEQUALITY = re.compile(r"[<>]|\\[gl]eq")
+_IDLE_MARK = re.compile(r"(\\[a-zA-Z]+)[\x01\x02]+(?=[a-zA-Z])")
+_THOUSANDS = re.compile(r"(?<![0-9.\x01])[0-9]{1,3}(?:,?\x01+[0-9]{3})+(?![0-9\x01])")
+_PARTED_DIGITS = re.compile(r"(?<=[0-9])[\x01\x02]+(?=[0-9])")
 _COMMAND_SPACE = re.compile(r"(\\[a-zA-Z]+) (?=[a-zA-Z])")
 _IDLE_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
-_SCALES = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
+_CELSIUS = re.compile(r"(?:\^ ?\{? ?\\circ ?\}?|°) ?(?:\\(?:text|mathrm) ?\{ ?([CF]) ?\}|([CF])(?![a-zA-Z]))")
+_CIRCLE = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))")
+_INCHES = re.compile(r"(?<=[0-9])(?:''|\^\{ ?\\prime ?\\prime ?\}|\^\{''\})$")
+_OVER = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}|^([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)$")
+_HALF_DAY = re.compile(r"(?<=[0-9])([aApP])\.?[mM]$")
 
 _DROPPED = (
-    *("\\left", "\\right", "\\displaystyle", "\\limits", "\\$", "\\%", "\\degree"),
-    *("\\big", "\\Big", "\\bigl", "\\bigr", "\\Bigl", "\\Bigr"),
+    *("\\left", "\\right", "\\displaystyle", "\\textstyle", "\\limits", "\\$", "\\%", "\\degree", "\\boxed", "\\fbox"),
+    *("\\big", "\\Big", "\\bigl", "\\bigr", "\\Bigl", "\\Bigr", "\\boldsymbol", "\\bm", "\\pmb", "\\underline"),
+    *("\\large", "\\Large"),
 )
 _SPACES = ("\\ ", "\\;", "\\:", "\\quad", "\\qquad", "\\\n")
 _REPLACED = {
-    **dict.fromkeys(("\\,", "\\!"), "\x01"),
-    **dict.fromkeys(_DROPPED, ""),
+    **dict.fromkeys(("\\,", "\\!"), _THIN),
+    **dict.fromkeys(_DROPPED, _MARK),
     **dict.fromkeys(_SPACES, " "),
     **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
     **dict.fromkeys(("\\mid", "\\vert", "\\lvert", "\\rvert"), "|"),
@@ -37,16 +45,23 @@ _REPLACED = {
     "\\lt": "<",
     "\\gt": ">",
     "\\div": "/",
+    "\\colon": ":",
+    "\\langle": "(",
+    "\\rangle": ")",
     "\\lbrace": "\\{",
     "\\rbrace": "\\}",
     "\\lbrack": "[",
     "\\rbrack": "]",
     "\\varnothing": "\\emptyset",
+    "\\rightarrow": "\\to",
 }
+_NOT_OURS = dict.fromkeys(map(ord, "\x00\x01\x02"), "\ufffd")  # characters that only we may write
 _PLAIN = str.maketrans(
     {
-        **dict.fromkeys("$%°"), "−": "-", "~": " ", "≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq ", "π": "\\pi ",
-        "·": "\\cdot ", "∞": "\\infty ", "∪": "\\cup ", "∈": "\\in ", "±": "\\pm ",
+        **dict.fromkeys("$%°", _MARK), "−": "-", "~": " ", "≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq ", "π": "\\pi ",
+        "·": "\\cdot ", "⋅": "\\cdot ", "×": "\\times ", "÷": "/", "∞": "\\infty ", "∪": "\\cup ", "∈": "\\in ",
+        "±": "\\pm ", "√": "\\sqrt ", "²": "^2", "³": "^3", "∅": "\\emptyset ", "\u211d": "\\mathbb{R}",
+        "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "½": "\\frac12",
     }
 )  # fmt: skip
 
@@ -59,38 +74,50 @@ def normalize_answer(text: str) -> str:
 @lru_cache(maxsize=4096)  # a group of samples shares its gold answer
 def tidy(text: str) -> str:
     """Everything of the normalisation that keeps a unit recognisable."""
+    text = _CELSIUS.sub(lambda match: rf"\text{{deg {match[1] or match[2]}}}", text.translate(_NOT_OURS))
     text = _COMMAND.sub(lambda match: _REPLACED.get(match[0], match[0]), text).translate(_PLAIN)
-    text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("{,}", ",")
-    text = _OR.sub(",", " ".join(text.split()))
-    text = _THIN_SPACE.sub(r"\1 ", text).replace("\x01", "")
+    text = _CIRCLE.sub(_MARK, text).replace("{,}", ",").replace("{:}", ":")
+    text = _split_words(" ".join(text.split()))
+    text = TEXT_CONTENT.sub(_keep_spaces, text)
+    text = _INCHES.sub(r"\\text{in}", text)
+    text = _THOUSANDS.sub(lambda match: match[0].replace(_THIN, ""), text)
+    text = _IDLE_MARK.sub(r"\1 ", _PARTED_DIGITS.sub(" ", text)).replace(_MARK, "").replace(_THIN, "")
     text = _COMMAND_SPACE.sub("\\1\x00", text)
     text = _IDLE_SPACE.sub("", text).replace("\x00", " ")
-    text = re.sub(r"\\frac ?([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+) ?", r"\\frac{\1}", text)
-    text = re.sub(r"(\\frac\{[^{}]*\})([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+)", r"\1{\2}", text)
+    if "\\over" in text or "\\choose" in text:
+        text = _OVER.sub(_old_fraction, text)
+    text = re.sub(r"\\(frac|binom) ?([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+) ?", r"\\\1{\2}", text)
+    text = re.sub(r"(\\(?:frac|binom)\{[^{}]*\})([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt ?([0-9a-zA-Z])", r"\\sqrt{\1}", text)
     text = re.sub(r"([_^])\{([0-9a-zA-Z])\}", r"\1\2", text)
     text = re.sub(r"(?:^|(?<=[(\[{,;=<>]))\+", "", text)
     text = re.sub(r"\bnp\.(?=[a-z])", r"\\", text)
-    return text.rstrip(".,;")
+    return text.replace("\\{\\}", "\\emptyset").rstrip(".,;")
 
 
 def plain_text(text: str) -> str:
     """The last step of the normalisation: text commands lose their braces, ``(C)`` its parentheses."""
-    text = _TEXT.sub(r"\1", text).rstrip(".,;")
+    text = TEXT_CONTENT.sub(r"\1", text).replace(TEXT_SPACE, "").rstrip(".,;")
+    text = _HALF_DAY.sub(lambda match: f"{match[1].lower()}m", text)
     return text[1:-1] if re.fullmatch(r"\([a-zA-Z]\)", text) else text
 
 
-def split_unit(text: str) -> tuple[str, str]:
-    """A quantity and its unit; the whole text and "" where no unit follows.
+def _split_words(text: str) -> str:
+    """``or`` and ``and`` are commas; between inequalities ``or`` is a union."""
+    union = "\\cup " if _INEQUALITY.search(text) else ","
+    return _OR.sub(lambda match: union if "or" in match.groups() else ",", text)
 
-    Args:
-        text: As :func:`tidy` leaves it.
-    """
-    start = _UNIT_START.search(text)
-    if start is None:
-        bare = _BARE_UNIT.search(text)
-        return (text[: bare.start()], bare[0]) if bare else (text, "")
-    value, unit = text[: start.start()], text[start.start() :]
-    names = [name.strip().casefold() for name in _TEXT.findall(unit)]
-    is_unit = _UNIT.fullmatch(unit) and _VARIABLES.isdisjoint(names) and not names[0].startswith(_SCALES)
-    return (value, _TEXT.sub(r"\1", unit).replace(" ", "")) if value and is_unit else (text, "")
+
+def _keep_spaces(match: re.Match[str]) -> str:
+    """A text command whose spaces are no idle ones; a list in one is a list."""
+    if "," in match[1]:
+        return match[1]
+    words = TEXT_SPACE.join(match[1].replace(_MARK, "").replace(_THIN, " ").split())
+    command = match[0].partition("{")[0].rstrip()
+    return f"{command}{{{words}}}" if words else _MARK
+
+
+def _old_fraction(match: re.Match[str]) -> str:
+    r"""``{a \over b}`` and ``{n \choose k}`` as commands with two arguments."""
+    above, name, below = (one or other or "" for one, other in zip(match.groups()[:3], match.groups()[3:], strict=True))
+    return rf"\{'frac' if name == 'over' else 'binom'}{{{above}}}{{{below}}}"

@@ -8,6 +8,7 @@ not differ at the first point already. Values that would be huge are refused bef
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import lru_cache
@@ -36,6 +37,11 @@ def readable(text: str) -> Node | None:
         return read_expression(text)
     except Unreadable:
         return None
+
+
+def product_of_letters(text: str) -> Node | None:
+    """``ab`` as a product, for a comparison with one; None for what is longer, no letters or a constant's."""
+    return Node("product", tuple(Node("var", name=c) for c in text)) if re.fullmatch("[a-df-hj-z]{2,4}", text) else None
 
 
 def same_expression(first: Node, second: Node, tolerance: float = 0.0) -> bool | None:

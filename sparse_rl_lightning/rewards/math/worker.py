@@ -23,8 +23,7 @@ def main(memory_limit: int, timeout: float) -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    import math_verify  # noqa: F401
-
+    compare(r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}")  # so that no pair pays for what is imported on the way
     _write("ready")
     for line in sys.stdin.buffer:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -52,16 +51,29 @@ def compare(answer: str, gold: str) -> str:
 
 
 def read(text: str) -> object | None:
-    """math-verify's expression, None if it is text, or if a letter was lost or made up on the way."""
+    """math-verify's expression, None if it is text, or if a letter was lost or made up on the way.
+
+    Names of bound letters do not count, and a limit is one from both sides unless its point says otherwise.
+    """
     import sympy
     from math_verify import LatexExtractionConfig, parse
 
+    text = re.sub(r"([_^])([0-9a-zA-Z]|[+-](?=\}))", r"\1{\2}", text)  # k^ni is read as an exponent of two letters
     found = parse(f"${text}$", [LatexExtractionConfig()], "no_fallback", "first_match", parsing_timeout=PARSING_SECONDS)
     if not found or not isinstance(found[0], sympy.Basic) or found[0].has(sympy.core.function.AppliedUndef):
         return None
     written = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text))) - {"e", "i", "d"}
     known = {str(symbol.name) for symbol in found[0].atoms(sympy.Symbol)} - {"e", "i", "d"}
-    return found[0] if written == {name for name in known if len(name) == 1} else None
+    if written != {name for name in known if len(name) == 1 and name.isalpha()}:  # a limit's direction is a symbol
+        return None
+    expression = found[0]
+    if not re.search(r"\\to[^}]*\^\{?[+-]", text):
+        limits = [limit for limit in expression.atoms(sympy.Limit) if limit.args[2].is_finite]
+        expression = expression.xreplace({limit: limit.func(*limit.args[:3], "+-") for limit in limits})
+    expression = expression.as_dummy()
+    letters = [symbol for symbol in expression.atoms(sympy.Symbol) if symbol.name[0].isalpha() or symbol.name[0] == "_"]
+    plain: object = expression.xreplace({letter: sympy.Symbol(letter.name, real=True) for letter in letters})
+    return plain  # what the parser assumes of a letter depends on the others
 
 
 def _write(word: str) -> None:

@@ -1,0 +1,78 @@
+r"""Units behind a quantity: which words are units, which are the same one, and which are none at all.
+
+Any word in ``\text{}`` behind a number may be its unit (``5\text{ apples}``), unless it says something about the number
+(``5\text{ squared}``, ``5\text{ million}``). Without ``\text{}`` only the words listed here are.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sparse_rl_lightning.rewards.math.text import TEXT_CONTENT, TEXT_SPACE
+
+_NAMES = {
+    "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
+    "dm": "decimeter decimetre", "kg": "kilogram", "g": "gram", "mg": "milligram", "L": "liter litre",
+    "mL": "milliliter millilitre ml", "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile",
+    "s": "second sec", "min": "minute", "h": "hour hr", "day": "day", "week": "week", "month": "month", "year": "year",
+    "cent": "cent", "dollar": "dollar usd", "degree": "degree deg", "radian": "radian rad", "unit": "unit",
+    "percent": "percent", "N": "newton", "J": "joule", "W": "watt", "K": "kelvin", "V": "volt", "point": "point",
+}  # fmt: skip
+_SHORT = {form: short for short, names in _NAMES.items() for name in names.split() for form in (name, f"{name}s")}
+_LISTED = "|".join(
+    [*sorted((name for name in _SHORT if len(name) > 3), key=len, reverse=True), "mm|cm|dm|km|kg|mg|mph"]
+)
+_POWERS = {"square": "^2", "sq": "^2", "cubic": "^3"}
+_NO_UNITS = frozenset(
+    "e i j k n x y z pi not no is wrong plus minus times over squared cubed factorial half halves third thirds quarter "
+    "quarters fourth fourths fifth fifths sixth sixths tenth tenths hundredths thousandths mod modulo base if or and "
+    "more less fewer kilo mega giga milli double triple zero one two three four five six seven eight nine ten eleven "
+    "twelve twenty thirty forty fifty sixty seventy eighty ninety".split()
+)
+_SCALES = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
+
+_WORD = rf"\\(?:text|textrm|textnormal|mathrm|mbox)\{{(?:[^\W\d_]|[./'{TEXT_SPACE}])*\}}"
+_POWER = r"(?:\^(?:[0-9]|\{-?[0-9]\}))"
+_UNIT = re.compile(rf"(?:[/*]?{_WORD}{_POWER}?)+")
+_START = re.compile(rf"[/*]?{_WORD}")
+_BARE = re.compile(rf"(?<=[0-9}}])(?:(?:per|/)?(?:square|cubic|sq\.?)?(?:{_LISTED}|ml|mL|ft){_POWER}?)+$")
+_LISTED_PIECE = re.compile(rf"{_LISTED}|ml|mL|ft|square|cubic|sq|per|{_POWER}|/")
+_PIECE = re.compile(rf"[^\W\d_]+|{_POWER}|[/*]")
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """A quantity and its unit in one spelling; the whole text and "" where no unit follows.
+
+    Args:
+        text: As :func:`~sparse_rl_lightning.rewards.math.text.tidy` leaves it.
+    """
+    start = _START.search(text)
+    if start is None:
+        bare = _BARE.search(text)
+        return (text[: bare.start()], _one_spelling(_LISTED_PIECE.findall(bare[0]))) if bare else (text, "")
+    value, unit = text[: start.start()], text[start.start() :]
+    words = [word for name in TEXT_CONTENT.findall(unit) for word in re.findall(r"[^\W\d_]+", name)]
+    if not (value and words and _UNIT.fullmatch(unit)) or any(map(_is_no_unit, words)):
+        return text, ""
+    return value, _one_spelling(_PIECE.findall(TEXT_CONTENT.sub(r" \1 ", unit)))
+
+
+def _is_no_unit(word: str) -> bool:
+    """Whether a word says something about the number itself."""
+    word = word if len(word) == 1 else word.casefold()
+    return word in _NO_UNITS or word.startswith(_SCALES)
+
+
+def _one_spelling(pieces: list[str]) -> str:
+    """``square meters per second`` is ``m^2/s``."""
+    unit, power = "", ""
+    for piece in pieces:
+        word = piece if len(piece) == 1 else piece.casefold()
+        if word in _POWERS:
+            power = _POWERS[word]
+        elif word[0].isalpha() and word != "per":
+            unit += _SHORT.get(word, word.removesuffix("s") if len(word) > 3 else word) + power
+            power = ""
+        else:
+            unit += "/" if word == "per" else word
+    return unit
