@@ -209,15 +209,6 @@ def test_run_killed_while_saving_loses_nothing(tmp_path: Path, uninterrupted: di
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", range(20))
-def test_killed_run_loses_nothing_at_any_moment(
-    kill: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
-) -> None:
-    kill_and_resume(tmp_path, saved(1 + kill % 8), delay=0.007 * kill)
-    assert_equal(final_weights(tmp_path), uninterrupted)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_preempted_run_saves_and_ends_well(
     number: signal.Signals, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
