@@ -94,8 +94,8 @@ bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all co
 bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and after DistillSparse, into docs/sparrow.md
 	$(BIN)/python benchmarks/distill.py --save docs
 
-bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, about two hours
-	$(BIN)/python benchmarks/reliability.py --save benchmarks/results/reliability-cpu.md
+bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, half an hour
+	$(BIN)/python benchmarks/reliability.py --save benchmarks/results
 
 lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .
