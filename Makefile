@@ -98,8 +98,8 @@ bench-stability: $(INSTALLED) ## the papers' claims at laptop scale, into docs/r
 bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and after DistillSparse, into docs/sparrow.md
 	$(BIN)/python benchmarks/distill.py --save docs
 
-bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, about two hours
-	$(BIN)/python benchmarks/reliability.py --save benchmarks/results/reliability-cpu.md
+bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, half an hour
+	$(BIN)/python benchmarks/reliability.py --save benchmarks/results
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q
 docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning an error

@@ -55,8 +55,18 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
     # ---------------------------------------------------------------- CPUs
 
     def setup_environment(self) -> None:
-        """As Lightning's, without its check for a GPU."""
+        """As Lightning's, without its check for a GPU.
+
+        Raises:
+            ValueError: If float16 is asked for on CPUs.
+        """
         if isinstance(self.accelerator, CPUAccelerator):
+            precision = self.precision_plugin.precision
+            if precision.startswith("16"):
+                raise ValueError(
+                    f"trainer.precision={precision} with trainer.strategy={type(self).__name__}: DeepSpeed has no "
+                    "float16 on CPUs. Set trainer.precision to 32-true, or trainer.strategy to ddp."
+                )
             count = len(self.parallel_devices or [])
             self.parallel_devices = [torch.device("cpu", index) for index in range(count)]  # DeepSpeed asks for indices
         DDPStrategy.setup_environment(self)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -17,10 +19,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tiny_grpo import Recorder, Rows, module
+from tiny_grpo import Recorder, Rows, likes_a, module
 from torch.distributed.tensor import DTensor
 
-from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback, SparsityAwareRejection
+from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback, SparsityAwareRejection, ZeroSharding
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.sharding import whole_weights
 from sparse_rl_lightning.strategies import SparseRLDeepSpeed, zero_config
@@ -79,6 +81,31 @@ class Sampled(Recorder):
         pass
 
 
+class Terminate(Callback):
+    """The scheduler's signal, to one rank in the third micro-batch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class FullDisk(Callback):
+    """From the third optimiser step on, one rank can write no files above 4 KiB."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step >= 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 class Poison(RolloutCallback):
     """Spoils one sequence of the first rollout on the last rank only."""
 
@@ -88,6 +115,11 @@ class Poison(RolloutCallback):
         if scored.index == 0 and trainer.global_rank == trainer.world_size - 1:
             assert scored.rollout.weights is not None
             scored.rollout.weights[0] *= float("nan")
+
+
+def letters(completions: list[str], **_: Any) -> list[float | None]:
+    """A reward that differs from text to text."""
+    return [sum(map(ord, text)) % 97 / 97 for text in completions]
 
 
 def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -102,7 +134,9 @@ def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def strategy(name: str, world_size: int) -> Any:
     if name.startswith("zero"):
-        config = zero_config(int(name[4]), offload_optimizer=name.endswith("offload"))
+        config = zero_config(
+            int(name[4]), offload_optimizer=name.endswith("offload"), offload_parameters=name == "zero3-offload"
+        )
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # all of a tiny model is small
         return SparseRLDeepSpeed(config=config)
     if name == "fsdp2":
@@ -113,7 +147,8 @@ def strategy(name: str, world_size: int) -> Any:
 def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     """Train one job in this process; all ranks call it."""
     options = {**SETTINGS, **job.get("settings", {})}
-    grpo = module(kind=Recorded if job.get("record") else SparseGRPO, lr=job.get("lr", 0.5), **options)
+    reward = letters if job.get("letters") else likes_a
+    grpo = module(reward, kind=Recorded if job.get("record") else SparseGRPO, lr=job.get("lr", 0.5), **options)
     if isinstance(grpo, Recorded):
         grpo.record = torch.load(job["record"], weights_only=True)
     tap, sampled = Tap(), Sampled()
@@ -122,19 +157,31 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     ]  # fmt: skip
     if job.get("poison"):
         callbacks.append(Poison())
+    for name, kind in (("terminate", Terminate), ("full_disk", FullDisk)):
+        if name in job:
+            callbacks.append(kind(job[name]))
+    if "sharding" in job:
+        callbacks.append(ZeroSharding(**job["sharding"]))
     if job.get("checkpoints"):
+        every, folder = job.get("every", 1), job["checkpoints"]
         callbacks.append(
-            ModelCheckpoint(job["checkpoints"], every_n_train_steps=1, save_last=True, enable_version_counter=False)
+            ModelCheckpoint(folder, every_n_train_steps=every, save_last=True, enable_version_counter=False)
         )
     torch.manual_seed(11)
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy(job.get("strategy", "ddp"), world_size), logger=False,
         enable_checkpointing=bool(job.get("checkpoints")), enable_progress_bar=False, enable_model_summary=False,
-        callbacks=callbacks, limit_val_batches=0, default_root_dir=out, **{**TRAINER, **job.get("trainer", {})},
+        callbacks=callbacks, default_root_dir=out, **{**TRAINER, "limit_val_batches": 0, **job.get("trainer", {})},
     )  # fmt: skip
     ckpt_path = job.get("ckpt_path")
-    trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=PROMPTS // world_size), ckpt_path=ckpt_path)
+    status = None
+    try:
+        trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=PROMPTS // world_size), ckpt_path=ckpt_path)
+    except SystemExit as end:
+        status = end.code
     return {
+        "status": status,
+        "shadow": 0 if grpo.shadow is None else grpo.shadow.nbytes,
         "gradients": tap.gradients,
         "weights": tap.weights,
         "sampled": sampled.scored,

@@ -179,16 +179,25 @@ VICTIM = """
 import os, signal, sys, time
 from tiny_grpo import Rows, fit, module
 from lightning.pytorch import Callback
+from sparse_rl_lightning.modules import SparseGRPO
+
+def die(trainer):
+    if trainer.global_rank == {dead}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # busy with something that no collective interrupts
 
 class Die(Callback):
     def on_train_batch_start(self, trainer, *_):
-        if trainer.global_rank == {dead} and trainer.global_step == 2:
-            print("dying", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if trainer.global_rank != {dead} and trainer.global_step == 2:
-            time.sleep(60)  # busy with something that no collective interrupts
+        if "{moment}" == "training" and trainer.global_step == 2:
+            die(trainer)
 
-fit(module(), 4, [Die()], data=Rows(prompts_per_rollout=2), devices=2, strategy="ddp")
+class Dying(SparseGRPO):
+    def configure_model(self):
+        if "{moment}" == "loading":
+            die(self.trainer)
+        super().configure_model()
+
+fit(module(kind=Dying), 4, [Die()], data=Rows(prompts_per_rollout=2), devices=2, strategy="ddp")
 """
 
 
@@ -211,9 +220,9 @@ def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPa
         connection.close()
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, tmp_path: Path) -> None:
-    (tmp_path / "victim.py").write_text(VICTIM.format(dead=dead))
+@pytest.mark.parametrize(("dead", "moment"), [(0, "training"), (1, "training"), (1, "loading")])
+def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, moment: str, tmp_path: Path) -> None:
+    (tmp_path / "victim.py").write_text(VICTIM.format(dead=dead, moment=moment))
     processes = start([sys.executable, str(tmp_path / "victim.py")], tmp_path, 2)
     try:
         processes[dead].wait(120)
@@ -230,7 +239,7 @@ def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, tmp_path: P
 
 
 def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
-    (tmp_path / "well.py").write_text(VICTIM.format(dead=7).replace("== 2", "== 99").replace("4, [Die()]", "2, []"))
+    (tmp_path / "well.py").write_text(VICTIM.format(dead=7, moment="never"))
     processes = start([sys.executable, str(tmp_path / "well.py")], tmp_path, 2)
     assert [process.wait(120) for process in processes] == [0, 0]
     assert "has died" not in "".join((tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import json
+import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from tiny_grpo import Recorder, fit, likes_a, module
 
@@ -43,50 +46,88 @@ def test_own_step_times_replace_the_default() -> None:
     assert [callback for callback in trainer.callbacks if isinstance(callback, StepTimes)] == [own]
 
 
-class LikeWandb(DummyLogger):
-    """Takes tables as WandbLogger does."""
+def run(logger: Logger) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Four steps, the completions of the first and third rollout, and what was logged at every step."""
+    recorder, seen = Recorder(), Seen()
+    table = CompletionsTable(every_n_rollouts=2, console=False, parquet=False)
+    fit(module(), 4, [table, recorder], logger=[logger, seen], log_every_n_steps=1)
+    rows = [
+        {"step": index, "completion": text}
+        for index in (0, 2)
+        for text in recorder.scored[index].completions
+    ]  # fmt: skip
+    return rows, seen.steps
+
+
+class Seen(DummyLogger):
+    """What every logger is given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables: list[tuple[str, list[str], list[list[Any]], int]] = []
+        self.steps: list[dict[str, float]] = []
 
-    def log_text(self, key: str, columns: list[str], data: list[list[Any]], step: int) -> None:
-        self.tables.append((key, columns, data, step))
-
-
-class LikeTensorBoard(Logger):
-    """Has a writer that takes text, as TensorBoardLogger has."""
-
-    name = version = "board"
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-
-    class Writer:
-        def __init__(self) -> None:
-            self.texts: list[tuple[str, str, int]] = []
-
-        def add_text(self, tag: str, text: str, step: int) -> None:
-            self.texts.append((tag, text, step))
-
-    def __init__(self) -> None:
-        self.writer = self.Writer()
-
-    @property
-    def experiment(self) -> Any:
-        return self.writer
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.steps.append(dict(metrics))
 
 
-def test_every_logger_gets_the_completions(tmp_path: Path) -> None:
-    wandb, board, sheet, recorder = LikeWandb(), LikeTensorBoard(), CSVLogger(tmp_path, version=0), Recorder()
-    table = CompletionsTable(every_n_rollouts=2, console=False, parquet=False)
-    fit(module(), 4, [table, recorder], logger=[wandb, board, sheet])
-    want = [recorder.scored[index].completions for index in (0, 2)]
-    assert [[row[columns.index("completion")] for row in rows] for _, columns, rows, _ in wandb.tables] == want
-    assert [(key, step) for key, _, _, step in wandb.tables] == [("completions", 0), ("completions", 2)]
-    assert [text.count("\n") for _, text, _ in board.writer.texts] == [17, 17], "a head, a line, 16 completions"
+def test_tensorboard_has_completions_and_metrics(tmp_path: Path) -> None:
+    """Read back from the files of events."""
+    pytest.importorskip("tensorboard", reason="tensorboard is no dependency of users")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, version=0)
+    rows, logged = run(logger)
+    events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    texts = events.Tensors("completions/text_summary")
+    lines = [line for text in texts for line in text.tensor_proto.string_val[0].decode().splitlines()[2:]]
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    assert [text.step for text in texts] == [0, 2]
+    assert [{"step": int(row[0]), "completion": row[2]} for row in cells] == rows
+    for name in logged[0].keys() - {"epoch"}:
+        assert [event.value for event in events.Scalars(name)] == pytest.approx(
+            [step[name] for step in logged], nan_ok=True
+        )
+
+
+def test_wandb_has_completions_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read back from the files of a run without network."""
+    pytest.importorskip("wandb", reason="wandb is an extra")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(save_dir=tmp_path, project="test")
+    rows, logged = run(logger)
+    logger.experiment.finish()
+    (place,) = tmp_path.glob("wandb/offline-run-*")
+    tables = [json.loads(path.read_text()) for path in sorted((place / "files" / "media" / "table").iterdir())]
+    found = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]]
+    assert [{"step": row["step"], "completion": row["completion"]} for row in found] == rows
+    history = [row for row in wandb_history(next(place.glob("*.wandb"))) if "reward" in row]
+    assert len(history) == len(logged) == 4
+    for own, want in zip(history, logged, strict=True):
+        assert {name: own[name] for name in want} == pytest.approx(want, nan_ok=True)
+
+
+def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
+    """The logged rows of a run's file: a header of 7 bytes, then a log as LevelDB writes it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, block = path.read_bytes(), 32768
+    place, parts = 7, b""
+    while place + 7 <= len(data):
+        if block - place % block < 7:  # the rest of a block that no record's head fits into
+            place += block - place % block
+            continue
+        size, kind = struct.unpack_from("<HB", data, place + 4)  # behind a checksum
+        parts += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record, parts = Record.FromString(parts), b""
+            yield {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+
+
+def test_csv_has_completions(tmp_path: Path) -> None:
+    sheet = CSVLogger(tmp_path, version=0)
+    rows, _ = run(sheet)
     with (Path(sheet.log_dir) / "completions.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["completion"] for row in rows] == [text for texts in want for text in texts]
-    assert {row["step"] for row in rows} == {"0", "2"}
+        found = list(csv.DictReader(file))
+    assert [{"step": int(row["step"]), "completion": row["completion"]} for row in found] == rows

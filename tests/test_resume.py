@@ -26,7 +26,7 @@ PARTIAL = {"num_slots": 3, "partial_rollout_steps": 2, "end_tokens": ["5", "="]}
 
 
 def config(folder: Path, model: dict[str, object] | None = None, **trainer: object) -> Path:
-    """A tiny run: 6 micro-batches and 3 optimiser steps per rollout, dropout drawn from torch's generator."""
+    """A tiny run: 3 optimiser steps per rollout, 6 per epoch and validation, random numbers drawn in all of them."""
     values = {
         "seed_everything": 7,
         "num_threads": 1,
@@ -46,14 +46,14 @@ def config(folder: Path, model: dict[str, object] | None = None, **trainer: obje
         },
         "data": {
             "class_path": "ArithmeticTasks",
-            "init_args": {"num_terms": 3, "num_train": 16, "num_val": 4, "prompts_per_rollout": 4},
+            "init_args": {"num_terms": 3, "num_train": 8, "num_val": 2, "prompts_per_rollout": 4},
         },
         "trainer": {
             "accelerator": "cpu",
             "default_root_dir": str(folder),
             "max_steps": STEPS,
             "accumulate_grad_batches": 2,
-            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
             "logger": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
@@ -115,7 +115,7 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
     assert not different, f"{len(different)} of {len(want)} weights differ, first {different[0]}"
 
 
-@pytest.mark.parametrize("stop", [1, 3, 8])  # inside a block (1), at its end (3), across epochs and inside (8)
+@pytest.mark.parametrize("stop", [1, 3, 6, 8])  # inside a block (1, 8), at its end (3), at that of an epoch (6)
 def test_resume_is_bitwise(stop: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     path = config(tmp_path)
     main(["fit", "--config", str(path), "--trainer.max_steps", str(stop)])
@@ -206,15 +206,6 @@ def test_killed_run_loses_nothing(kill: int, tmp_path: Path, uninterrupted: dict
 
 def test_run_killed_while_saving_loses_nothing(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     kill_and_resume(tmp_path, while_saving)
-    assert_equal(final_weights(tmp_path), uninterrupted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", range(20))
-def test_killed_run_loses_nothing_at_any_moment(
-    kill: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
-) -> None:
-    kill_and_resume(tmp_path, saved(1 + kill % 8), delay=0.007 * kill)
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 

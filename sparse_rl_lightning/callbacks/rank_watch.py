@@ -42,9 +42,9 @@ class RankWatch(Callback):
         self._ending = threading.Event()
         self._rank = 0
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Connect the ranks, and watch in a thread of its own."""
-        if trainer.world_size == 1:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Connect the ranks before they load anything large, and watch in a thread of its own."""
+        if trainer.world_size == 1 or stage != "fit":
             return
         self._rank = trainer.global_rank
         self._ending.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
+import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -83,6 +84,7 @@ class PromptDataModule(LightningDataModule):
             num_workers=0,
             collate_fn=as_list,
             drop_last=True,
+            generator=torch.Generator(),
         )
 
     def val_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
@@ -91,8 +93,7 @@ class PromptDataModule(LightningDataModule):
             self._val = self.val_rows()[: self.max_val_prompts]
         if not self._val:
             return []
-        rows = cast("Dataset[list[Row]]", self._val)
-        return DataLoader(rows, batch_size=self.val_batch_size, shuffle=False, num_workers=0, collate_fn=as_list)
+        return in_order(self._val, self.val_batch_size)
 
     def test_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows."""
@@ -106,6 +107,16 @@ class PromptDataModule(LightningDataModule):
 def _length(prompt: Any) -> int:
     """Characters of a prompt, text or chat, to compare prompts by."""
     return len(prompt) if isinstance(prompt, str) else sum(len(str(message)) for message in prompt)
+
+
+def in_order(rows: Sequence[Row], batch_size: int) -> DataLoader[list[Row]]:
+    """A loader of rows as they come.
+
+    Like that of training it has a generator of its own. Every iterator draws a seed, and one drawn from torch's global
+    generator at the end of an epoch would be missing in a run that goes on from a checkpoint there.
+    """
+    dataset = cast("Dataset[list[Row]]", rows)
+    return DataLoader(dataset, batch_size, num_workers=0, collate_fn=as_list, generator=torch.Generator())
 
 
 def as_list(rows: Sequence[Row]) -> list[Row]:

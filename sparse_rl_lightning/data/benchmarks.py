@@ -11,7 +11,7 @@ from typing import Any, cast
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from sparse_rl_lightning.data.base import PromptDataModule, Row, as_list
+from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
 from sparse_rl_lightning.data.templates import PromptFormat, render
@@ -123,8 +123,7 @@ class MathBenchmarks(PromptDataModule):
         """The validation rows in their own order."""
         if self._val is None:
             self._val = self.val_rows()
-        rows = cast("Dataset[list[Row]]", self._val)
-        return DataLoader(rows, batch_size=self.val_batch_size, shuffle=False, num_workers=0, collate_fn=as_list)
+        return in_order(self._val, self.val_batch_size)
 
     def test_dataloader(self) -> DataLoader[list[Row]]:
         """One batch per benchmark."""

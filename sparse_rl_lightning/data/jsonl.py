@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from sparse_rl_lightning.data.base import PromptDataModule, Row, as_list
+from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import is_local, read_table
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
@@ -103,8 +103,7 @@ class JsonlPrompts(PromptDataModule):
 
     def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows, or those of ``path`` where there are none."""
-        rows = cast("Dataset[list[Row]]", (self.val_rows() or self.train_rows())[: self.max_val_prompts])
-        return DataLoader(rows, batch_size=self.val_batch_size, shuffle=False, num_workers=0, collate_fn=as_list)
+        return in_order((self.val_rows() or self.train_rows())[: self.max_val_prompts], self.val_batch_size)
 
     def _rows(self, path: str, split: str) -> list[Row]:
         table = read_table(path, self.config, split)

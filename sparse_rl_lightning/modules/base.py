@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
+from sparse_rl_lightning.modules.rng import random_state, restore_random_state
 from sparse_rl_lightning.sharding import is_sharded, shard_fully, whole_weights
 
 
@@ -48,6 +49,7 @@ class PolicyModule(LightningModule):
         self.policy: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
+        self._random_state_of_training: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
         """Have single-file checkpoints written durably, unless the trainer was given a way of its own."""
@@ -93,10 +95,15 @@ class PolicyModule(LightningModule):
             setattr(module, name, value.to(self.device))
 
     def on_validation_start(self) -> None:
-        """As at the start of a fit."""
+        """As at the start of a fit; random numbers that are drawn from now on are none of training's."""
         PolicyModule.on_fit_start(self)
+        self._random_state_of_training = random_state()
 
     on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_end(self) -> None:
+        """Training goes on as if there had been no validation, which a resumed run does not repeat."""
+        restore_random_state(self._random_state_of_training)
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
         """The optimiser over the trainable parameters, and its schedule if there is one."""

@@ -1,0 +1,118 @@
+"""Two real processes: what can be asked of sharding beside the strategy, validation, signals, full disks, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_runs import STEPS, run, train
+
+pytestmark = pytest.mark.slow
+Outcomes = dict[str, dict[str, Any]]
+VALIDATED: dict[str, Any] = {  # after the one step of a rollout
+    "letters": True,
+    "settings": {"num_iterations": 1},
+    "trainer": {"max_steps": 1, "limit_val_batches": 1.0, "num_sanity_val_steps": 0, "val_check_interval": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The metrics of one process."""
+    return validation(train({"name": "alone", **VALIDATED}, 1, tmp_path_factory.mktemp("alone")))
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("options")
+    return run(described(folder), folder, 2, timeout=900) | {"folder": {"path": str(folder)}}
+
+
+def described(folder: Path) -> list[dict[str, Any]]:
+    """One job after the other, for the same two processes."""
+    jobs = [{"name": f"val-{name}", "strategy": name, **VALIDATED} for name in ("ddp", "zero3")]
+    jobs += [
+        {"name": "kept", "strategy": "zero3"},
+        {"name": "freed", "strategy": "zero3", "sharding": {"keep_shadow": False}},
+        {"name": "half", "strategy": "zero3", "sharding": {"shadow_dtype": "bfloat16"}},
+    ]
+    for name in ("ddp", "zero2"):
+        place = {"strategy": name, "checkpoints": str(folder / f"told-{name}")}
+        jobs += [
+            {"name": f"whole-{name}", "strategy": name},
+            {"name": f"told-{name}", **place, "every": STEPS, "terminate": 1},
+            {"name": f"later-{name}", **place, "ckpt_path": str(folder / f"told-{name}" / "last.ckpt")},
+        ]
+    jobs += [
+        {"name": "full", "strategy": "zero2", "checkpoints": str(folder / "full"), "full_disk": 1},
+        {"name": "offload2", "strategy": "zero2-offload"},
+        {"name": "offload3", "strategy": "zero3-offload"},
+    ]
+    return jobs
+
+
+def validation(outcome: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in outcome["metrics"].items() if name.startswith("val/")}
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_validation_is_that_of_one_rank(name: str, together: Outcomes, validated: dict[str, float]) -> None:
+    """Greedy, after the same step: means over all ranks."""
+    assert len(validated) == 6
+    assert 0 < validated["val/reward_dense"] != validated["val/reward_sparse"] > 0
+    assert validation(together[f"val-{name}"]) == pytest.approx(validated, abs=1e-5)
+
+
+def test_a_shadow_that_is_given_back_changes_nothing(together: Outcomes) -> None:
+    kept, freed = together["kept"], together["freed"]
+    assert kept["shadow"] > 0
+    assert freed["shadow"] == 0
+    assert freed["metrics"]["sharding/shadow_bytes"] == kept["metrics"]["sharding/shadow_bytes"] == kept["shadow"]
+    assert all(torch.equal(value, freed["weights"][name]) for name, value in kept["weights"].items())
+
+
+def test_a_shadow_in_half_precision(together: Outcomes) -> None:
+    """Half the bytes, and another sampler than the learner: the mismatch is no longer rounding alone."""
+    kept, half = together["kept"], together["half"]
+    assert half["metrics"]["sharding/shadow_bytes"] == half["shadow"] == kept["shadow"] / 2
+    assert any(not torch.equal(value, half["weights"][name]) for name, value in kept["weights"].items())
+    assert all(bool(value.isfinite().all()) for value in half["weights"].values())
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2"])
+def test_a_signal_to_one_rank_stops_both_and_loses_nothing(name: str, together: Outcomes) -> None:
+    whole, told, later = (together[f"{kind}-{name}"] for kind in ("whole", "told", "later"))
+    assert told["status"] == 0
+    assert 0 < told["global_step"] < STEPS
+    assert (later["global_step"], len(later["gradients"])) == (STEPS, STEPS - told["global_step"])
+    assert all(torch.equal(value, later["weights"][key]) for key, value in whole["weights"].items())
+
+
+def test_full_disk_of_one_rank_costs_checkpoints_and_nothing_else(together: Outcomes) -> None:
+    """Rank one cannot write its shards from the third step on."""
+    folder = Path(together["folder"]["path"])
+    assert all(torch.equal(v, together["full"]["weights"][k]) for k, v in together["whole-zero2"]["weights"].items())
+    kept = torch.load(folder / "full" / "last.ckpt" / "trainer.pt", weights_only=True)
+    assert kept["global_step"] == 2
+    assert (folder / "rank0.txt").read_text().count("could not be saved: rank 1: ") == 1
+    assert not list((folder / "full" / ".incomplete").iterdir())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_trains_as_without(stage: int, together: Outcomes) -> None:
+    name = {2: "whole-zero2", 3: "kept"}[stage]
+    for key, value in together[name]["weights"].items():
+        torch.testing.assert_close(together[f"offload{stage}"]["weights"][key], value, rtol=0, atol=1e-6)
+
+
+def test_resume_of_shards_on_fewer_ranks(together: Outcomes, tmp_path: Path) -> None:
+    """The second step's checkpoint, of the disk that was full afterwards."""
+    last = Path(together["folder"]["path"]) / "full" / "last.ckpt"
+    state = tmp_path / "state"
+    state.symlink_to(Path(together["folder"]["path"]) / "state")  # the account's key
+    outcome = run([{"name": "fewer", "strategy": "zero2", "ckpt_path": str(last)}], tmp_path, 1)["fewer"]
+    assert (outcome["global_step"], len(outcome["gradients"]), outcome["num_rollouts"]) == (STEPS, STEPS - 2, 3)
+    said = (tmp_path / "rank0.txt").read_text()
+    assert "of 2 rank(s) with ZeRO-2, this run has 1 with ZeRO-2: the weights are taken, the optimiser starts" in said
