@@ -21,6 +21,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = project
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 # Pages are Markdown that a code host shows too, so headings get the anchors that it gives them.
 myst_heading_anchors = 4
