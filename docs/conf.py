@@ -21,6 +21,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = project
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 # Pages are Markdown that a code host shows too, so headings get the anchors that it gives them.
 myst_heading_anchors = 4
@@ -42,7 +44,7 @@ nitpicky = True
 OTHERS = "torch|torchdata|torchmetrics|lightning|transformers|jsonargparse|collections|contextlib|pathlib|abc"
 nitpick_ignore_regex = [
     ("py:class", rf"({OTHERS})\..*"),
-    ("py:class", r"Tensor|PreTrainedModel|Axes|Draw|[a-z.]*(list|dict|Mapping)\[.*"),
+    ("py:class", r"Tensor|PreTrainedModel|Axes|AxesImage|Draw|Draw|[a-z.]*(list|dict|Mapping)\[.*"),
     ("py:class", r"sparse_rl_lightning\..*\._\w+"),
 ]
 

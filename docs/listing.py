@@ -23,9 +23,9 @@ of a class. `trainer` and what stands below it without a table here is Lightning
 model:
   class_path: SparseGRPO
   init_args:
-    policy: Qwen/Qwen2.5-1.5B                                           # a policy
-    compressor: {class_path: RKV, init_args: {budget: 512, buffer: 128}} # a compressor
-    reward_funcs: sparse_rl_lightning.rewards.boxed_math_reward          # a function, by its import path
+    policy: Qwen/Qwen2.5-1.5B
+    compressor: {class_path: RKV, init_args: {budget: 512, buffer: 128}}
+    reward_funcs: sparse_rl_lightning.rewards.boxed_math_reward  # a function, by its import path
 data:
   class_path: JsonlPrompts
   init_args: {path: train.jsonl, prompts_per_rollout: 16}

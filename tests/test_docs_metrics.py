@@ -57,7 +57,7 @@ def runs(logger: Keys) -> Iterator[None]:
     watching = [
         SparsityAwareRejection(),
         AcceptanceMonitor(every_n_rollouts=1, bin_size=8),
-        TailGuard(),
+        TailGuard(min_tokens=1, window=1),
         MismatchSplit(),
     ]
     yield fit(module(beta=0.1), 3, watching, **common)
