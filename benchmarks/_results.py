@@ -38,11 +38,10 @@ class Results:
 
     def runs(self, study: Study, arm: Arm, budget: int) -> list[Found]:
         """The same runs with all they noted."""
-        place = f"{study.task}-{study.method.lower()}"
         return [
             one
             for one in self.found
-            if one.run.arm == arm and budget in one.run.budgets and one.run.settings.folder.name == place
+            if one.run.arm == arm and budget in one.run.budgets and one.run.settings.folder.name == study.place
         ]
 
 

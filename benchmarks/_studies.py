@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ BUDGETS = (22, 26, 30)
 _SIZES = {"buffer": 4, "num_sinks": 0}
 METHODS: dict[str, dict[str, Any]] = {
     "SnapKV": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 4, "kernel_size": 3}},
+    "SnapKV, coarse": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 8, "kernel_size": 5}},
     "R-KV": {"class_path": "RKV", "init_args": _SIZES},
+}
+HARSH = {  # only the answer is paid, and the learning rate stays: where something can collapse, it does so soon
+    "model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]',
+    "model.init_args.lr_scheduler.init_args.total_iters": "10000",
 }
 MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 4, "ceiling_prompts": 0}}
 
@@ -49,6 +55,12 @@ class Study:
     method: str
     budgets: tuple[int, ...]
     arms: Sequence[Arm]
+    options: Mapping[str, str] = field(default_factory=dict)  # of the command line
+
+    @property
+    def place(self) -> str:
+        """Name of its folder, which studies of the same task under the same compressor share."""
+        return re.sub(r"[^a-z-]+", "-", f"{self.task}-{self.method.lower()}")
 
     def runs(self, seed: int, scale: Scale, folder: Path, policy: str | None = None) -> list[Run]:
         """Those of one seed; a run that two studies share is equal in both.
@@ -58,15 +70,15 @@ class Study:
         """
         settings = Settings(
             policy=policy or str(warmed(folder, TASKS[self.task]).absolute()),
-            folder=(folder / f"{self.task}-{self.method.lower()}").absolute(),
-            budgets=BUDGETS,
+            folder=(folder / self.place).absolute(),
+            budgets=tuple(sorted({*BUDGETS, *self.budgets})),
             steps=scale.steps,
             every_n_rollouts=scale.every_n_rollouts,
             num_problems=scale.num_problems,
             threads=scale.threads,
             method=METHODS[self.method],
             callbacks=(MONITOR,),
-            options={"data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed)},
+            options={**self.options, "data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed)},
         )
         return [
             Run(arm, budget if arm.evicts else None, seed, settings)
@@ -80,12 +92,18 @@ ABLATION = Study("sum", "SnapKV", BUDGETS, THREE)
 RKV = Study("sum", "R-KV", (BUDGET,), THREE)
 STUDIES = (*MAIN, ABLATION, RKV)
 
+HARD = Study("sum", "SnapKV, coarse", (24,), (NAIVE, REPLAY), HARSH)
+MILD = Study("sum", "SnapKV", (34,), (PAPER,), HARSH)
+SHORT = (HARD, MILD)
 
-def planned(seeds: Iterable[int], scale: Scale, folder: Path, policy: str | None = None) -> list[Run]:
+
+def planned(
+    seeds: Iterable[int], scale: Scale, folder: Path, studies: Sequence[Study] = STUDIES, policy: str | None = None
+) -> list[Run]:
     """Every run once, seed after seed, so that an early stop leaves whole seeds."""
     runs: dict[Path, Run] = {}
     for seed in seeds:
-        for study in STUDIES:
+        for study in studies:
             for run in study.runs(seed, scale, folder, policy):
                 runs.setdefault(run.folder, run)
     return list(runs.values())

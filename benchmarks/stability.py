@@ -15,7 +15,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from _curves import Found
 from _pages import insert
 from _results import Results, tables
 from _results_pictures import pictures
-from _studies import TASKS, Scale, planned, warmed
+from _studies import SHORT, STUDIES, TASKS, Scale, Study, planned, warmed
 from _table import machine
 
 PAGE = "results.md"
@@ -36,10 +36,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def warm_up(folder: Path) -> None:
-    """Train the policies that all runs start from, where they are not there yet."""
-    for config in TASKS.values():
-        if not (warmed(folder, config) / "config.json").is_file():
+def warm_up(folder: Path, tasks: Collection[str]) -> None:
+    """Train the policies that all runs start from, one per task, where they are not there yet."""
+    for task, config in TASKS.items():
+        if task in tasks and not (warmed(folder, config) / "config.json").is_file():
             say(f"warm-up: {config}")
             command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / config}.yaml"]
             if run_in(folder, [*command, "--trainer.enable_progress_bar=false", "--num_threads=1"]):
@@ -70,6 +70,17 @@ def execute(runs: Sequence[Run], jobs: int) -> None:
         pool.shutdown(cancel_futures=True)
 
 
+def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
+    """A line per arm and seed: right answers among the samples, at the best and at the end."""
+    return [
+        f"{arm.label}, budget {study.budgets[0]}, seed {seed}: right answers {run.best:.1%} at the best, "
+        f"{run.right:.1%} at the end, {'collapsed' if run.collapsed else 'not collapsed'}"
+        for study in studies
+        for arm in study.arms
+        for seed, run in results.of(study, arm, study.budgets[0]).items()
+    ]
+
+
 def note(scale: Scale, seeds: Sequence[int], finished: int, planned: int, remark: str) -> str:
     """How to read the tables."""
     return (
@@ -78,8 +89,8 @@ def note(scale: Scale, seeds: Sequence[int], finished: int, planned: int, remark
         f"`configs/warmup.yaml` and `configs/warmup_reduction.yaml`. Accuracies are greedy, on {scale.num_problems} "
         "held-out problems at the end (±0.03 from the problems alone). After ± stands half the width of the 95 % "
         "interval over seeds (Student's t), which two or three seeds leave wide. k3, a geometric mean, and P5 compare "
-        "the compressed policy with the dense one in the last quarter of the rollouts. Collapsed: reward or accuracy "
-        "fell to less than half. Minutes are those of training and its monitors, one core each, not of the evaluations."
+        "the compressed policy with the dense one in the last quarter of the rollouts. Collapsed: right answers among "
+        "the samples fell to less than half. Minutes are those of training and its monitors, on one core each."
     )
 
 
@@ -100,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=Scale.steps, help="optimiser steps, two per rollout")
+    parser.add_argument("--short", action="store_true", help="minutes, not hours: who collapses and who does not")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability", help="folder of the runs")
     parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
@@ -107,15 +119,19 @@ def main() -> None:
     parser.add_argument("--remark", default="", help="a sentence about the machine for the page")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    scale, folder = Scale(steps=args.steps), args.runs.absolute()
-    runs = planned(args.seeds, scale, folder)
+    folder = args.runs.absolute()
+    scale = Scale(steps=min(args.steps, 100), every_n_rollouts=50) if args.short else Scale(steps=args.steps)
+    runs = planned(args.seeds, scale, folder, SHORT if args.short else STUDIES)
     if not args.finished:
         folder.mkdir(parents=True, exist_ok=True)
-        warm_up(folder)
+        warm_up(folder, {run.settings.options["data.init_args.tasks"] for run in runs})
         execute(runs, args.jobs)
     found = [Found.read(run) for run in runs if run.is_finished]
     if not found:
         sys.exit(f"error: no run of {len(runs)} is finished in {folder}: run without --finished")
+    if args.short:
+        print(*collapses(Results(found), SHORT), sep="\n")
+        return
     results, text = Results(found), note(scale, args.seeds, len(found), len(runs), args.remark)
     print(text, *(f"## {name}\n\n{table}" for name, table in tables(results).items()), sep="\n\n")
     if args.save:
