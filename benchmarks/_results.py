@@ -112,6 +112,19 @@ def against(results: Results, arms: Sequence[Arm], other: Arm) -> Table:
     return table
 
 
+def overview(results: Results) -> Table:
+    """Arms by their accuracies on both tasks: what the README shows."""
+    columns = ("full cache", "compressed cache", "sequences rejected")
+    table = Table("", ["", *(f"{study.task}: {name}" for study in MAIN for name in columns)])
+    for arm in ALL:
+        cells = []
+        for study in MAIN:
+            own = list(results.of(study, arm, BUDGET).values())
+            cells += [COLUMNS[name](own) if own else MISSING for name in columns]
+        table.add(arm.label, *cells)
+    return table
+
+
 def tables(results: Results) -> dict[str, str]:
     """Every block of the page by its name."""
     evicting = [arm for arm in ALL if arm.evicts]
@@ -123,4 +136,9 @@ def tables(results: Results) -> dict[str, str]:
         "replay": against(results, (REPLAY,), PAPER),
         "R-KV": arms_table(results, RKV),
     }
-    return {name: str(table).partition("\n")[2].strip() for name, table in blocks.items()}
+    return {name: untitled(table) for name, table in blocks.items()}
+
+
+def untitled(table: Table) -> str:
+    """A table alone, for a page that has a title for it."""
+    return str(table).partition("\n")[2].strip()

@@ -23,7 +23,7 @@ import torch
 from _arms import CONFIGS, ROOT, Run, run_in
 from _curves import Found
 from _pages import insert
-from _results import Results, tables
+from _results import Results, overview, tables, untitled
 from _results_pictures import pictures
 from _studies import SHORT, STUDIES, TASKS, Scale, Study, planned, warmed
 from _table import machine
@@ -95,11 +95,14 @@ def note(scale: Scale, seeds: Sequence[int], finished: int, planned: int, remark
 
 
 def save(results: Results, folder: Path, text: str) -> None:
-    """Every block of the page, and the pictures."""
+    """Every block of the page, and the pictures; the overview goes into the README above, where it has a place."""
     insert(folder / PAGE, text, _marker("how it was measured"))
     for name, table in tables(results).items():
         insert(folder / PAGE, table, _marker(name))
     pictures(results, folder)
+    readme = folder.parent / "README.md"
+    if readme.is_file() and _marker("overview") in readme.read_text(encoding="utf-8"):
+        insert(readme, untitled(overview(results)), _marker("overview"))
 
 
 def _marker(name: str) -> str:

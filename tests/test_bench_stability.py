@@ -68,9 +68,15 @@ def cells(text: str) -> dict[str, list[str]]:
 def test_page_says_what_was_found(bench: dict[str, ModuleType], tmp_path: Path) -> None:
     runs = bench["_studies"].planned([0, 1], bench["_studies"].Scale(), tmp_path)
     results = bench["_results"].Results([found(bench, run) for run in runs if run.arm.label != "rejection only"])
-    (tmp_path / "results.md").write_text("before\n", encoding="utf-8")
-    bench["stability"].save(results, tmp_path, "note")
-    page = (tmp_path / "results.md").read_text(encoding="utf-8")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "results.md").write_text("before\n", encoding="utf-8")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- written by benchmarks/stability.py: overview -->\nold\n<!-- until here -->\nrest", "utf-8")
+    bench["stability"].save(results, docs, "note")
+    assert cells(readme.read_text(encoding="utf-8"))["naive"][:2] == ["0.05 ± 0.00", "0.03 ± 0.00"]
+    assert "old" not in readme.read_text(encoding="utf-8")
+    page = (docs / "results.md").read_text(encoding="utf-8")
     assert page.startswith("before\n")
     tables = bench["_results"].tables(results)
     assert all(text in page for text in tables.values())
@@ -94,7 +100,7 @@ def test_page_says_what_was_found(bench: dict[str, ModuleType], tmp_path: Path) 
     assert set(cells(tables["replay"])["replay"]) == {"+0.0 ± 0.0"}
     assert cells(tables["budgets"])["naive"][-1] == "2 of 2 / 2 of 2 / 2 of 2"
     for name in ("results", "results-courses", "results-budgets"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (docs / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_seed_has_no_interval(bench: dict[str, ModuleType]) -> None:
