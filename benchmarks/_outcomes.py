@@ -11,8 +11,7 @@ from _curves import COMPRESSION, Found
 
 from sparse_rl_lightning.report.charts import smoothed
 
-COLLAPSED = 0.5  # of what a run had: one that ends below it has collapsed
-WINDOW = 20  # rollouts that right answers are averaged over; the first few that its beginning is
+COLLAPSED = 0.25  # of the accuracy before training
 QUANTILES = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=2))
 """Of Student's t at 97.5 %, by the number of values; for more than ten that of ten is taken, which is a little wide."""
 
@@ -30,23 +29,17 @@ class Outcome:
     clipped: float  # tokens whose gradient the clip of the staleness ratio stops
     k3: float  # nats per token from the dense to the compressed policy, median of the last quarter of the rollouts
     p05: float  # 5th percentile of the acceptance between the two, the same
-    right: float  # right answers among the samples of the last rollouts
-    best: float  # the best mean of as many rollouts in a row, or of the first few
     minutes: float  # of training, without the evaluations of the comparison
 
     @property
     def collapsed(self) -> bool:
-        """Whether right answers among the samples fell to less than half and did not come back."""
-        return self.right < COLLAPSED * self.best
+        """Whether training ruined the policy: with the full cache, less than a quarter of what it could is left."""
+        return self.dense < COLLAPSED * self.dense_before
 
     @classmethod
     def of(cls, found: Found, budget: int) -> Outcome:
         """Read off a finished run."""
-        right, evaluations = found.column("rewards/arithmetic_reward/mean"), found.course["evaluations"]
-        window = min(WINDOW, max(1, len(right) // 4))
-        means = [statistics.fmean(right[i : i + window]) for i in range(len(right) - window + 1)]
-        means.insert(0, statistics.fmean(right[: max(1, window // 4)]))
-        evicts = found.run.arm.evicts
+        evaluations, evicts = found.course["evaluations"], found.run.arm.evicts
         splits = [row[COMPRESSION] for row in found.course["splits"]]
         return cls(
             dense=evaluations[-1]["dense"], sparse=evaluations[-1][str(budget)],
@@ -55,7 +48,7 @@ class Outcome:
             rejected=_mean(found.column("rejection_rate")), clipped=_mean(found.course["clipped"]),
             k3=_late_median(splits) if evicts else 0.0,
             p05=_late_median(found.logged("acceptance/p05")) if evicts else 1.0,
-            right=means[-1], best=max(means), minutes=found.minutes,
+            minutes=found.minutes,
         )  # fmt: skip
 
 

@@ -71,10 +71,10 @@ def execute(runs: Sequence[Run], jobs: int) -> None:
 
 
 def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
-    """A line per arm and seed: right answers among the samples, at the best and at the end."""
+    """A line per arm and seed: accuracy with the full cache before and after."""
     return [
-        f"{arm.label}, budget {study.budgets[0]}, seed {seed}: right answers {run.best:.1%} at the best, "
-        f"{run.right:.1%} at the end, {'collapsed' if run.collapsed else 'not collapsed'}"
+        f"{arm.label}, budget {study.budgets[0]}, seed {seed}: accuracy with the full cache {run.dense_before:.3f} before "
+        f"and {run.dense:.3f} after training, {'collapsed' if run.collapsed else 'not collapsed'}"
         for study in studies
         for arm in study.arms
         for seed, run in results.of(study, arm, study.budgets[0]).items()
@@ -89,8 +89,8 @@ def note(scale: Scale, seeds: Sequence[int], finished: int, planned: int, remark
         f"`configs/warmup.yaml` and `configs/warmup_reduction.yaml`. Accuracies are greedy, on {scale.num_problems} "
         "held-out problems at the end (±0.03 from the problems alone). After ± stands half the width of the 95 % "
         "interval over seeds (Student's t), which two or three seeds leave wide. k3, a geometric mean, and P5 compare "
-        "the compressed policy with the dense one in the last quarter of the rollouts. Collapsed: right answers among "
-        "the samples fell to less than half. Minutes are those of training and its monitors, on one core each."
+        "the compressed policy with the dense one in the last quarter of the rollouts. Collapsed: less than a "
+        "quarter of the accuracy with the full cache is left. Minutes are those of training and its monitors, on one core each."
     )
 
 
