@@ -73,8 +73,8 @@ def execute(runs: Sequence[Run], jobs: int) -> None:
 def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
     """A line per arm and seed: accuracy with the full cache before and after."""
     return [
-        f"{arm.label}, budget {study.budgets[0]}, seed {seed}: accuracy with the full cache {run.dense_before:.3f} before "
-        f"and {run.dense:.3f} after training, {'collapsed' if run.collapsed else 'not collapsed'}"
+        f"{arm.label}, budget {study.budgets[0]}, seed {seed}: accuracy with the full cache {run.dense_before:.3f} "
+        f"before and {run.dense:.3f} after training, {'collapsed' if run.collapsed else 'not collapsed'}"
         for study in studies
         for arm in study.arms
         for seed, run in results.of(study, arm, study.budgets[0]).items()
@@ -90,7 +90,7 @@ def note(scale: Scale, seeds: Sequence[int], finished: int, planned: int, remark
         "held-out problems at the end (±0.03 from the problems alone). After ± stands half the width of the 95 % "
         "interval over seeds (Student's t), which two or three seeds leave wide. k3, a geometric mean, and P5 compare "
         "the compressed policy with the dense one in the last quarter of the rollouts. Collapsed: less than a "
-        "quarter of the accuracy with the full cache is left. Minutes are those of training and its monitors, on one core each."
+        "quarter of the accuracy with the full cache is left. Minutes are those of training, on one core each."
     )
 
 

@@ -43,10 +43,7 @@ def found(bench: dict[str, ModuleType], run: Any) -> Any:
         "splits": [{"rollouts": i, bench["_curves"].COMPRESSION: k3} for i, k3 in enumerate([9.0] * 9 + [0.5] * 3)],
         "unused": [0.0], "clipped": [0.0, 0.02], "seconds": 30.0,
     }  # fmt: skip
-    history = [
-        {"rollout": i, RIGHT: 0.4 if i < 10 or not falls else 0.1, "reward": 1.0, "rejection_rate": 0.1}
-        for i in range(40)
-    ]
+    history = [{"rollout": i, "reward": 1.0, "rejection_rate": 0.1} for i in range(40)]
     for version in (2, 10):  # the run was interrupted: its logger has two files, and the second repeats some steps
         place = run.folder / "runs" / "any" / f"version_{version}"
         place.mkdir(parents=True)
