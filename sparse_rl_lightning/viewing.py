@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.evictions import EvictionRecord
+from sparse_rl_lightning.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +95,7 @@ def draw_visibility(ax: Axes, share: Tensor, tokens: Sequence[str], prompt_lengt
         The image, for a colour bar.
     """
     above = torch.ones_like(share, dtype=torch.bool).triu(1)
-    image = ax.imshow(share.masked_fill(above, math.nan).numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    image = ax.imshow(share.masked_fill(above, math.nan).cpu().numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     ax.set(xlabel="key", ylabel="query", facecolor="#f3f4f6")
     if len(tokens) <= 64:
         plain = [token.replace("$", r"\$") for token in tokens]  # no formulas
@@ -166,11 +167,11 @@ class TextHeat:
 
     def __str__(self) -> str:
         """Tokens at least half of the scale up stand as they are, others as a dot, those down in brackets."""
-        scale, width = self.scale, max(map(len, self.rows), default=0)
+        scale, tokens, labels = self.scale, [printable(token) for token in self.tokens], [*map(printable, self.rows)]
+        width = max(map(len, labels), default=0)
         return "\n".join(
-            f"{label:{width}}  "
-            + "".join(_plain(t, v / scale) for t, v in zip(self.tokens, _numbers(row), strict=True))
-            for label, row in self.rows.items()
+            f"{label:{width}}  " + "".join(_plain(t, v / scale) for t, v in zip(tokens, _numbers(row), strict=True))
+            for label, row in zip(labels, self.rows.values(), strict=True)
         )
 
 

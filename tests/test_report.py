@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_runs import HOSTILE, Parser, record, row
 
+from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report import RunRecord, page, picture, summary_text
 from sparse_rl_lightning.report.assets import DARK, LIGHT, STYLE
 from sparse_rl_lightning.report.charts import charts
@@ -27,7 +28,6 @@ from sparse_rl_lightning.report.text import (
     duration,
     number,
     percent,
-    printable,
     prompt_text,
     shortened,
     size,

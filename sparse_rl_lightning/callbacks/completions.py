@@ -13,7 +13,8 @@ from torch import Tensor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import writable_folder, write_parquet
-from sparse_rl_lightning.report.text import number, printable, prompt_text, table
+from sparse_rl_lightning.printable import printable
+from sparse_rl_lightning.report.text import number, prompt_text, table
 from sparse_rl_lightning.types import ScoredRollout
 
 OWN_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "advantage", "rejected")

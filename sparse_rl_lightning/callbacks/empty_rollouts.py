@@ -40,7 +40,6 @@ class EmptyRollouts(RolloutCallback):
         is_empty = keep is not None and not bool(kept > 0)
         self.in_a_row = self.in_a_row + 1 if is_empty else 0
         self.count += is_empty
-        module.log("empty_rollouts", float(self.count), batch_size=len(scored.completions))
         if self.in_a_row == self.warn_after:
             warn_of_run(
                 trainer,
@@ -48,6 +47,12 @@ class EmptyRollouts(RolloutCallback):
                 "cache's policy is too far from the dense one. Raise the compressor's budget, lower "
                 "SparsityAwareRejection.threshold, or choose another compressor.",
             )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log with every batch, so that a run resumed in the middle of a rollout has the count too."""
+        pl_module.log("empty_rollouts", float(self.count), batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts."""

@@ -38,8 +38,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name and rename it, so that nobody ever sees half of it."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_parquet(path: Path, columns: Mapping[str, list[Any]]) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Trainer
 
+from sparse_rl_lightning.report.text import shortened
+
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.generation import GenerationModule
 
@@ -53,6 +55,16 @@ def configuration(trainer: Trainer) -> dict[str, str]:
                 flattened(json.loads(parser.dump(config, format="json", skip_none=False, skip_validation=True)))
             )
     return {}
+
+
+def how_it_ended(exception: BaseException) -> str:
+    """The state of a run that an exception ended; Preemption exits with status 0 when it has saved a checkpoint."""
+    if isinstance(exception, SystemExit) and not exception.code:
+        return "preempted, to be resumed"
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted"
+    said = shortened(str(exception), 500)
+    return f"stopped by {type(exception).__name__}" + (f": {said}" if said else "")
 
 
 def flattened(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -17,19 +17,22 @@ from sparse_rl_lightning.callbacks.acceptance_monitor import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import writable_folder, write_whole
-from sparse_rl_lightning.callbacks.run_facts import configuration, default_title, describe, versions
-from sparse_rl_lightning.callbacks.worst_completions import LONGEST_TEXT, WorstCompletions
+from sparse_rl_lightning.callbacks.held_out import evaluate, held_out_rows
+from sparse_rl_lightning.callbacks.run_facts import configuration, default_title, describe, how_it_ended, versions
+from sparse_rl_lightning.callbacks.worst_completions import WorstCompletions
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
-from sparse_rl_lightning.report.text import prompt_text, shortened
 from sparse_rl_lightning.types import ScoredRollout
 
 if TYPE_CHECKING:
+    from sparse_rl_lightning.modules.block_module import BlockModule
     from sparse_rl_lightning.modules.generation import GenerationModule
 
 
 ROW_KEYS = ("time/", "memory/", "guard/", "clip_ratio/", "entropy", "kl", "empty_rollouts", "skipped_steps")
 """Beginnings of what is logged after a rollout was scored and belongs to its row."""
+BLOCK_KEYS = ("time/", "memory/")
+"""Of these, what is logged at the end of all training on it."""
 
 
 class RunSummary(RolloutCallback):
@@ -40,6 +43,7 @@ class RunSummary(RolloutCallback):
     At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
     ``report.html`` (one self-contained page) and ``report.png`` (one picture; needs matplotlib) are written. Until then
     ``progress.json`` holds what there is, for ``sparse-rl report`` on a run that is going on or was killed.
+    Of several ranks the means over all are kept; completions, and what ``AcceptanceMonitor`` measured, are rank zero's.
     A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so a
     run is the same with this callback and without it. A trial run (``fast_dev_run``) writes nothing.
 
@@ -52,7 +56,8 @@ class RunSummary(RolloutCallback):
         progress_seconds: Least time between two writings of ``progress.json``.
 
     Raises:
-        ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written.
+        ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written (later on, a
+            file that cannot be written is a warning).
     """
 
     def __init__(
@@ -80,6 +85,10 @@ class RunSummary(RolloutCallback):
         self.worst = WorstCompletions(num_samples)
         self._next_progress = 0.0
         self._start: float | None = None  # of the training, when it was not resumed
+        self._rollout = 0  # index of the newest
+        self._trained: Literal["not", "partly", "wholly"] = "not"  # on the newest rollout, since the start of fit
+        self._is_open = False  # the record may still get an end
+        self._has_warned = False  # of a file that could not be written
 
     # ---------------------------------------------------------------- hooks
 
@@ -103,6 +112,7 @@ class RunSummary(RolloutCallback):
             self.record.before = self._evaluate(trainer, cast("GenerationModule", pl_module))
         self._describe(trainer, cast("GenerationModule", pl_module))
         self._start = time.monotonic() - self.record.seconds
+        self._trained, self._is_open, self._has_warned = "not", True, False
         self._write_progress(trainer)
 
     def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
@@ -111,33 +121,48 @@ class RunSummary(RolloutCallback):
         if time.monotonic() >= self._next_progress:
             self._write_progress(trainer)
 
+    def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Note which rollout it is, for warnings of callbacks that see it scored before this one."""
+        self._rollout = scored.index
+
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         """Keep the rollout's numbers."""
+        self._trained = "not"
         metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
         self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
         self.worst.see(scored, cast("GenerationModule", module).tokenizer)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
         """Keep it with the rollout it was said at."""
-        self.record.warnings.append({"rollout": len(self.record.history) - 1, "text": text})
+        self.record.warnings.append({"rollout": self._rollout, "text": text})
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """What was logged in training now speaks of the newest rollout; callbacks after this one are yet to log."""
+        self._trained = "wholly" if cast("BlockModule", pl_module).starts_rollout else "partly"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep its accuracies, those before training and of a trial apart."""
         logged = {cache: trainer.callback_metrics.get(f"val/pass@1_{cache}") for cache in ("dense", "sparse")}
         found = {cache: float(value) for cache, value in logged.items() if value is not None}
         if found and not trainer.sanity_checking:
-            self.record.validation.append({"rollout": float(len(self.record.history)), **found})
+            done = self._rollout + 1 if self.record.history else 0
+            self.record.validation.append({"rollout": float(done), **found})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
+        """Stop the clock, and write: the evaluation to come may fail."""
         self._complete_row(trainer)
         self.record.seconds = self._seconds()
         self._start = None
+        self._write_progress(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep what there is, and why the run ended."""
-        if self._start is not None:
-            self._write_progress(trainer, f"stopped by {type(exception).__name__}: {shortened(str(exception), 500)}")
+        if self._is_open:
+            self._complete_row(trainer)
+            self._write_progress(trainer, how_it_ended(exception))
+            self._is_open = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate again, print and write."""
@@ -145,11 +170,17 @@ class RunSummary(RolloutCallback):
         record.after = self._evaluate(trainer, module)
         self._describe(trainer, module)
         record.state = "finished"
-        if not trainer.is_global_zero:
-            return
-        say(f"\n{summary_text(record)}\n")
-        if not getattr(trainer, "fast_dev_run", False):
-            self._write(self._folder(trainer))
+        if trainer.is_global_zero:
+            say(f"\n{summary_text(record)}\n")
+            if not getattr(trainer, "fast_dev_run", False):
+                self._try(lambda: self._write(self._folder(trainer)))
+        self._is_open = False
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Every callback has logged by now: what a resume could not see any more goes into the state."""
+        self._complete_row(trainer)
+        if self.state_key in checkpoint.get("callbacks", {}):
+            checkpoint["callbacks"][self.state_key] = self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and text."""
@@ -170,6 +201,8 @@ class RunSummary(RolloutCallback):
         state = dict(state_dict)
         self.worst.kept = state.pop("worst", {})
         self.record = RunRecord(**state)
+        if self.record.history:
+            self._rollout = int(self.record.history[-1]["rollout"])
 
     # ---------------------------------------------------------------- details
 
@@ -182,12 +215,13 @@ class RunSummary(RolloutCallback):
         record.written = datetime.now(UTC).isoformat(timespec="seconds")
 
     def _complete_row(self, trainer: Trainer) -> None:
-        """A row that a resume completes has what was logged since."""
+        """What was logged of the newest rollout; what still speaks of the one before is left out."""
         if not self.record.history:
             return
-        row = self.record.history[-1]
-        for name, value in trainer.callback_metrics.items():
-            if name not in row and name.startswith(ROW_KEYS):
+        row, reduced = self.record.history[-1], trainer.world_size > 1
+        for name, value in trainer.callback_metrics.items() if self._trained != "not" else ():
+            is_known = name.startswith(ROW_KEYS) or (reduced and name in row)
+            if is_known and (self._trained == "wholly" or not name.startswith(BLOCK_KEYS)):
                 row[name] = float(value)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             report = callback.report if isinstance(callback, AcceptanceMonitor) else None
@@ -201,53 +235,32 @@ class RunSummary(RolloutCallback):
         start, record = time.monotonic(), self.record
         record.steps, record.worst, record.state = trainer.global_step, self.worst.listed(), state
         record.seconds, record.written = self._seconds(), datetime.now(UTC).isoformat(timespec="seconds")
-        write_whole(self._folder(trainer) / PROGRESS, json.dumps(record.as_json(), ensure_ascii=True) + "\n")
+        numbers = json.dumps(record.as_json(), ensure_ascii=True) + "\n"
+        self._try(lambda: write_whole(self._folder(trainer) / PROGRESS, numbers))
         self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
 
+    def _try(self, write: Callable[[], None]) -> None:
+        """A full disk costs the report, not the training."""
+        try:
+            write()
+        except OSError as error:
+            if not self._has_warned:
+                rank_zero_warn(f"RunSummary: the record of the run cannot be written: {error}. The run goes on.")
+            self._has_warned = True
+
     def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
-        """Mean reward of greedy completions by cache; the same on every rank."""
+        """Mean reward of greedy completions by cache."""
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed
             rows = held_out_rows(trainer, self.num_problems)
         if self.num_problems and not rows:
             rank_zero_warn("RunSummary: there are no validation rows, so nothing is evaluated before and after.")
         if rows and trainer.is_global_zero:
             say(f"Evaluating on {len(rows)} held-out problems ...")
-        results, binary = {}, True
-        self.record.num_problems = len(rows)
-        for cache in ("dense", "sparse") if module.rolls_out_sparse else ("dense",):
-            rewards = [reward for reward in self._rewards(module, rows, cache) if not math.isnan(reward)]
-            binary = binary and set(rewards) <= {0.0, 1.0}
-            if rewards:
-                results[cache] = sum(rewards) / len(rewards)
-        was_accuracy = not self.record.before or self.record.measure == "accuracy"
-        self.record.measure = "accuracy" if results and binary and was_accuracy else "reward"
-        return results
-
-    def _rewards(self, module: GenerationModule, rows: list[dict[str, Any]], cache: str) -> list[float]:
-        """The first reward function's word on every greedy completion; the first completions become the samples."""
-        rewards: list[float] = []
-        self.record.samples = []
-        for start in range(0, len(rows), self.batch_size):
-            batch = rows[start : start + self.batch_size]
-            scored = module.generate(batch, module.val_sampling, dense=cache == "dense")
-            module.reward(scored)
-            new = next(iter(scored.reward_table.values())).tolist()
-            self._keep_samples(cache, batch, scored.completions, new)
-            rewards += new
-        module.sampler(dense=cache == "dense").release()  # the memory back, and training's pool gets its own size
-        return rewards
-
-    def _keep_samples(self, cache: str, rows: list[dict[str, Any]], texts: list[str], rewards: list[float]) -> None:
-        for row, text, reward in zip(rows, texts, rewards, strict=True):
-            if len(self.record.samples) < self.num_samples:
-                prompt, answer = prompt_text(row["prompt"]), row.get("answer")
-                self.record.samples.append(
-                    {
-                        "cache": cache, "reward": reward, "prompt": shortened(prompt, LONGEST_TEXT),
-                        "completion": shortened(text, LONGEST_TEXT),
-                        "answer": None if answer is None else shortened(str(answer), LONGEST_TEXT),
-                    }
-                )  # fmt: skip
+        record, found = self.record, evaluate(module, rows, self.batch_size, self.num_samples)
+        record.num_problems, record.samples = len(rows), found.samples
+        was_accuracy = not record.before or record.measure == "accuracy"
+        record.measure = "accuracy" if found.means and found.is_binary and was_accuracy else "reward"
+        return found.means
 
     def _write(self, folder: Path) -> None:
         numbers = json.dumps(self.record.as_json(), indent=1, ensure_ascii=True)
@@ -267,17 +280,3 @@ class RunSummary(RolloutCallback):
 
     def _seconds(self) -> float:
         return self.record.seconds if self._start is None else time.monotonic() - self._start
-
-
-def held_out_rows(trainer: Trainer, count: int) -> list[dict[str, Any]]:
-    """The first ``count`` validation rows of the data module, or of the loader that ``fit`` was given."""
-    data = getattr(trainer, "datamodule", None)
-    loader = trainer.val_dataloaders if data is None else data.val_dataloader()
-    if isinstance(loader, (list, tuple)):
-        loader = loader[0] if loader else None
-    rows: list[dict[str, Any]] = []
-    for batch in loader or []:
-        if len(rows) >= count:
-            break
-        rows.extend(batch)
-    return rows[:count]

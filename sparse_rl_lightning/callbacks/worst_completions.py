@@ -45,7 +45,8 @@ class WorstCompletions:
         if rollout.keep is not None and order is not None:
             rejected = ~rollout.keep.any(dim=1) & rollout.completion_mask.any(dim=1)
             if bool(rejected.any()):
-                found["rejected"] = int(order.masked_fill(~rejected, math.inf).argmin())
+                places = rejected.nonzero().squeeze(1)
+                found["rejected"] = int(places[order[places].nan_to_num(nan=math.inf).argmin()])
         for kind, index in found.items():
             self._keep(kind, described(scored, index, ratios, tokenizer))
 
@@ -67,11 +68,15 @@ class WorstCompletions:
 
 
 def token_ratios(rollout: Rollout) -> Tensor | None:
-    """(B, T) log of dense over sparse probability, infinite outside completions; None without dense log-probs."""
+    """(B, T) log of dense over sparse probability, infinite outside completions and where it is no number.
+
+    None without dense log-probs.
+    """
     if rollout.old_logprobs is None:
         return None
     mask = rollout.completion_mask
-    return consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask).masked_fill(~mask, math.inf)
+    ratios = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)
+    return ratios.masked_fill(~mask | ratios.isnan(), math.inf)
 
 
 def described(

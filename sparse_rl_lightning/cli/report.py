@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import writable_folder, write_whole
+from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report import comparison, page, read_run
 
 ONE, SEVERAL = "report.html", "comparison.html"
@@ -39,8 +40,8 @@ def main(args: Sequence[str]) -> Path:
     write_whole(output, page(records[0][1]) if len(records) == 1 else comparison(records))
     for name, record in records:
         for warning in record.warnings:
-            if warning.get("rollout") == -1:
-                say(f"{name}: {warning['text']}")
+            if "file" in warning:  # said by the reader, not by a file
+                say(f"{name}: {printable(warning['text'])}")
     say(f"Written: {output}")
     return output
 

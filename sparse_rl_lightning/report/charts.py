@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report.panels import PANELS, Panel
+from sparse_rl_lightning.report.plots import MOST_POINTS
 from sparse_rl_lightning.report.record import RunRecord
 from sparse_rl_lightning.report.scale import smoothed
+from sparse_rl_lightning.report.svg import SMOOTHED_FROM
 from sparse_rl_lightning.report.terminal import CACHES
-from sparse_rl_lightning.report.text import number, percent, printable, size
+from sparse_rl_lightning.report.text import number, percent, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,12 +55,13 @@ def charts(record: RunRecord) -> list[tuple[str, Draw]]:
 
 def _draw_panel(ax: Axes, panel: Panel, record: RunRecord) -> None:
     """Lines over the rollouts, smoothed over the pale values."""
-    found = panel.found(record)
+    found = [(line, panel.fewer(points, MOST_POINTS)) for line, points in panel.found(record)]
     for (line, points), color in zip(found, (BLUE, ORANGE, INK), strict=False):
         across, values = [x for x, _ in points], [y for _, y in points]
         color = GRAY if line.reference else color
-        if panel.log or len(values) < 8:
-            ax.plot(across, values, color=color, lw=1.3, label=line.label, marker="." if len(values) < 8 else "")
+        few = len(values) < SMOOTHED_FROM
+        if panel.log or panel.exact or few:
+            ax.plot(across, values, color=color, lw=1.3, label=line.label, marker="." if few else "")
         else:
             ax.plot(across, values, color=color, lw=0.8, alpha=0.3)
             ax.plot(across, smoothed(values, 1 + len(values) // 12), color=color, lw=2, label=line.label)

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparse_rl_lightning.report.html import document, folded, table, text
 from sparse_rl_lightning.report.page import charts, course, warnings_of
-from sparse_rl_lightning.report.plots import color, plots_of_runs
+from sparse_rl_lightning.report.plots import COLORS, color, plots_of_runs
 from sparse_rl_lightning.report.record import RunRecord
 from sparse_rl_lightning.report.terminal import CACHES
 from sparse_rl_lightning.report.text import DASH, duration, number, percent, shortened, size
@@ -171,6 +171,8 @@ def _notes(records: Named) -> str:
         notes.append(f"The runs were not tested alike: {', '.join(how)}.")
     if len({len(r.history) for _, r in records}) > 1:
         notes.append("The runs are not equally long, so that means over all rollouts speak of different stretches.")
+    if len(records) > COLORS:
+        notes.append(f"Only {COLORS} lines of a chart can be told apart: run {COLORS + 1} looks like the first.")
     items = "".join(f"<li>{text(note)}</li>" for note in notes)
     return f'<section class="warnings"><b>Mind</b><ul>{items}</ul></section>' if notes else ""
 

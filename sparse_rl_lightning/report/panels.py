@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.scale import Points
+from sparse_rl_lightning.report.scale import Points, mean, thinned
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,17 @@ class Panel:
     log: bool = False  # values as they are on a logarithmic axis: a tail must not be smoothed away
     smallest: bool = False  # of neighbours that share a point the smallest is shown, not the mean
     stacked: bool = False
+    exact: bool = False  # steps, which must not be smoothed
     pictured: bool = False  # part of report.png
 
     def found(self, record: RunRecord) -> list[tuple[Line, Points]]:
         """The lines that have values, with them."""
         drawn = [(line, points(record, line.key, self.factor)) for line in self.lines]
         return [(line, values) for line, values in drawn if values]
+
+    def fewer(self, values: Points, most: int) -> Points:
+        """At most so many points."""
+        return thinned(values, most, min if self.smallest else mean)
 
 
 def points(record: RunRecord, key: str, factor: float = 1.0) -> Points:
@@ -76,7 +81,7 @@ PANELS: tuple[Panel, ...] = (
           (Line("acceptance/p05", "5th percentile"), Line("acceptance/ceiling_p05", "ceiling", True),
            Line("acceptance/target", "target", True))),
     Panel(MISMATCH, "Budget", "tokens", "Tokens kept per layer and KV head; TailGuard may raise it.",
-          (Line("guard/budget", "budget"),)),
+          (Line("guard/budget", "budget"),), exact=True),
     Panel(MEMORY, "KV memory", "bytes", "Peak bytes allocated for keys and values, and what the same number of "
           "sequences would need with a full cache.",
           (Line("kv/peak_bytes", "this run"), Line("kv/full_peak_bytes", "full cache", True))),
@@ -111,7 +116,20 @@ def reward_panel(record: RunRecord) -> Panel | None:
 def accuracy_points(record: RunRecord, cache: str) -> Points:
     """Greedy accuracy before training, at validations, and after: rollouts done and share."""
     middle = [(row.get("rollout", math.nan), row.get(cache, math.nan)) for row in record.validation]
-    last = float(len(record.history))
+    first, last = rollouts_done(record)
     before, after = record.before.get(cache, math.nan), record.after.get(cache, math.nan)
-    found = [(0.0, before), *(middle if record.measure == "accuracy" else []), (last, after)]
+    found = [(first, before), *(middle if accuracy_measure(record) == "accuracy" else []), (last, after)]
     return [(x, y) for x, y in found if math.isfinite(x) and math.isfinite(y)]
+
+
+def accuracy_measure(record: RunRecord) -> str:
+    """What :func:`accuracy_points` are; validations, which may be alone, always measure accuracy."""
+    return record.measure if record.before or record.after else "accuracy"
+
+
+def rollouts_done(record: RunRecord) -> tuple[float, float]:
+    """Rollouts before the first and after the last row of the history."""
+    if not record.history:
+        return 0.0, 0.0
+    first, last = record.history[0], record.history[-1]
+    return first.get("rollout", 0.0), last.get("rollout", len(record.history) - 1.0) + 1

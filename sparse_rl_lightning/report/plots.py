@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from sparse_rl_lightning.report.panels import LEARNING, PANELS, Line, Panel, accuracy_points, points, reward_panel
+from sparse_rl_lightning.report.panels import (
+    LEARNING,
+    PANELS,
+    Line,
+    Panel,
+    accuracy_measure,
+    accuracy_points,
+    points,
+    reward_panel,
+)
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.scale import Points, mean, thinned
+from sparse_rl_lightning.report.scale import Points
 from sparse_rl_lightning.report.svg import Plot, Series
 from sparse_rl_lightning.report.terminal import CACHES
 
 MOST_POINTS = 400
 """Of a line; of the lines of several runs together three times as many."""
 COLORS = 12
+"""Lines of a chart that can be told apart, by colour and dashes."""
 UNITS = (("GiB", 1024.0**3), ("MiB", 1024.0**2), ("KiB", 1024.0), ("bytes", 1.0))
 
 Plots = list[tuple[str, Plot]]
@@ -45,14 +55,13 @@ def _of_run(panel: Panel, record: RunRecord) -> Plot | None:
         found = _shared(found)
     if not found or (panel.stacked and len(found[0][1]) < 2):
         return None
-    pick = _pick(panel)
     places = iter(range(len(found)))
     series = [
-        Series(line.label, thinned(values, MOST_POINTS, pick), "ref" if line.reference else color(next(places)))
+        Series(line.label, panel.fewer(values, MOST_POINTS), "ref" if line.reference else color(next(places)))
         for line, values in found
     ]
     series, unit = _in_unit(series, panel.unit)
-    return Plot(panel.title, unit, panel.caption, series, log=panel.log, stacked=panel.stacked, exact=_steps(panel))
+    return Plot(panel.title, unit, panel.caption, series, log=panel.log, stacked=panel.stacked, exact=panel.exact)
 
 
 def _of_runs(panel: Panel, records: Sequence[tuple[str, RunRecord]]) -> list[Plot]:
@@ -70,43 +79,39 @@ def _of_runs(panel: Panel, records: Sequence[tuple[str, RunRecord]]) -> list[Plo
 
 def _together(panel: Panel, title: str, found: list[Points], records: Sequence[tuple[str, RunRecord]]) -> list[Plot]:
     """One chart with a line per run that has values, none if no run has."""
-    most, pick = max(100, 3 * MOST_POINTS // len(records)), _pick(panel)
+    most = max(100, 3 * MOST_POINTS // len(records))
     named = zip(found, (name for name, _ in records), strict=True)
     series = [
-        Series(name, thinned(values, most, pick), color(place)) for place, (values, name) in enumerate(named) if values
+        Series(name, panel.fewer(values, most), color(place)) for place, (values, name) in enumerate(named) if values
     ]
     if not series:
         return []
     series, unit = _in_unit(series, panel.unit)
     few = len(records) < 3
-    return [Plot(title, unit, panel.caption, series, log=panel.log, pale=few, exact=_steps(panel))]
+    return [Plot(title, unit, panel.caption, series, log=panel.log, pale=few, exact=panel.exact)]
 
 
 def _accuracy_of_run(record: RunRecord) -> Plot | None:
     found = [(name, accuracy_points(record, cache)) for cache, name in CACHES.items()]
     series = [Series(name, values, color(place), marked=True) for place, (name, values) in enumerate(found) if values]
-    caption = f"Greedy completions of {record.num_problems} held-out problems, which are not trained on."
-    if not record.num_problems:
-        caption = "Greedy completions of held-out problems, which are not trained on."
-    return Plot(f"Greedy {record.measure}", f"mean {record.measure}", caption, series) if series else None
+    if not series:
+        return None
+    measure, count = accuracy_measure(record), f"{record.num_problems} " if record.num_problems else ""
+    is_greedy = bool(record.before or record.after)
+    parts = [f"Greedy completions of {count}held-out problems, before and after training."] if is_greedy else []
+    parts += ["Between them, validations as the run is set to draw."] if is_greedy and record.validation else []
+    parts += ["Validations of held-out problems, as the run is set to draw."] if not is_greedy else []
+    title = f"Greedy {measure}" if is_greedy else "Validation accuracy"
+    return Plot(title, f"mean {measure}", f"{' '.join(parts)} These are not trained on.", series)
 
 
 def _accuracy_of_runs(records: Sequence[tuple[str, RunRecord]], cache: str) -> Plot | None:
     found = [(place, name, accuracy_points(record, cache)) for place, (name, record) in enumerate(records)]
     series = [Series(name, values, color(place), marked=True) for place, name, values in found if values]
-    measures = list(dict.fromkeys(record.measure for _, record in records))
+    measures = list(dict.fromkeys(accuracy_measure(record) for _, record in records))
     title = f"Greedy {' or '.join(measures)}, {CACHES[cache]}"
-    return (
-        Plot(title, f"mean {measures[0]}", "Held-out problems, which are not trained on.", series) if series else None
-    )
-
-
-def _pick(panel: Panel) -> Callable[[list[float]], float]:
-    return min if panel.smallest else mean
-
-
-def _steps(panel: Panel) -> bool:
-    return panel.title == "Budget"
+    caption = "Held-out problems, which are not trained on: greedy before and after, between them validations."
+    return Plot(title, f"mean {measures[0]}", caption, series) if series else None
 
 
 def _shared(found: list[tuple[Line, Points]]) -> list[tuple[Line, Points]]:

@@ -20,7 +20,8 @@ class RunRecord:
     :mod:`sparse_rl_lightning.metrics.rollout` and what callbacks logged with it. ``validation`` has one row per
     validation, the rollouts before it as ``rollout`` and accuracies by cache. A sample has ``prompt``, ``completion``,
     ``reward`` and ``cache``, and ``answer`` where the data has one; one of ``worst`` has ``rollout``, ``kinds`` (why it
-    is shown), ``rejected`` and its most mismatched token instead of the cache. A warning has ``rollout`` and ``text``.
+    is shown), ``rejected`` and its most mismatched token instead of the cache. A warning has ``text``, and
+    ``rollout``, or ``file`` where it is about reading one.
     """
 
     history: list[dict[str, float]] = field(default_factory=list)

@@ -18,6 +18,9 @@ METRICS = "metrics.csv"
 LARGEST_FILE = 512 * 1024**2
 LARGEST_NUMBER = 1e30
 """Beyond it a number is taken for none: no metric is so large, and charts of it would overflow."""
+SMALLEST_NUMBER = 1e-30
+"""Nearer to 0 it is taken for 0: there a logarithm or the step of an axis fails."""
+MOST_ROLLOUTS = 1e9
 LONGEST_TEXT = 4000
 MOST_ENTRIES = 2000
 SAME = ("reward", "completions/mean_length", "time/rollout")
@@ -27,8 +30,9 @@ SAME = ("reward", "completions/mean_length", "time/rollout")
 def read_run(folder: str | Path) -> RunRecord:
     """The record of a run: of one that goes on or was killed ``progress.json``, else ``summary.json``, else a CSV file.
 
-    ``metrics.csv`` is looked for in the folder itself and in its newest ``version_*``. Fields of a file that are not
-    what they should be are left out; nothing is unpickled.
+    ``metrics.csv`` is looked for in the folder itself, in its newest ``version_*`` and in that of its
+    ``lightning_logs``; older versions are other runs, or earlier parts of this one, and are only told of. Fields of a
+    file that are not what they should be are left out; nothing is unpickled.
 
     Args:
         folder: A run's ``default_root_dir``, or wherever RunSummary or CSVLogger wrote.
@@ -46,8 +50,8 @@ def read_run(folder: str | Path) -> RunRecord:
         except (OSError, ValueError, RecursionError, csv.Error) as error:
             problems.append(f"{file} cannot be read: {shortened(str(error) or type(error).__name__, 200)}")
             continue
-        told = [{"rollout": -1, "text": f"{problem} The page is made from {file.name}."} for problem in problems]
-        return replace(record, warnings=[*told, *record.warnings])
+        told = [f"{problem} The page is made from {file.name}." for problem in problems] + _older(file)
+        return replace(record, warnings=[*({"file": file.name, "text": one} for one in told), *record.warnings])
     if problems:
         raise ValueError("\n".join([*problems, "Nothing else in the folder describes a run."]))
     raise ValueError(
@@ -57,10 +61,26 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    versions = [p for p in folder.glob("version_*") if p.name.removeprefix("version_").isdecimal()]
-    versions.sort(key=lambda p: (len(p.name), p.name), reverse=True)
+    versions = [*_versions(folder), *_versions(folder / "lightning_logs")]  # the latter is Lightning's default
     wanted = [folder / PROGRESS, folder / SUMMARY, folder / METRICS, *(version / METRICS for version in versions)]
     return [path for path in wanted if path.is_file()]
+
+
+def _versions(folder: Path) -> list[Path]:
+    """Folders that CSVLogger has numbered, the newest first."""
+    versions = [p for p in folder.glob("version_*") if p.name.removeprefix("version_").isdecimal()]
+    return sorted(versions, key=lambda p: (len(p.name), p.name), reverse=True)
+
+
+def _older(file: Path) -> list[str]:
+    """A note on logs of the same name that began earlier: a resumed run continues in a new one."""
+    versions = _versions(file.parent.parent) if file.name == METRICS else []
+    older = versions[versions.index(file.parent) + 1 :] if file.parent in versions else []
+    older = [version for version in older if (version / METRICS).is_file()]
+    if not older:
+        return []
+    names = f"{older[0].name} and {len(older) - 1} before it" if len(older) > 1 else older[0].name
+    return [f"The page is made from {file.parent.name} alone; {names} may be earlier parts of the run."]
 
 
 def _text_of(file: Path) -> str:
@@ -82,7 +102,7 @@ def _from_json(file: Path) -> RunRecord:
         _number(summary.get(name)) or 0.0 for name in ("wall_time_seconds", "optimizer_steps", "held_out_problems")
     )
     return RunRecord(
-        history=[row for row in map(_numbers, found["history"]) if row],
+        history=_rollouts(found["history"]),
         before=_numbers(summary.get("before")),
         after=_numbers(summary.get("after")),
         num_problems=int(problems),
@@ -92,14 +112,30 @@ def _from_json(file: Path) -> RunRecord:
         settings=_words(found.get("settings")),
         samples=_entries(found.get("samples")),
         title=_word(found.get("title"), file.parent.name),
-        validation=[row for row in map(_numbers, _listed(found.get("validation"))) if row],
+        validation=[row for row in map(_numbers, _listed(found.get("validation"))) if row and _is_rollout(row)],
         worst=_entries(found.get("worst")),
-        warnings=_entries(found.get("warnings")),
+        warnings=[
+            {key: entry[key] for key in ("rollout", "text") if key in entry}
+            for entry in _entries(found.get("warnings"))
+        ],
         config=_words(found.get("config")),
         versions=_words(found.get("versions")),
         state=_word(found.get("state"), "running" if file.name == PROGRESS else "finished"),
         written=_word(found.get("written"), ""),
     )
+
+
+def _rollouts(rows: list[Any]) -> list[dict[str, float]]:
+    """Rows that can stand on an axis, each rollout once: the first that names it."""
+    kept: dict[float, dict[str, float]] = {}
+    for row in map(_numbers, rows):
+        if row and _is_rollout(row):
+            kept.setdefault(row.get("rollout", float(len(kept))), row)
+    return list(kept.values())
+
+
+def _is_rollout(row: Mapping[str, float]) -> bool:
+    return 0 <= row.get("rollout", 0.0) <= MOST_ROLLOUTS
 
 
 def _listed(value: Any) -> list[Any]:
@@ -141,7 +177,9 @@ def _numbers(value: Any) -> dict[str, float]:
 def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if abs(value) <= LARGEST_NUMBER else None  # NaN compares as false
+    if not abs(value) <= LARGEST_NUMBER:  # NaN compares as false
+        return None
+    return float(value) if abs(value) >= SMALLEST_NUMBER else 0.0
 
 
 # ---------------------------------------------------------------- CSVLogger's file
@@ -176,11 +214,16 @@ def _from_csv(file: Path) -> RunRecord:
         validation=validation,
         steps=int(history[-1].get("step", 0.0)),
         seconds=math.fsum(row.get("time/block", 0.0) for row in history),
-        title=file.parent.parent.name if file.parent.name.startswith("version_") else file.parent.name,
+        title=_title(file.parent),
         measure="accuracy",
         state="unknown",
         settings={"source": f"{file.name} alone: RunSummary had written nothing, so there are no completions"},
     )
+
+
+def _title(folder: Path) -> str:
+    named = folder.parent if folder.name.startswith("version_") else folder
+    return named.parent.name if named.name == "lightning_logs" else named.name
 
 
 def _parsed(row: Mapping[str | None, Any]) -> dict[str, float]:
