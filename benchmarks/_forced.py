@@ -15,15 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.rollout.cache import CacheSize, SlotCache
+from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.compression import Compression
-from sparse_rl_lightning.rollout.decoder import Decoder
-from sparse_rl_lightning.rollout.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.graphs import GraphedStep
-from sparse_rl_lightning.rollout.preparation import eval_mode
-from sparse_rl_lightning.rollout.run import Plan, Run
-from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.step import Step
+from sparse_rl_lightning.rollout.forced import force
+from sparse_rl_lightning.rollout.sampling import SamplingParams
 from sparse_rl_lightning.rollout.tracks import Tracks
 
 
@@ -61,21 +56,6 @@ class TimedCompression(Compression):
 
 
 @dataclass(frozen=True)
-class ForcedStep(Step):
-    """A decode step that writes the next token of a text down instead of drawing one."""
-
-    texts: Tensor  # (S, T) sequence i in slot i
-    logits: Tensor  # (S, T, V) to be filled; index t speaks of token t
-
-    def draw(self, logits: Tensor, places: Tensor) -> None:
-        """Keep the logits, go on with the text."""
-        own = places < len(self.texts)  # the others pad the batch
-        slots, at = places[own], self.cache.seen[places[own]]
-        self.logits[slots, at] = logits[own]
-        self.cache.tokens[slots, at] = self.texts[slots, at]
-
-
-@dataclass(frozen=True)
 class Forced:
     """What a compressed cache makes of given texts."""
 
@@ -83,7 +63,6 @@ class Forced:
     clock: Clock
 
 
-@torch.no_grad()
 def forced_logits(
     model: PreTrainedModel,
     compressor: Compressor,
@@ -105,25 +84,12 @@ def forced_logits(
         seed: With the ids it fixes the lots of random eviction.
     """
     count, length = texts.shape
-    geometry = CacheGeometry.of(model)
+    compression = TimedCompression(compressor, model.config.num_hidden_layers)
+    kept = torch.zeros(count, length, model.config.vocab_size)
+
+    def note(tracks: Tracks, slots: Tensor, at: Tensor, logits: Tensor) -> None:
+        kept[slots, at] = logits
+
     params = SamplingParams(max_completion_length=length - prompt_length, seed=seed)
-    compression = TimedCompression(compressor, geometry.num_layers)
-    capacities = compression.trigger.capacities(prompt_length, length)
-    size = CacheSize(
-        count, capacities, compressor.num_queries, length, compressor.state_fields,
-        compressor.evicts and compressor.budget_rule.splits_heads,
-    )  # fmt: skip
-    cache = SlotCache(geometry, size)
-    nothing_ends = torch.zeros(0, dtype=torch.int64)
-    logits = torch.zeros(count, length, model.config.vocab_size)
-    with eval_mode(model):
-        step = ForcedStep(
-            Decoder(model, geometry), cache, Tracks(count, length, params, geometry.device), params, nothing_ends,
-            compression, texts, logits,
-        )  # fmt: skip
-        run = Run(Plan(params, compression, nothing_ends, None, count, 16384, 1), GraphedStep(step, enabled=False))
-        keys = sequence_keys(seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
-        run.add(texts[:, :prompt_length].tolist(), keys.tolist())
-        for _ in run:
-            pass
-    return Forced(logits, compression.clock)
+    force(model, texts, [prompt_length] * count, compression, params, note, ids)
+    return Forced(kept, compression.clock)

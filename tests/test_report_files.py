@@ -25,6 +25,11 @@ def write_run(folder: Path, run: RunRecord, name: str = SUMMARY) -> Path:
     return folder
 
 
+def write_json(folder: Path, content: dict[str, Any]) -> Path:
+    (folder / SUMMARY).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
 def write_csv(folder: Path, rows: list[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(name for one in rows for name in one))
@@ -136,14 +141,38 @@ def test_fields_of_the_wrong_kind_are_left_out(tmp_path: Path) -> None:
         "settings": {"a": {"b": 1}, "c": "d"}, "samples": {"prompt": "x"}, "title": ["t"], "config": 7,
         "worst": [3, {"prompt": 5, "completion": None, "reward": "high", "kinds": "rejected", "ratio": {"a": 1}}],
         "warnings": [None, {"text": ["x"]}, {"rollout": "soon", "text": "late"}], "versions": {"torch": 2.0},
-        "validation": [[], {"rollout": 1e400}], "state": 1,
+        "validation": [[], {"rollout": 1e400}, {"rollout": 1e17, "dense": 0.5}], "state": 1,
     }  # fmt: skip
     (tmp_path / SUMMARY).write_text(json.dumps(strange))
     run = read_run(tmp_path)
-    assert run.history == [{"reward": 0.5}]
+    assert (run.history, run.validation) == ([{"reward": 0.5}], [])
     assert (run.before, run.after, run.steps, run.settings) == ({}, {"sparse": 0.5}, 0, {"c": "d"})
     Parser(page(run))
     Parser(comparison([("a", run), ("b", record())]))
+
+
+def test_numbers_that_no_axis_can_hold_are_left_out(tmp_path: Path) -> None:
+    ratio = {"mismatch/ratio_p05": 5e-324}
+    rows = [{**row(i), "reward": 5e-324, **ratio} for i in range(3)]
+    more = [{**row(9), "rollout": 1e17}, {**row(9), "rollout": -2.0}, {"rollout": 1.0, "time/rollout": 3.0}]
+    again = {name: value for name, value in row(2).items() if name != "time/update"}  # adds up with nothing
+    content = {"summary": {}, "history": [*rows, *more, again], "warnings": [{"file": "x", "text": "\x1b[2J"}]}
+    run = read_run(write_json(tmp_path, content))
+    assert [one["rollout"] for one in run.history] == [0, 1, 2]
+    assert {one["reward"] for one in run.history} == {one["mismatch/ratio_p05"] for one in run.history} == {0.0}
+    assert run.warnings == [{"text": "\x1b[2J"}], "only the reader speaks of files"
+    Parser(page(run))
+    Parser(comparison([("a", run), ("b", record())]))
+
+
+def test_newest_log_in_lightnings_default_place(tmp_path: Path) -> None:
+    for version, reward in ((2, 0.25), (9, 0.5), (10, 0.75)):
+        write_csv(tmp_path / "run" / "lightning_logs" / f"version_{version}", [{"step": 1, "reward": reward}])
+    run = read_run(tmp_path / "run")
+    assert (run.title, run.history[0]["reward"]) == ("run", 0.75)
+    told = "made from version_10 alone; version_9 and 1 before it may be earlier parts"
+    assert told in text_of(page(run))
+    assert read_run(tmp_path / "run" / "lightning_logs" / "version_2").warnings == []
 
 
 def test_hostile_text_comes_through_the_files(tmp_path: Path) -> None:
@@ -242,6 +271,12 @@ def test_five_runs_keep_their_colours(tmp_path: Path) -> None:
     html = comparison(runs)
     Parser(html)
     assert len(html) < 1_000_000
+
+
+def test_more_runs_than_lines_can_be_told_apart() -> None:
+    many = [(f"run {n}", RunRecord(history=[{"rollout": 0.0, "reward": 1.0}])) for n in range(13)]
+    assert "run 13 looks like the first" in text_of(comparison(many))
+    assert "looks like" not in text_of(comparison(many[:12]))
 
 
 def test_a_comparison_needs_two_names() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,12 @@ from tiny_run import config
 
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, RunSummary
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
+from sparse_rl_lightning.callbacks.folders import write_whole
 from sparse_rl_lightning.callbacks.run_facts import flattened
 from sparse_rl_lightning.callbacks.worst_completions import WorstCompletions
 from sparse_rl_lightning.cli import console
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, page, read_run
+from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 
@@ -72,17 +77,85 @@ def test_rows_hold_what_training_logged(tmp_path: Path) -> None:
 
 def test_a_run_that_an_error_ends_leaves_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(KeyError), pytest.warns(UserWarning, match="something is wrong"):
-        fit(tmp_path, [Quick(), Warns(), Stop(5)], steps=20)
+        fit(tmp_path, [Warns(), Quick(), Stop(5)], steps=20)
     assert not (tmp_path / SUMMARY).exists()
     run = read_run(tmp_path)
     assert len(run.history) == 3
     assert run.state == "stopped by KeyError: 'no such thing'"
     assert run.warnings == [{"rollout": 1.0, "text": "something is wrong"}]
+    assert [{"entropy", "skipped_steps", "empty_rollouts"} <= set(one) for one in run.history] == [True] * 3
+    assert ["time/update" in one for one in run.history] == [True, True, False]  # half of the last was trained on
     assert run.worst
     assert "StreamingLLM" in run.settings["compressor"]
     html = page(run)
     assert "Not finished: stopped by KeyError" in html
     assert "something is wrong" in html
+
+
+class Does(Callback):
+    """Something at the start of the third batch."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.act()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("act", "state"),
+    [(lambda: os.kill(os.getpid(), signal.SIGTERM), "preempted, to be resumed"), (interrupt, "interrupted")],
+    ids=["preempted", "interrupted"],
+)
+def test_planned_stops_are_no_errors(act: Any, state: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path, [Quick(), Does(act)], steps=20)
+    assert read_run(tmp_path).state == state
+
+
+def test_a_final_evaluation_that_fails_costs_no_numbers(tmp_path: Path) -> None:
+    class Fails(Quick):
+        def _evaluate(self, trainer: Any, module: Any) -> dict[str, float]:
+            if trainer.global_step:
+                raise RuntimeError("too late")
+            return super()._evaluate(trainer, module)
+
+    with pytest.raises(RuntimeError):
+        fit(tmp_path, [Fails()], steps=4)
+    run = read_run(tmp_path)
+    assert (run.state, run.steps, len(run.history)) == ("stopped by RuntimeError: too late", 4, 2)
+    assert all("time/update" in one for one in run.history)
+
+
+def test_evaluation_is_greedy_whatever_validation_draws(tmp_path: Path) -> None:
+    sampled, greedy = (RunSummary(num_problems=3, folder=tmp_path / name) for name in ("sampled", "greedy"))
+    params = SamplingParams(num_generations=3, max_completion_length=10, temperature=2.0, seed=5)
+    torch.manual_seed(0)
+    fit(tmp_path, [sampled], steps=2, val_sampling=params)
+    torch.manual_seed(0)
+    fit(tmp_path, [greedy], steps=2)
+    assert sampled.record.before == greedy.record.before != {}
+    assert sampled.record.samples == greedy.record.samples != []
+
+
+def test_a_folder_that_goes_away_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    with pytest.warns(UserWarning, match=r"record of the run cannot be written.*The run goes on") as told:
+        trainer = fit(tmp_path, [Quick(folder=folder), Does(lambda: shutil.rmtree(folder))], steps=6)
+    assert trainer.global_step == 6
+    assert sum("cannot be written" in str(one.message) for one in told) == 1
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken" / "by a folder").mkdir(parents=True)
+    with pytest.raises(OSError, match="taken"):
+        write_whole(tmp_path / "taken", "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_progress_gives_way_to_the_summary(tmp_path: Path) -> None:
@@ -142,6 +215,13 @@ def test_worst_completions_of_rollouts_that_know_little() -> None:
     none = WorstCompletions(0)
     none.see(scored(0, [0.0] * 4, [1e-6] * 4, [False] * 4), None)
     assert none.listed() == []
+
+
+def test_a_ratio_that_is_no_number_hides_no_other() -> None:
+    worst = WorstCompletions(1)
+    worst.see(scored(0, [1.0] * 4, [math.nan, 1e-3, 0.5, 1.0], [True, True, True, False]), None)
+    kept = {kind: [one["completion"] for one in entries] for kind, entries in worst.kept.items()}
+    assert (kept["most mismatched"], kept["rejected"]) == (["0.1"], ["0.3"])
 
 
 def test_configuration_becomes_flat() -> None:

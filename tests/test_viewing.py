@@ -113,6 +113,18 @@ def test_plain_text_without_a_notebook() -> None:
     assert str(view) == "held   a·c·\nratio  ·[b]·d"
 
 
+def test_plain_text_cannot_take_over_the_terminal() -> None:
+    view = TextHeat(["\x1b[2J", "a\n"], {"\x1b]0;x\x07": [1, 1], "down": [-1, 0]})
+    assert str(view) == "\\x1b]0;x\\x07  \\x1b[2Ja\\n\ndown          [\\x1b[2J]···"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a tensor of another device than the CPU")
+def test_picture_of_a_rollout_on_a_gpu() -> None:
+    from matplotlib.figure import Figure
+
+    assert draw_visibility(Figure().subplots(), torch.ones(3, 3, device="cuda"), ["a"] * 3).get_array() is not None
+
+
 def test_rows_must_fit() -> None:
     with pytest.raises(ValueError, match=r"rows\['x'\] has 1 numbers for 2 tokens"):
         TextHeat(["a", "b"], {"x": [1.0]})

@@ -5,6 +5,7 @@ The rollout's own cache, decode step and compressions do the work; only the toke
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,25 +29,71 @@ from sparse_rl_lightning.types import Rollout
 PREFILL_TOKENS = 16384  # read at once
 
 
+Note = Callable[[Tracks, Tensor, Tensor, Tensor], None]
+"""What to keep of a step: the tracks, slots (n,), indices of their next tokens (n,) and logits (n, V)."""
+
+
 @dataclass(frozen=True)
 class ForcedStep(Step):
     """A decode step that writes down the next token of a text instead of drawing one."""
 
     texts: Tensor  # (S, T) sequence i in slot i
-    lengths: Tensor  # (S,)
+    note: Note
 
     def draw(self, logits: Tensor, places: Tensor) -> None:
-        """Note what the text's token has for a log-probability, and go on with it."""
+        """Note what the logits say, and go on with the text."""
         own = places < len(self.texts)  # the others pad the batch
         slots, at = places[own], self.cache.seen[places[own]]
-        logprobs = torch.log_softmax(logits[own] / (self.params.temperature or 1.0), dim=-1)
-        tokens = self.texts[slots, at]
-        self.cache.tokens[slots, at] = tokens
-        self.tracks.logprobs[slots, at] = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
-        self.tracks.note_end(slots, at, at == self.lengths[slots] - 1)
+        self.cache.tokens[slots, at] = self.texts[slots, at]
+        self.note(self.tracks, slots, at, logits[own])
 
 
 @torch.no_grad()
+def force(
+    model: PreTrainedModel,
+    texts: Tensor,
+    prompt_lengths: Sequence[int],
+    compression: Compression,
+    params: SamplingParams,
+    note: Note,
+    ids: Sequence[int] | None = None,
+) -> Run:
+    """Feed texts to a compressed cache, token by token, to their ends.
+
+    Args:
+        model: The policy.
+        texts: (B, T) token ids; what pads a text on the right is decoded like the rest and changes nothing before it.
+        prompt_lengths: Tokens of each text that are read at once.
+        compression: What a full slot keeps.
+        params: How long completions are, and the seed of random eviction.
+        note: Called at every step, that of the prompts included.
+        ids: Numbers of the sequences, default 0 to B - 1.
+
+    Returns:
+        The run, all of whose sequences have ended.
+    """
+    geometry, compressor, count = CacheGeometry.of(model), compression.compressor, len(texts)
+    longest_prompt = max(prompt_lengths)
+    length = longest_prompt + params.max_completion_length
+    capacities = compression.trigger.capacities(longest_prompt, length)
+    splits = compressor.evicts and compressor.budget_rule.splits_heads
+    size = CacheSize(count, capacities, compressor.num_queries, length, compressor.state_fields, splits)
+    cache, device = SlotCache(geometry, size), geometry.device
+    nothing_ends = torch.zeros(0, dtype=torch.int64, device=device)
+    with eval_mode(model):
+        step = ForcedStep(
+            Decoder(model, geometry), cache, Tracks(count, length, params, device), params, nothing_ends, compression,
+            texts.to(device), note,
+        )  # fmt: skip
+        plan = Plan(params, compression, nothing_ends, None, count, PREFILL_TOKENS, check_every=1)
+        run = Run(plan, GraphedStep(step, enabled=False))
+        keys = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
+        run.add([text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)], keys.tolist())
+        for _ in run:
+            pass
+    return run
+
+
 def forced_rollout(
     model: PreTrainedModel, rollout: Rollout, compressor: Compressor, temperature: float = 1.0, seed: int = 0
 ) -> Rollout:
@@ -65,30 +112,18 @@ def forced_rollout(
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or a budget leaves less than sinks and window.
     """
-    mask, prompt_lengths = rollout.completion_mask, rollout.prompt_lengths
-    lengths = prompt_lengths + mask.sum(dim=1)
-    longest_prompt, length = int(prompt_lengths.max()), int(lengths.max())
-    prompts = [row[:n].tolist() for row, n in zip(rollout.sequences, prompt_lengths.tolist(), strict=True)]
-    params = SamplingParams(max_completion_length=int(mask.sum(dim=1).max()), temperature=temperature, seed=seed)
-    geometry, compression = CacheGeometry.of(model), Compression(compressor, model.config.num_hidden_layers)
-    capacities = compression.trigger.capacities(longest_prompt, length)
-    splits = compressor.evicts and compressor.budget_rule.splits_heads
-    longest = longest_prompt + params.max_completion_length
-    size = CacheSize(len(rollout), capacities, compressor.num_queries, longest, compressor.state_fields, splits)
-    cache, device = SlotCache(geometry, size), geometry.device
-    nothing_ends = torch.zeros(0, dtype=torch.int64, device=device)
-    with eval_mode(model):
-        step = ForcedStep(
-            Decoder(model, geometry), cache, Tracks(len(rollout), longest, params, device), params, nothing_ends,
-            compression, rollout.sequences.to(device), lengths.to(device),
-        )  # fmt: skip
-        plan = Plan(params, compression, nothing_ends, None, len(rollout), PREFILL_TOKENS, check_every=1)
-        run = Run(plan, GraphedStep(step, enabled=False))
-        run.add(prompts, sequence_keys(seed, torch.arange(len(rollout))).tolist())
-        for _ in run:
-            pass
-        forced = run.take(run.complete)
-    return _as_wide(forced, rollout)
+    counts, prompt_lengths = rollout.completion_mask.sum(dim=1), rollout.prompt_lengths
+    params = SamplingParams(max_completion_length=int(counts.max()), temperature=temperature, seed=seed)
+    texts, last = rollout.sequences.to(model.device), (prompt_lengths + counts - 1).to(model.device)
+
+    def note(tracks: Tracks, slots: Tensor, at: Tensor, logits: Tensor) -> None:
+        logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        tracks.logprobs[slots, at] = logprobs.gather(-1, texts[slots, at][:, None]).squeeze(-1)
+        tracks.note_end(slots, at, at == last[slots])
+
+    compression = Compression(compressor, model.config.num_hidden_layers)
+    run = force(model, texts, prompt_lengths.tolist(), compression, params, note)
+    return _as_wide(run.take(run.complete), rollout)
 
 
 def _as_wide(forced: Rollout, rollout: Rollout) -> Rollout:
