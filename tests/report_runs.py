@@ -103,3 +103,7 @@ class Parser(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text.append(data)
+
+
+def text_of(html: str) -> str:
+    return " ".join(" ".join(Parser(html).text).split())

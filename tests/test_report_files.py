@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import HOSTILE, Parser, record, row
+from report_runs import HOSTILE, Parser, record, row, text_of
 
 from sparse_rl_lightning.cli import console
 from sparse_rl_lightning.cli.report import main, names
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, comparison, page, read_run
-from sparse_rl_lightning.report.comparison import differing_settings, numbers
-from sparse_rl_lightning.report.plots import plots_of_runs
 
 
 def write_run(folder: Path, run: RunRecord, name: str = SUMMARY) -> Path:
@@ -38,10 +36,6 @@ def write_csv(folder: Path, rows: list[dict[str, Any]]) -> Path:
         writer.writeheader()
         writer.writerows(rows)
     return folder
-
-
-def text_of(html: str) -> str:
-    return " ".join(" ".join(Parser(html).text).split())
 
 
 # ---------------------------------------------------------------- reading
@@ -199,90 +193,6 @@ def test_a_folder_without_a_run_is_a_clear_error(make: str, tmp_path: Path) -> N
     )
     with pytest.raises(ValueError, match=message):
         read_run(folder)
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def two_runs() -> list[tuple[str, RunRecord]]:
-    first = record(config={"a": "1", "b": "2", "trainer.default_root_dir": "x"})
-    history = [
-        row(i, rejection_rate=0.2, **{"kv/peak_bytes": 2.0**22, "time/tokens_per_second": 750.0}) for i in range(4)
-    ]
-    second = record(
-        history=history, after={"dense": 0.375}, seconds=150.0, title="Other",
-        config={"a": "1", "b": "3", "c": "new", "trainer.default_root_dir": "y"},
-    )  # fmt: skip
-    return [("first", first), ("second", second)]
-
-
-def test_numbers_with_differences() -> None:
-    rows = {cells[0]: cells[1:] for cells in numbers(two_runs())}
-    assert rows[""] == ["first", "second"]
-    assert rows["greedy accuracy, full cache, after"] == ["0.500", "0.375 (−0.125)"]
-    assert rows["greedy accuracy, full cache, before"] == ["0.250", "0.250 (±0.000)"]
-    assert rows["greedy accuracy, compressed cache, after"] == ["0.450", "–"]
-    assert rows["rejected sequences"] == ["5.0 %", "20.0 % (+15.0 pp)"]
-    assert rows["peak KV memory"] == ["2.0 MiB", "4.0 MiB (×2.00)"]
-    assert rows["rollout speed, tokens per second"] == ["1,500", "750 (×0.50)"]
-    assert rows["time of training"] == ["1 min 15 s", "2 min 30 s (×2.00)"]
-    assert rows["reward, last tenth of the rollouts"] == ["0.340", "0.280 (−0.060)"]
-    assert rows["rollouts"] == ["10", "4 (−6)"]
-
-
-def test_settings_that_differ() -> None:
-    rows, same = differing_settings(two_runs())
-    assert rows == [["setting", "first", "second"], ["b", "2", "3"], ["c", "–", "new"]]
-    assert same == 3  # a, compressor and torch; where a run writes is neither
-
-
-def test_a_callback_that_one_run_lacks_is_one_setting() -> None:
-    both = {"callbacks.Summary": "used", "callbacks.Summary.num": "2"}
-    own = {"callbacks.Reject": "used", "callbacks.Reject.threshold": "0.0001", "callbacks.Reject.low": "null"}
-    runs = [("a", RunRecord(config=both | own)), ("b", RunRecord(config=both | {"callbacks.Summary.num": "3"}))]
-    rows, _ = differing_settings(runs)
-    assert rows[1:] == [["callbacks.Summary.num", "2", "3"], ["callbacks.Reject", "used: threshold=0.0001", "–"]]
-
-
-def test_curves_of_unequal_length_share_their_charts() -> None:
-    html = comparison(two_runs())
-    parser = Parser(html)
-    reward = next(s for label, s in zip(parser.labels, parser.series, strict=True) if label.startswith("Reward"))
-    assert [len(x.split()) for x, _ in reward] == [10, 4]
-    time = next(
-        s for label, s in zip(parser.labels, parser.series, strict=True) if label.startswith("Time per rollout")
-    )
-    assert time[0][1].split() == ["5"] * 9  # the sum of the stages
-    assert "not equally long" in text_of(html)
-    assert "2 settings differ, 3 are the same" in text_of(html)
-
-
-def test_runs_that_were_tested_otherwise_are_told_apart() -> None:
-    runs = [("a", record()), ("b", record(num_problems=128))]
-    assert "The runs were not tested alike: a by accuracy on 64 problems, b by" in text_of(comparison(runs))
-
-
-def test_five_runs_keep_their_colours(tmp_path: Path) -> None:
-    runs = [(f"run {n}", record(history=[row(i, reward=n + 0.1 * i) for i in range(5 + 700 * n)])) for n in range(5)]
-    runs[1] = ("run 1", record(history=[{"rollout": 0.0, "reward": 1.0}]))
-    plots = dict((plot.title, plot) for _, plot in plots_of_runs(runs))
-    assert [s.color for s in plots["Reward"].series] == ["c0", "c1", "c2", "c3", "c4"]
-    assert [s.color for s in plots["Mismatch KL"].series] == ["c0", "c2", "c3", "c4"]
-    html = comparison(runs)
-    Parser(html)
-    assert len(html) < 1_000_000
-
-
-def test_more_runs_than_lines_can_be_told_apart() -> None:
-    many = [(f"run {n}", RunRecord(history=[{"rollout": 0.0, "reward": 1.0}])) for n in range(13)]
-    assert "run 13 looks like the first" in text_of(comparison(many))
-    assert "looks like" not in text_of(comparison(many[:12]))
-
-
-def test_a_comparison_needs_two_names() -> None:
-    for runs in ([("a", record())], [("a", record()), ("a", record())]):
-        with pytest.raises(ValueError, match="at least two runs, each under a name of its own"):
-            comparison(runs)
 
 
 # ---------------------------------------------------------------- the command
