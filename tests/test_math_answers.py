@@ -297,7 +297,7 @@ def test_a_tolerance_is_relative_and_spares_whole_numbers() -> None:
     ("gold", "kind"),
     [
         ("5", "number"), (r"4.5\times10^{33}", "number"), (r"5\text{ cm}", "number"), (r"\sqrt{2}", "expression"),
-        ("1,2", "parts"), (r"x\ge 2", "parts"), ("52_8", "text"), (r"\text{east}", "text"), ("", "uncheckable"),
+        ("1,2", "parts"), (r"x\ge 2", "parts"), ("52_8", "text"), (r"\text{east}", "text"), ("", "uncheckable"), ("{}", "uncheckable"),
         ("$$", "uncheckable"), ("1" * 600, "uncheckable"), ("}{", "uncheckable"), ("{" * 30 + "}" * 30, "uncheckable"),
     ],
 )  # fmt: skip

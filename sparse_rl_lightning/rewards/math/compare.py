@@ -30,7 +30,7 @@ from sparse_rl_lightning.rewards.numbers import Number, parse_number, same_numbe
 MAX_PAIRS = 4
 """Pairs of expressions that one answer may send to math-verify."""
 
-_WORDS = re.compile(r"(?=.{3})(?:[A-Z]?[a-z]+)+")
+_WORDS = re.compile(r"(?=.{3})[A-Z]?(?:[a-z]+[A-Z])*[a-z]+")
 
 Pair: TypeAlias = tuple[str, str]
 """An expression of the answer and one of the gold answer."""

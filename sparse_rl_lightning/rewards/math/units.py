@@ -19,9 +19,8 @@ _NAMES = {
     "percent": "percent", "N": "newton", "J": "joule", "W": "watt", "K": "kelvin", "V": "volt", "point": "point",
 }  # fmt: skip
 _SHORT = {form: short for short, names in _NAMES.items() for name in names.split() for form in (name, f"{name}s")}
-_LISTED = "|".join(
-    [*sorted((name for name in _SHORT if len(name) > 3), key=len, reverse=True), "mm|cm|dm|km|kg|mg|mph"]
-)
+_LONG = sorted((name for name in _SHORT if len(name) > 3), key=len, reverse=True)
+_LISTED = "|".join([*(re.sub("s$", "s(?!ec|q)", name) for name in _LONG), "mm|cm|dm|km|kg|mg|mph"])  # newton seconds
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3"}
 _NO_UNITS = frozenset(
     "e i j k n x y z pi not no is wrong plus minus times over squared cubed factorial half halves third thirds quarter "
@@ -35,8 +34,10 @@ _WORD = rf"\\(?:text|textrm|textnormal|mathrm|mbox)\{{(?:[^\W\d_]|[./'{TEXT_SPAC
 _POWER = r"(?:\^(?:[0-9]|\{-?[0-9]\}))"
 _UNIT = re.compile(rf"(?:[/*]?{_WORD}{_POWER}?)+")
 _START = re.compile(rf"[/*]?{_WORD}")
-_BARE = re.compile(rf"(?<=[0-9}}])(?:(?:per|/)?(?:square|cubic|sq\.?)?(?:{_LISTED}|ml|mL|ft){_POWER}?)+$")
-_LISTED_PIECE = re.compile(rf"{_LISTED}|ml|mL|ft|square|cubic|sq|per|{_POWER}|/")
+# a percent is not per cent: every text is units in one way only, or many of them would be read in 2^n ways
+_PER = "per(?!cent(?!imet))"
+_BARE = re.compile(rf"(?<=[0-9}}])(?:(?:{_PER}|/)?(?:square|cubic|sq\.?)?(?:{_LISTED}|ml|mL|ft){_POWER}?)+$")
+_LISTED_PIECE = re.compile(rf"{_PER}|{_LISTED}|ml|mL|ft|square|cubic|sq|{_POWER}|/")
 _PIECE = re.compile(rf"[^\W\d_]+|{_POWER}|[/*]")
 
 
