@@ -30,7 +30,7 @@ _NO_UNITS = frozenset(
     "seventy eighty ninety".split()
 )
 _SCALES = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
-_ORDINAL = re.compile(r"(?!(?:month|width|length|depth|breadth|path|cloth|moth|booth|bath)s?$)\w{2,}ths?")  # eighths
+_ORDINAL = re.compile(r"(?!(?:month|width|length|depth|breadth|path|cloth|moth|booth|bath)s?$)\w{2,}th[s]?")  # eighths
 _SQUARED = {"squared": "^2", "cubed": "^3"}
 _MAY_BE_SQUARED = frozenset("m cm mm km dm in ft yd mi s min h unit".split())
 _ANY_CASE = frozenset("cm km kg ft hr yd sq am pm day deg min rad sec per usd mph".split())  # Km means km
