@@ -226,7 +226,8 @@ def test_names_of_caches() -> None:
 
 def test_numbers_of_rows() -> None:
     assert row_number({"benchmark": "aime24", "index": 7}, 2) == 7
-    assert row_number({"benchmark": "aime24"}, 2) == 2
+    assert row_number({"benchmark": "aime24", "index": "7"}, 2) == 7
+    assert row_number({"benchmark": "aime24"}, 2) == row_number({"benchmark": "aime24", "index": "²"}, 2) == 2
     assert row_number({"benchmark": "mine", "index": "a-1"}, 2) == row_number({"benchmark": "x", "index": None}, 2) == 2
     assert row_number({"index": 7}, 2) == row_number({"index": "a-1"}, 2) == 2
 

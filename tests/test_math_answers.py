@@ -89,6 +89,8 @@ SAME = [
     # one thing in brackets, marks around it
     (r"\left(-\frac{2}{3}\right)", r"-\frac23"),
     (r"{1,2}", r"\{2,1\}"),
+    (r"3\pmod{7}", r"3\pmod 7"),
+    (r"3\pmod n", r"3\pmod{n}"),
     (r"\boldsymbol{x}", "x"),
     (r"\boxed{x}", "x"),
     (r"\left[\begin{array}{c}1\\2\end{array}\right]", r"\begin{pmatrix}1\\2\end{pmatrix}"),
@@ -108,9 +110,14 @@ SAME = [
     (r"x\in(-\infty,5]", r"x\le5"),
     (r"x<-1\text{ or }x>2", r"(2,\infty)\cup(-\infty,-1)"),
     (r"\{x \mid x<1 \text{ or } x>2\}", r"x>2, x<1"),
+    (r"x<1, x>2", r"(-\infty,1)\cup(2,\infty)"),
+    (r"\{x\in\mathbb{R}\mid x>2\}", r"(2,\infty)"),
+    (r"\text{third side}=5", "5"),
+    (r"f_1^{-1}(x)=2x", "2x"),
     (r"x\in\mathbb{R}", r"(-\infty,\infty)"),
     # words
     (r"\text{No solution}", "no solution"),
+    *((word, word.lower()) for word in ("No", "YES", "True", "None", r"\text{Even}", "Monday", "No Solution")),
     ("1:58 am", r"1{:}58\text{ A.M.}"),
     # math-verify
     (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}"),
@@ -179,6 +186,14 @@ DIFFERENT = [
     ("AB", "ab"),
     ("ABC", "abc"),
     ("east", r"\text{e}\cdot a"),
+    *((word, word.lower()) for word in ("Abc", "xYz", "Rst", "nO", "xYzabc", r"\text{aBc}")),
+    # what is named by a word that says otherwise
+    *((rf"\text{{{words}}}=5", "5") for words in ("not ", "answer is not", "false", "half of the answer", "more than")),
+    *((rf"\text{{{words}}}=5", "5") for words in ("Twice the area", "minus", "in millions", "no")),
+    ("x^{-1}=2", "2"),
+    (r"x<1, y>2", r"(-\infty,1)\cup(2,\infty)"),
+    (r"\{x\in\mathbb{Z}\mid x>2\}", r"(2,\infty)"),
+    (r"3\pmod{7}", r"3\pmod 5"),
     # parts
     ("7,4", "(7,4)"),
     ("(7,4)", "(4,7)"),
@@ -297,7 +312,8 @@ def test_a_tolerance_is_relative_and_spares_whole_numbers() -> None:
     ("gold", "kind"),
     [
         ("5", "number"), (r"4.5\times10^{33}", "number"), (r"5\text{ cm}", "number"), (r"\sqrt{2}", "expression"),
-        ("1,2", "parts"), (r"x\ge 2", "parts"), ("52_8", "text"), (r"\text{east}", "text"), ("", "uncheckable"),
+        ("1,2", "parts"), (r"x\ge 2", "parts"), ("52_8", "text"), (r"\text{east}", "text"), ("", "uncheckable"), 
+        ("{}", "uncheckable"),
         ("$$", "uncheckable"), ("1" * 600, "uncheckable"), ("}{", "uncheckable"), ("{" * 30 + "}" * 30, "uncheckable"),
     ],
 )  # fmt: skip

@@ -81,6 +81,15 @@ RIGHT = [
     (r"1950^{\circ} \mathrm{C}", "1950°C"),
     (r"0.003^{\prime \prime}", "0.003"),
     (r"300\text{ K}", "300"),
+    *((answer, "5") for answer in (r"5\text{ N}\cdot\text{m}", r"5\text{ kg}\cdot\text{m/s}", r"5\text{ months}")),
+    (r"5\text{ N}\cdot\text{m}", r"5\text{ Nm}"),
+    (r"10\text{ cm squared}", "10"),
+    (r"10\text{ cm squared}", r"10\text{ cm}^2"),
+    (r"5\text{ meters per second squared}", r"5\text{ m/s}^2"),
+    (r"5\text{ Km}", r"5\text{ km}"),
+    (r"5\text{ USD}", r"5\text{ dollars}"),
+    ("5 newton seconds", r"5\text{ N}\cdot\text{s}"),
+    ("5 grams per centimeter", r"5\text{ g/cm}"),
     (r"\text{\$}12.0", "12"),
     # repeating decimals, brackets
     (r"0.\overline{3}", r"\frac13"),
@@ -144,6 +153,18 @@ WRONG = [
     (r"5\text{ cm}", r"5\text{ m}"),
     (r"5\text{ cm}^2", r"5\text{ cm}^3"),
     ("30^\\circ C", "30^\\circ F"),
+    *((rf"5\text{{ {unit}}}", rf"5\text{{ {unit.lower()}}}") for unit in ("MW", "Mm", "MHz")),
+    (r"5\text{ m}\cdot\text{s}", r"5\text{ ms}"),
+    ("5 newton seconds", r"5\text{ N}"),
+    (r"10\text{ cm squared}", r"10\text{ cm}"),
+    *(
+        (rf"5\text{{ {word}}}", "5")
+        for word in ("eighths", "ninths", "fifteenths", "twelfth", "seventh", "pairs", "pair")
+    ),
+    *(
+        (rf"5\text{{ {word}}}", "5")
+        for word in ("gross", "at least", "at most", "negative", "score", "dozens", "cubed")
+    ),
     # what is not a unit, marks and spaces that do not join digits
     *((rf"5\text{{ {word}}}", "5") for word in ("squared", "plus six", "is wrong", "factorial", "half", "hundred")),
     ("5\x006", "5 6"),

@@ -87,6 +87,22 @@ def test_a_batch_without_any_reward_does_not_spoil_the_mean() -> None:
         assert metrics[f"val/reward_{cache}"] == metrics[f"val/pass@1_{cache}"] == 1
 
 
+def test_an_interrupted_validation_is_forgotten() -> None:
+    def interrupts(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        if prompts == [ALPHABET[5:]]:
+            raise RuntimeError("interrupted")
+        return [1.0]
+
+    grpo, data = module(interrupts), Named(val_batch_size=1)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        validated(grpo, data)
+    grpo.reward_funcs = [lambda prompts, completions, **_: [0.0] * len(completions)]
+    metrics = validated(grpo, data)
+    expected = confidence_interval(torch.zeros(6))
+    for cache in CACHES:
+        assert [metrics[f"val/pass@1_{bound}_{cache}"] for bound in ("low", "high")] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("val_sampling", [None, SAMPLED])
 def test_rows_without_a_reward_do_not_count_as_wrong(val_sampling: SamplingParams | None) -> None:
     def only_of_one(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:

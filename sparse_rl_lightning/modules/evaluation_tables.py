@@ -39,9 +39,9 @@ def benchmark_number(name: str) -> int:
 
 
 def row_number(row: dict[str, Any], place: int) -> int:
-    """A benchmark's number of a row; in any other file a column ``index`` is the user's, and the place is taken."""
-    index = row.get("index") if "benchmark" in row else None
-    return index if isinstance(index, int) else place
+    """A benchmark's number of a row, text or not; in any other file ``index`` is the user's, and the place is taken."""
+    index = str(row.get("index")) if "benchmark" in row else ""
+    return int(index) if index.isascii() and index.isdigit() else place
 
 
 def completion_table(rows: Rows, rollout: Rollout, texts: Sequence[str], checker: MathChecker) -> Table:

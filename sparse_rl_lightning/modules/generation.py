@@ -250,6 +250,12 @@ class GenerationModule(PolicyModule):
             self.log(f"{stage}/length_{name}", length, prog_bar=True, batch_size=len(batch), sync_dist=True)
             self._scores.log(self, scored, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
 
+    def on_validation_epoch_start(self) -> None:
+        """Count this validation's rows only, also where the last one was interrupted."""
+        self._scores.begin()
+
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+
     def on_validation_epoch_end(self) -> None:
         """Log how sure the means are; give the caches back: training rollouts size their own."""
         self._scores.log_intervals(self)

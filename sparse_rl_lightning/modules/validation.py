@@ -22,6 +22,10 @@ class ValidationScores:
     def __init__(self) -> None:
         self._intervals: dict[str, ConfidenceInterval] = {}  # by the key of the mean, with {} for the measure
 
+    def begin(self) -> None:
+        """Forget the batches of a validation that was interrupted."""
+        self._intervals.clear()
+
     def log(self, module: GenerationModule, scored: ScoredRollout, key: str, by_benchmark: bool) -> None:
         """Log a batch.
 
@@ -42,12 +46,12 @@ class ValidationScores:
             self._interval(own, first).update(chosen.double().mean(dim=1))
 
     def log_intervals(self, module: GenerationModule) -> None:
-        """Log both bounds of 95 % confidence of every mean, over all batches and ranks, and begin anew."""
+        """Log both bounds of 95 % confidence of every mean, over all batches and ranks."""
         for key, interval in self._intervals.items():
             low, high = interval.compute()
             for bound, value in (("low", low), ("high", high)):
                 module.log(key.format(f"pass@1_{bound}"), value, sync_dist=True)
-        self._intervals.clear()
+        self.begin()
 
     def _interval(self, key: str, like: Tensor) -> ConfidenceInterval:
         if key not in self._intervals:

@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 from sparse_rl_lightning.rewards.math.boxes import extract_boxed, is_within_limits
 from sparse_rl_lightning.rewards.math.compare import read_atom
-from sparse_rl_lightning.rewards.math.structure import Atom, parse_answer
-from sparse_rl_lightning.rewards.math.text import normalize_answer, tidy
+from sparse_rl_lightning.rewards.math.structure import Atom, parse_answer, without_braces
+from sparse_rl_lightning.rewards.math.text import plain_text, tidy
 
 AnswerKind: TypeAlias = Literal["number", "expression", "parts", "text", "uncheckable"]
 
@@ -43,7 +43,7 @@ def answer_kind(gold: str) -> AnswerKind:
     Uncheckable is one that is empty, too long, nested too deep, or that does not come back out of a ``\boxed{}``.
     """
     boxed = extract_boxed(f"\\boxed{{{gold}}}")
-    if not normalize_answer(gold) or not is_within_limits(gold) or boxed != gold.strip():
+    if not is_within_limits(gold) or not plain_text(without_braces(tidy(gold))) or boxed != gold.strip():
         return "uncheckable"
     answer = parse_answer(tidy(gold))
     if not isinstance(answer, Atom):

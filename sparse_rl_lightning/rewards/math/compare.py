@@ -30,7 +30,9 @@ from sparse_rl_lightning.rewards.numbers import Number, parse_number, same_numbe
 MAX_PAIRS = 4
 """Pairs of expressions that one answer may send to math-verify."""
 
-_WORDS = re.compile(r"(?=.{3})(?:[A-Z]?[a-z]+)+")
+_WORDS = re.compile(r"(?=.{5})(?:[A-Z][a-z]|[a-z]{2})[a-z]*(?:[A-Z][a-z]+)*")
+_TEXT_WORDS = re.compile(rf"[A-Z]?[a-z]{{2,4}}|{_WORDS.pattern}")
+_TRUTHS = frozenset({"yes", "no", "true", "false", "none"})
 
 Pair: TypeAlias = tuple[str, str]
 """An expression of the answer and one of the gold answer."""
@@ -113,7 +115,7 @@ class Comparison:
             return False
         if one.number is not None and two.number is not None:
             return same_number(one.number, two.number, self.tolerance)
-        if one.plain == two.plain or _same_words(one.plain, two.plain):
+        if one.plain == two.plain or _same_words(one.plain, two.plain, "\\text" in first + second):
             return one.plain != ""
         if two.number is not None:
             return False  # a number wants a number, not the calculation that ends in it
@@ -150,18 +152,30 @@ def _alike(first: Group, second: Group) -> tuple[Group, Group]:
     names = variable_of(first), variable_of(second)
     if None in names or names[0] == names[1]:
         first, second = as_interval(first) or first, as_interval(second) or second
-    if {first.kind, second.kind} == {"list", "union"} and all(map(_is_inequality, (*first.items, *second.items))):
+    if {first.kind, second.kind} == {"list", "union"} and _is_union(first) and _is_union(second):
         first = Group(second.kind, first.items)
     return first, second
 
 
-def _is_inequality(answer: Answer) -> bool:
-    return isinstance(answer, Group) and variable_of(answer) is not None
+def _is_union(group: Group) -> bool:
+    """Whether a group is a union of intervals, or inequalities of one variable that may be meant as one."""
+    names = {variable_of(item) for item in group.items if isinstance(item, Group)}
+    is_one = len(names) == 1 and all(isinstance(item, Group) for item in group.items)
+    return is_one and (None not in names or (group.kind == "union" and all(map(_is_interval, group.items))))
 
 
-def _same_words(first: str, second: str) -> bool:
-    """Whether two words differ in nothing but their capitals; ``AB`` and ``ab`` are no words."""
-    return bool(first.casefold() == second.casefold() and _WORDS.fullmatch(first) and _WORDS.fullmatch(second))
+def _is_interval(answer: Answer) -> bool:
+    return isinstance(answer, Group) and answer.kind in ("()", "(]", "[)", "[]")
+
+
+def _same_words(first: str, second: str, is_text: bool) -> bool:
+    """Whether two words differ in nothing but their capitals; ``AB`` and ``ab`` are no words, ``Abc`` only as text."""
+    if first.casefold() != second.casefold():
+        return False
+    if first.casefold() in _TRUTHS:
+        return all(word in (word.lower(), word.capitalize(), word.upper()) for word in (first, second))
+    words = _TEXT_WORDS if is_text else _WORDS
+    return bool(words.fullmatch(first) and words.fullmatch(second))
 
 
 def _read(text: str) -> tuple[Number | None, Node | None]:

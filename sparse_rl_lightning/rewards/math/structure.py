@@ -19,10 +19,15 @@ _RELATIONS = frozenset({"=", "<", ">", "\\leq", "\\geq", "\\neq", "\\in"})
 _LESS = frozenset({"<", "\\leq"})
 _LETTER = r"(?:[a-zA-Z]|\\(?!frac|sqrt|text|pi)[a-zA-Z]+)"
 _SCRIPT = r"_(?:[0-9a-zA-Z]|\{[^{}]*\})"
-_PLAIN_NAME = rf"{_LETTER}(?:\^\{{-1\}})?(?:{_SCRIPT})?(?:\([0-9a-zA-Z,]+\))?"
+_PLAIN_NAME = rf"{_LETTER}(?:{_SCRIPT})?(?:(?:\^\{{-1\}})?\([0-9a-zA-Z,]+\))?"
+_OTHERWISE = (  # \text{not }=5 is no name of five
+    "not|no|wrong|false|incorrect|never|without|except|than|half|halves|twice|thrice|doubled?|tripled?|quarter|squared|"
+    "cubed|factorial|minus|plus|negative|opposite|reciprocal|inverse|dozens?|hundreds?|thousands?|[mbtr]+illions?"
+)
+_WORDS = rf"(?!(?:[a-zA-Z\x1f ]*[\x1f ])?(?i:{_OTHERWISE})[\x1f }}])[a-zA-Z\x1f ]+"
 _NAMED_THINGS = (  # an angle, a segment or its length, a probability, words
     *(r"m?\\angle ?[A-Z]{1,3}", r"\|?[A-Z]{2,3}\|?", r"\|?\\(?:overline|overrightarrow|vec)\{[A-Z]{2}\}\|?"),
-    *(r"P\([^()]*\)", r"\\(?:text|mathrm)\{[a-zA-Z\x1f ]+\}"),
+    *(r"P\([^()]*\)", rf"\\(?:text|mathrm)\{{{_WORDS}\}}"),
 )
 _TUPLE = re.compile(rf"\({_PLAIN_NAME}(?:,{_PLAIN_NAME})+\)")
 _NAME = re.compile("|".join((_PLAIN_NAME, *_NAMED_THINGS)))
@@ -175,7 +180,8 @@ def _braced(inner: str, pieces: list[str], depth: int) -> Answer | None:
     rule, _ = _split(inner, frozenset("|:"))
     if len(rule) == 1:
         return _group("list", pieces, depth) if len(pieces) <= MAX_ITEMS else None
-    if len(rule) > 2 or len(pieces) > 1 or not _NAME.fullmatch(rule[0]) or not has_relation(rule[1]):
+    name = rule[0].removesuffix("\\in\\mathbb{R}")
+    if len(rule) > 2 or len(pieces) > 1 or not _NAME.fullmatch(name) or not has_relation(rule[1]):
         return None
     return _parse(rule[1], depth + 1)
 

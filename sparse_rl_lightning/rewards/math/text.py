@@ -89,6 +89,7 @@ def tidy(text: str) -> str:
     text = re.sub(r"\\(frac|binom) ?([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+) ?", r"\\\1{\2}", text)
     text = re.sub(r"(\\(?:frac|binom)\{[^{}]*\})([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt ?([0-9a-zA-Z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\pmod ?([0-9]+|[a-zA-Z])", r"\\pmod{\1}", text)
     text = re.sub(r"([_^])\{([0-9a-zA-Z])\}", r"\1\2", text)
     text = re.sub(r"(?:^|(?<=[(\[{,;=<>]))\+", "", text)
     text = re.sub(r"\bnp\.(?=[a-z])", r"\\", text)

@@ -19,24 +19,30 @@ _NAMES = {
     "percent": "percent", "N": "newton", "J": "joule", "W": "watt", "K": "kelvin", "V": "volt", "point": "point",
 }  # fmt: skip
 _SHORT = {form: short for short, names in _NAMES.items() for name in names.split() for form in (name, f"{name}s")}
-_LISTED = "|".join(
-    [*sorted((name for name in _SHORT if len(name) > 3), key=len, reverse=True), "mm|cm|dm|km|kg|mg|mph"]
-)
+_LONG = sorted((name for name in _SHORT if len(name) > 3), key=len, reverse=True)
+_LISTED = "|".join([*(re.sub("s$", "s(?!ec|q)", name) for name in _LONG), "mm|cm|dm|km|kg|mg|mph"])  # newton seconds
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3"}
 _NO_UNITS = frozenset(
-    "e i j k n x y z pi not no is wrong plus minus times over squared cubed factorial half halves third thirds quarter "
-    "quarters fourth fourths fifth fifths sixth sixths tenth tenths hundredths thousandths mod modulo base if or and "
-    "more less fewer kilo mega giga milli double triple zero one two three four five six seven eight nine ten eleven "
-    "twelve twenty thirty forty fifty sixty seventy eighty ninety".split()
+    "e i j k n x y z pi not no is wrong plus minus times over squared cubed factorial half halves third thirds "
+    "quarter quarters fourth fourths fifth fifths sixth sixths tenth tenths hundredths thousandths mod modulo base if "
+    "or and more less fewer at least most negative positive pair pairs gross score scores kilo mega giga milli double "
+    "triple zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty "
+    "seventy eighty ninety".split()
 )
 _SCALES = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
+_ORDINAL = re.compile(r"(?!(?:month|width|length|depth|breadth|path|cloth|moth|booth|bath)s?$)\w{2,}th[s]?")  # eighths
+_SQUARED = {"squared": "^2", "cubed": "^3"}
+_MAY_BE_SQUARED = frozenset("m cm mm km dm in ft yd mi s min h unit".split())
+_ANY_CASE = frozenset("cm km kg ft hr yd sq am pm day deg min rad sec per usd mph".split())  # Km means km
 
 _WORD = rf"\\(?:text|textrm|textnormal|mathrm|mbox)\{{(?:[^\W\d_]|[./'{TEXT_SPACE}])*\}}"
 _POWER = r"(?:\^(?:[0-9]|\{-?[0-9]\}))"
-_UNIT = re.compile(rf"(?:[/*]?{_WORD}{_POWER}?)+")
+_UNIT = re.compile(rf"(?:(?:[/*]|\\cdot ?)?{_WORD}{_POWER}?)+")
 _START = re.compile(rf"[/*]?{_WORD}")
-_BARE = re.compile(rf"(?<=[0-9}}])(?:(?:per|/)?(?:square|cubic|sq\.?)?(?:{_LISTED}|ml|mL|ft){_POWER}?)+$")
-_LISTED_PIECE = re.compile(rf"{_LISTED}|ml|mL|ft|square|cubic|sq|per|{_POWER}|/")
+# a percent is not per cent: every text is units in one way only, or many of them would be read in 2^n ways
+_PER = "per(?!cent(?!imet))"
+_BARE = re.compile(rf"(?<=[0-9}}])(?:(?:{_PER}|/)?(?:square|cubic|sq\.?)?(?:{_LISTED}|ml|mL|ft){_POWER}?)+$")
+_LISTED_PIECE = re.compile(rf"{_PER}|{_LISTED}|ml|mL|ft|square|cubic|sq|{_POWER}|/")
 _PIECE = re.compile(rf"[^\W\d_]+|{_POWER}|[/*]")
 
 
@@ -52,27 +58,42 @@ def split_unit(text: str) -> tuple[str, str]:
         return (text[: bare.start()], _one_spelling(_LISTED_PIECE.findall(bare[0]))) if bare else (text, "")
     value, unit = text[: start.start()], text[start.start() :]
     words = [word for name in TEXT_CONTENT.findall(unit) for word in re.findall(r"[^\W\d_]+", name)]
-    if not (value and words and _UNIT.fullmatch(unit)) or any(map(_is_no_unit, words)):
+    if not (value and words and _UNIT.fullmatch(unit)) or any(map(_is_no_unit, _without_squared(words))):
         return text, ""
-    return value, _one_spelling(_PIECE.findall(TEXT_CONTENT.sub(r" \1 ", unit)))
+    return value, _one_spelling(_PIECE.findall(TEXT_CONTENT.sub(r" \1 ", unit.replace("\\cdot", "*"))))
+
+
+def _without_squared(words: list[str]) -> list[str]:
+    """The words without ``squared`` and ``cubed`` where these say what unit it is, not which number."""
+    before = ("", *map(_one_name, words))
+    return [
+        word for word, unit in zip(words, before, strict=False) if not (word in _SQUARED and unit in _MAY_BE_SQUARED)
+    ]
 
 
 def _is_no_unit(word: str) -> bool:
     """Whether a word says something about the number itself."""
     word = word if len(word) == 1 else word.casefold()
-    return word in _NO_UNITS or word.startswith(_SCALES)
+    return word in _NO_UNITS or word.startswith(_SCALES) or bool(_ORDINAL.fullmatch(word))
+
+
+def _one_name(word: str) -> str:
+    """``metres`` is ``m``; a symbol keeps its capitals, as ``MW`` is no ``mW``."""
+    folded = word.casefold()
+    if not (len(word) > 3 or (len(word) == 3 and word.istitle()) or folded in _ANY_CASE):
+        return _SHORT.get(word, word)
+    return _SHORT.get(folded, folded.removesuffix("s") if len(word) > 3 else folded)
 
 
 def _one_spelling(pieces: list[str]) -> str:
     """``square meters per second`` is ``m^2/s``."""
     unit, power = "", ""
     for piece in pieces:
-        word = piece if len(piece) == 1 else piece.casefold()
+        word = _one_name(piece)
         if word in _POWERS:
             power = _POWERS[word]
-        elif word[0].isalpha() and word != "per":
-            unit += _SHORT.get(word, word.removesuffix("s") if len(word) > 3 else word) + power
-            power = ""
-        else:
-            unit += "/" if word == "per" else word
+        elif word[0].isalpha() and word not in ("per", *_SQUARED):
+            unit, power = unit + word + power, ""
+        elif word != "*" or unit == "m":  # a newton metre is Nm, but a metre second is no ms
+            unit += {"per": "/", **_SQUARED}.get(word, word)
     return unit

@@ -1,0 +1,84 @@
+"""No answer of 512 characters keeps the trainer waiting: the worst cases of every pattern the checker looks with."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from sparse_rl_lightning.rewards.math import MAX_BOX, answer_kind, same_answer, units, verify
+from sparse_rl_lightning.rewards.math.compare import Comparison
+
+SECONDS = 0.5  # of the processor; most take a millisecond
+
+PIECES = {  # one or more for each pattern: what it repeats, so that it may be read in many ways
+    "units": ("percent", "percents", "perpercent", "percentinch", "percentimeter", "/sq.cm^2", "meters", "secseconds"),
+    "text units": (r"\text{m}", r"\text{m}^2", r"/\text{m/s}", r"\text{", r"\text{m m}", r"\text", r"\text{a"),
+    "words": ("a", "aB", "Ab", "word ", "and ", " or ", r"\text{or}", ", and "),
+    "names": ("A", r"\angle ABC", "x_{", "x_1", "f(x,", r"\overline{AB}", "P(", "(x,y", "x,", "x^{-1}", r"\abc"),
+    "digits": ("1", "1,", "1,234", "1.", "1e", r"1\,", r"1\!", r"1\,234", r"1,\,234", "1 ", "10^{", r"\frac{1}{", "1/"),
+    "marks": (r"\%", "$", "°", r"^\circ", r"^{\circ", r"^\circ C", "'", "''", r"^{\prime", r"\left", r"\left("),
+    "fractions": (r"\frac", r"\frac1", r"\frac{1}", r"a\over", r"{a\over", r"{a\over b}", r"\choose", r"\sqrt 1"),
+    "matrices": (r"\begin{matrix}", r"\begin{array}{c", r"\end{matrix}", r"\begin{pmatrix}1\\", "&"),
+    "boxes": (r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed ", "{}", "}{"),
+    "tokens": (r"\frac{d}{d", r"\partial", "|", "!", "_", "^", "-", "+", "<", "=", r"\in ", r"\cup ", r"\pm", "np."),
+    "periods": ("0.", r"\overline{1", r"\dot{1}", r"0.\overline{", "1am", "a.m"),
+}  # fmt: skip
+STARTS = ("", "5", r"\text{", "(")
+ENDS = ("", "x", "1", "}", "{", "!")
+
+
+def worst_cases() -> Iterator[str]:
+    for pieces in PIECES.values():
+        for start, piece, end in itertools.product(STARTS, pieces, ENDS):
+            yield start + piece * ((MAX_BOX - len(start) - len(end)) // len(piece)) + end
+
+
+def test_seventy_percent_signs() -> None:
+    start = time.process_time()
+    assert not verify(rf"\boxed{{5{'percent' * 70}x}}", "5")
+    assert time.process_time() - start < SECONDS
+
+
+def test_other_capitals_take_no_time() -> None:
+    """The gold answer is a text of many letters that is no word, and the answer differs in one capital."""
+    gold = "nosolutionforallpositiverealnumbersx" * 10
+    start = time.process_time()
+    assert not same_answer(f"N{gold[1:]}!2", f"{gold}!2")
+    assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_no_repetition_takes_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.PIECES", {name: PIECES[name]})
+    slow = []
+    for text in worst_cases():
+        start = time.process_time()
+        Comparison().same(text, "5")
+        Comparison().same(text, text.swapcase())
+        answer_kind(text)
+        if time.process_time() - start > SECONDS:
+            slow.append((text[:30], time.process_time() - start))
+    assert slow == []
+
+
+def test_units_can_be_read_in_one_way_only() -> None:
+    """Sardinas and Patterson: no text is two sequences of units, so that no repetition has 2^n readings."""
+    words = [*units._SHORT, "mm", "cm", "dm", "km", "kg", "mg", "mph", "ml", "mL", "ft"]
+    parts = itertools.product(("", "per", "/"), ("", "square", "cubic", "sq", "sq."), words)
+    pieces = {unit for unit in map("".join, parts) if units.split_unit(f"5{unit}")[1]}
+    assert len(pieces) > 1000
+    rests, seen = left_over(pieces, pieces), set[str]()
+    while not rests <= seen:
+        assert rests.isdisjoint(pieces)
+        seen |= rests
+        rests = left_over(rests, pieces) | left_over(pieces, rests)
+
+
+def left_over(longer: set[str], shorter: set[str]) -> set[str]:
+    """What is left of texts behind other texts that they begin with."""
+    starts = tuple(shorter)
+    found = (text for text in longer if text.startswith(starts))
+    return {text[len(start) :] for text in found for start in starts if text.startswith(start) and text != start}
