@@ -116,7 +116,7 @@ def in_order(rows: Sequence[Row], batch_size: int) -> DataLoader[list[Row]]:
     generator at the end of an epoch would be missing in a run that goes on from a checkpoint there.
     """
     dataset = cast("Dataset[list[Row]]", rows)
-    return DataLoader(dataset, batch_size, num_workers=0, collate_fn=as_list, generator=torch.Generator())
+    return DataLoader(dataset, batch_size=batch_size, num_workers=0, collate_fn=as_list, generator=torch.Generator())
 
 
 def as_list(rows: Sequence[Row]) -> list[Row]:
