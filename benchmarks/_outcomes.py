@@ -11,6 +11,7 @@ from _curves import COMPRESSION, Found
 
 from sparse_rl_lightning.report.charts import smoothed
 
+ENOUGH = 3  # values for an interval
 COLLAPSED = 0.25  # of the accuracy before training
 QUANTILES = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=2))
 """Of Student's t at 97.5 %, by the number of values; for more than ten that of ten is taken, which is a little wide."""
@@ -64,19 +65,17 @@ def _late_median(values: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % confidence interval of the mean (Student's t); NaN for fewer than two values."""
-    if len(values) < 2:
-        return math.nan
+    """Half the width of the 95 % confidence interval of the mean of two values or more (Student's t)."""
     return QUANTILES[min(len(values), max(QUANTILES))] * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def mean(values: Sequence[float], digits: int = 2, percent: bool = False) -> str:
-    """Mean ± half the width of its 95 % confidence interval, which two values or more have."""
-    factor, sign = (100.0, " %") if percent else (1.0, "")
-    scaled = [factor * value for value in values]
-    text = f"{statistics.fmean(scaled):.{digits}f}"
-    width = interval(scaled)
-    return (text if math.isnan(width) else f"{text} ± {width:.{digits}f}") + sign
+def mean(values: Sequence[float], digits: int = 2, percent: bool = False, signed: bool = False) -> str:
+    """Mean ± half the width of its 95 % interval; one or two values as they are, for whom it would say nothing."""
+    factor, unit = (100.0, " %") if percent else (1.0, "")
+    scaled, form = [factor * value for value in values], f"{'+' if signed else ''}.{digits}f"
+    if len(scaled) < ENOUGH:
+        return " / ".join(f"{value:{form}}" for value in scaled) + unit
+    return f"{statistics.fmean(scaled):{form}} ± {interval(scaled):.{digits}f}{unit}"
 
 
 def geometric(values: Sequence[float]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from _arms import DENSE, NAIVE, REPLAY, Arm
 from _curves import Found
-from _outcomes import Outcome, geometric, interval, mean
+from _outcomes import Outcome, geometric, mean
 from _studies import ABLATION, ALL, BUDGET, BUDGETS, MAIN, OFFICIAL, PAPER, REJECTION, REWEIGHTING, RKV, THREE, Study
 from _table import Table
 
@@ -87,13 +87,9 @@ Measure = Callable[[Outcome], float]
 
 
 def difference(own: dict[int, Outcome], other: dict[int, Outcome], of: Measure) -> str:
-    """Points of accuracy by which an arm is ahead of another, paired by seed, with its 95 % interval."""
+    """Points of accuracy by which an arm is ahead of another, paired by seed."""
     points = [100 * (of(own[seed]) - of(other[seed])) for seed in sorted(own.keys() & other.keys())]
-    if not points:
-        return MISSING
-    width = interval(points)
-    average = sum(points) / len(points)
-    return f"{average:+.1f}" if width != width else f"{average:+.1f} ± {width:.1f}"
+    return mean(points, 1, signed=True) if points else MISSING
 
 
 def against(results: Results, arms: Sequence[Arm], other: Arm) -> Table:

@@ -34,7 +34,7 @@ def test_every_run_is_planned_once(bench: dict[str, ModuleType], tmp_path: Path)
 def found(bench: dict[str, ModuleType], run: Any) -> Any:
     """A finished run in round numbers: naive falls, all others rise, the more the larger the seed."""
     falls = run.arm.label == "naive"
-    ends = [0.2, 0.3, 0.04] if falls else [0.2, 0.3, 0.4 + 0.1 * run.seed]
+    ends = [0.2, 0.3, 0.04] if falls else [0.2, 0.3, 0.4 + 0.1 * (run.seed > 0)]
     course = {
         "evaluations": [
             {"rollouts": 10 * i, "dense": value, **{str(budget): value / 2 for budget in run.budgets}}
@@ -61,7 +61,7 @@ def cells(text: str) -> dict[str, list[str]]:
 
 
 def test_page_says_what_was_found(bench: dict[str, ModuleType], tmp_path: Path) -> None:
-    runs = bench["_studies"].planned([0, 1], bench["_studies"].Scale(), tmp_path)
+    runs = bench["_studies"].planned([0, 1, 2], bench["_studies"].Scale(), tmp_path)
     results = bench["_results"].Results([found(bench, run) for run in runs if run.arm.label != "rejection only"])
     docs = tmp_path / "docs"
     docs.mkdir()
@@ -77,30 +77,33 @@ def test_page_says_what_was_found(bench: dict[str, ModuleType], tmp_path: Path) 
     assert all(text in page for text in tables.values())
 
     main = cells(tables["main, sum"])
-    # 0.4 and 0.5 at the end; half of it compressed; t of two seeds is 12.706
-    width = 12.706 * statistics.stdev([0.4, 0.5]) / 2**0.5
+    # 0.4, 0.5 and 0.5 at the end; half of it compressed; t of three seeds is 4.303
+    width = 4.303 * statistics.stdev([0.4, 0.5, 0.5]) / 3**0.5
     assert main["replay"] == [
-        f"0.45 ± {width:.2f}", f"0.23 ± {width / 2:.2f}", "25 ± 0 %", "10.0 ± 0.0 %", "0.01", "0.5", "0.90 ± 0.00",
-        "0 of 2", "2.0", "100%",
+        f"0.47 ± {width:.2f}", f"0.23 ± {width / 2:.2f}", "25 ± 0 %", "10.0 ± 0.0 %", "0.01", "0.5", "0.90 ± 0.00",
+        "0 of 3", "2.0", "100%",
     ]  # fmt: skip
     assert main["naive"][0] == "0.04 ± 0.00"
-    assert main["naive"][7] == "2 of 2"
+    assert main["naive"][7] == "3 of 3"
     assert main["naive"][-1] == "9%"
     assert main["dense"][5:7] == ["0", "1.00 ± 0.00"]  # it evicts nothing
     assert main["before training"][:2] == ["0.20 ± 0.00", "0.10 ± 0.00"]
     assert "rejection only" not in main  # was not run
 
-    assert cells(tables["corrections"])["Sparse-RL (paper)"][0].startswith("+41.0")  # 40 and 50, less 4
+    assert cells(tables["corrections"])["Sparse-RL (paper)"][0].startswith("+42.7")  # 40, 50 and 50, less 4
     assert cells(tables["corrections"])["rejection only"] == ["–"] * 4
     assert set(cells(tables["replay"])["replay"]) == {"+0.0 ± 0.0"}
-    assert cells(tables["budgets"])["naive"][-1] == "2 of 2 / 2 of 2 / 2 of 2"
+    assert cells(tables["budgets"])["naive"][-1] == "3 of 3 / 3 of 3 / 3 of 3"
     for name in ("results", "results-courses", "results-budgets"):
         assert (docs / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_seed_has_no_interval(bench: dict[str, ModuleType]) -> None:
-    assert bench["_outcomes"].mean([0.5]) == "0.50"
-    assert bench["_outcomes"].mean([0.25, 0.35], 0, percent=True) == "30 ± 64 %"  # 12.706 x 7.07 / sqrt(2)
+def test_one_and_two_seeds_have_no_interval(bench: dict[str, ModuleType]) -> None:
+    mean = bench["_outcomes"].mean
+    assert mean([0.5]) == "0.50"
+    assert mean([0.25, 0.35], 0, percent=True) == "25 / 35 %"
+    assert mean([2.0, -1.0], 1, signed=True) == "+2.0 / -1.0"
+    assert mean([1.0, 2.0, 3.0]) == "2.00 ± 2.48"  # 4.303 / sqrt(3)
 
 
 def test_nothing_is_begun_after_an_interruption(bench: dict[str, ModuleType], tmp_path: Path) -> None:
