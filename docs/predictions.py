@@ -1,7 +1,8 @@
-"""What the shipped recipes should take on one H200, by the cost model and the memory plan: predictions, no measurement.
+"""What the shipped recipes should take on H200s, by the cost model and the memory plan: predictions, no measurement.
 
-Weights, gradients and AdamW's two moments are float32, keys and values bfloat16, as the configurations say. Activations
-of the learner, logits and what the allocator loses are not in it.
+On one GPU weights, gradients and AdamW's two moments are float32; under DeepSpeed the weights are bfloat16, with
+float32 master weights in the optimiser. Keys and values are bfloat16. Activations of the learner, logits, buffers of
+communication and what the allocator loses are not in it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ RECIPES = {  # configuration: shape by name, whether the head is the table of em
 }
 PROMPT = 256  # tokens, taken for all
 MEMORY = 141e9  # bytes of an H200
+FILLED = 0.85  # more than this share leaves no room for the learner's activations
+ZERO = ((2, 2), (2, 4), (2, 8), (3, 2), (3, 4), (3, 8))  # stages and numbers of ranks that are tabulated
 MODULES = (compressors, retrievers, schedules)
 
 
@@ -80,22 +83,38 @@ class Recipe:
         """As the cost model sees it."""
         return self.compressor if self.retriever is None else Pages.of(self.retriever)
 
-    # ---------------------------------------------------------------- memory, in bytes
+    # ---------------------------------------------------------------- memory per GPU, in bytes
 
     @property
-    def states(self) -> int:
-        """Weights, gradients and AdamW's moments, float32."""
-        return 16 * self.parameters
+    def sharding(self) -> tuple[int, int]:
+        """ZeRO's stage, 0 without sharding, and the number of ranks."""
+        strategy = self.trainer.get("strategy", "auto")
+        return int(strategy.rpartition("_")[2]) if "deepspeed" in strategy else 0, self.trainer["devices"]
+
+    def states(self, stage: int, ranks: int) -> float:
+        """Weights, gradients and AdamW's moments of one rank.
+
+        Without sharding all are float32. Under DeepSpeed weights (2 bytes per parameter) and gradients (2) are
+        bfloat16; the optimiser has float32 weights (4), two moments (8) and, in its step, float32 gradients (4). Stage 2 shares
+        all but the bfloat16 weights, stage 3 these too.
+        """
+        if stage == 0:
+            return 16 * self.parameters
+        return self.parameters * (20 / ranks if stage == 3 else 2 + 18 / ranks)
+
+    def total(self, stage: int, ranks: int) -> float:
+        """All that is counted, of one rank."""
+        cache = self.cache(self.compressor, self.retriever)
+        return self.states(stage, ranks) + self.reference + self.copy(stage) + cache
 
     @property
     def reference(self) -> int:
-        """The reference policy of the KL penalty."""
+        """The reference policy of the KL penalty, whole and float32 on every rank."""
         return 4 * self.parameters if self.settings.get("beta") else 0
 
-    @property
-    def casts(self) -> int:
-        """The sampler's copies of the weights in bfloat16."""
-        return 2 * self.shape.weights_read
+    def copy(self, stage: int) -> int:
+        """The sampler's bfloat16 copy of the weights: autocast's, stage 3's shadow; stage 2 reads live weights."""
+        return {0: 2 * self.shape.weights_read, 3: 2 * self.parameters}.get(stage, 0)
 
     def cache(self, compressor: Compressor, retriever: Retriever | None = None) -> int:
         """All slots with everything that stands in them."""
@@ -151,14 +170,16 @@ def recipe_tables() -> str:
     """Memory and time of all recipes, as Markdown."""
     recipes = [Recipe.of(name) for name in RECIPES]
     memory = (
-        "configuration", "parameters", "weights, gradients, AdamW", "reference", "casts", "slots", "their cache",
-        "with a full cache", "in all", "of 141 GB",
+        "configuration", "GPUs", "parameters", "weights, gradients, AdamW", "reference", "copy", "slots",
+        "their cache", "with a full cache", "in all", "of 141 GB",
     )  # fmt: skip
+    zero = ("configuration", "one GPU", *(f"stage {stage}, {ranks} ranks" for stage, ranks in ZERO), "least")
     time = (
         "configuration", "decode step", "with a full cache", "rollout", "with a full cache", "learner", "rollouts",
         "whole run", "at a quarter of the length",
     )  # fmt: skip
-    lines = ["### Memory on one GPU, in GB", "", *table(memory, [memory_row(r) for r in recipes])]
+    lines = ["### Memory per GPU of the shipped files, in GB", "", *table(memory, [memory_row(r) for r in recipes])]
+    lines += ["", "### Memory per GPU under DeepSpeed, in GB", "", *table(zero, [zero_row(r) for r in recipes])]
     return "\n".join([*lines, "", "### Time, at least", "", *table(time, [time_row(r) for r in recipes])])
 
 
@@ -170,13 +191,28 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 def memory_row(recipe: Recipe) -> tuple[str, ...]:
     """Gigabytes (1e9 bytes)."""
     cache, full = recipe.cache(recipe.compressor, recipe.retriever), recipe.cache(FullKV())
-    total = recipe.states + recipe.reference + recipe.casts + cache
-    parts = [f"{part / 1e9:.1f}" for part in (recipe.states, recipe.reference, recipe.casts)]
-    share = f"{total / MEMORY:.0%}{'' if total < MEMORY else ', does not fit'}"
+    stage, ranks = recipe.sharding
+    total = recipe.total(stage, ranks)
+    parts = [f"{part / 1e9:.1f}" for part in (recipe.states(stage, ranks), recipe.reference, recipe.copy(stage))]
+    devices = f"{ranks}, stage {stage}" if stage else str(ranks)
     return (
-        f"`{recipe.name}.yaml`", f"{recipe.parameters / 1e9:.2f} B", *parts, str(recipe.num_slots),
-        f"{cache / 1e9:.1f}", f"{full / 1e9:.1f}", f"{total / 1e9:.0f}", share,
+        f"`{recipe.name}.yaml`", devices, f"{recipe.parameters / 1e9:.2f} B", *parts, str(recipe.num_slots),
+        f"{cache / 1e9:.1f}", f"{full / 1e9:.1f}", f"{total / 1e9:.0f}", f"{total / MEMORY:.0%}{verdict(total)}",
     )  # fmt: skip
+
+
+def verdict(total: float) -> str:
+    """What is said of a sum that is too large."""
+    return "" if total <= FILLED * MEMORY else ", does not fit with activations"
+
+
+def zero_row(recipe: Recipe) -> tuple[str, ...]:
+    """Gigabytes for the same slots per GPU; what does not fit is struck through."""
+    totals = {sharding: recipe.total(*sharding) for sharding in ((0, 1), *ZERO)}
+    cells = [f"~~{t / 1e9:.0f}~~" if verdict(t) else f"{t / 1e9:.0f}" for t in totals.values()]
+    fitting = [sharding for sharding, total in totals.items() if not verdict(total)]
+    stage, ranks = min(fitting, key=lambda sharding: (sharding[1], sharding[0]))
+    return (f"`{recipe.name}.yaml`", *cells, f"stage {stage}, {ranks} ranks" if stage else "one GPU")
 
 
 def time_row(recipe: Recipe) -> tuple[str, ...]:

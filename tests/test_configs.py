@@ -30,6 +30,7 @@ PAPER_MODELS = {
     "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "llama-3.2-1b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
 }
+END_OF_TURN = "<|im_end|>"
 SPARROW = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
 ARMS = ("dense", "naive", "replay", "sparse_rl_official", "sparse_rl_paper")
 CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
@@ -97,6 +98,7 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         folder = tmp_path_factory.getbasetemp() / f"tiny-{name}"
         if not folder.exists():
             tokenizer = character_tokenizer(string.printable)
+            tokenizer.add_special_tokens({"additional_special_tokens": [END_OF_TURN]})
             layers = 3 if name == "qwen3" else 2  # Sparrow leaves two dense
             model = tiny_model(
                 name, vocab_size=len(tokenizer), hidden_size=32, num_layers=layers, initializer_range=0.1
@@ -131,6 +133,8 @@ def prompt_file(folder: Path, chat: bool) -> Path:
 def shrunk(config: dict[str, Any], folder: Path, policy: Callable[[str], Path]) -> list[str]:
     """Command-line arguments that leave the configuration as it is but for sizes, model and data."""
     changes: dict[str, Any] = {"num_threads": 1, "trainer.accelerator": "cpu"}
+    if "strategy" in config["trainer"]:  # of several GPUs: see test_ranks.py
+        changes |= {"trainer.strategy": "auto", "trainer.devices": 1}
     for key, limit in SMALL.items():
         given = lookup(config, key)
         if given is not None:
@@ -248,6 +252,15 @@ def test_every_model_of_the_paper_has_its_file() -> None:
     assert {known[stem].lower() for stem in SPARROW} == {f"qwen/{stem}" for stem in SPARROW}
 
 
+def block_plan(config: dict[str, Any]) -> BlockPlan:
+    """Of one rank."""
+    model, prompts = config["model"]["init_args"], config["data"]["init_args"]["prompts_per_rollout"]
+    return BlockPlan(
+        prompts, model["num_generations"], model["steps_per_generation"], model.get("num_iterations", 1),
+        config["trainer"]["accumulate_grad_batches"],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("stem", SPARROW)
 def test_hyper_parameters_of_sparrow(stem: str) -> None:
     """ArXiv 2606.08446 and its code: 8 samples, clip 0.2 and 0.28, no KL, 1e-6, pages of 16, two dense layers."""
@@ -263,6 +276,8 @@ def test_hyper_parameters_of_sparrow(stem: str) -> None:
     reserved = retriever.page_size * (retriever.num_first_pages + retriever.num_last_pages)
     assert reserved == schedule["reserved"]
     assert callbacks(config)["TIS"] == {"clip_max": 3.0}
+    plan = block_plan(config)  # the same block however many ranks share it
+    assert (config["trainer"]["devices"] * plan.prompts, plan.optimizer_steps, plan.micro_batch) == (128, 4, 8)
 
 
 @pytest.mark.parametrize("stem", PAPER_MODELS)
@@ -276,13 +291,13 @@ def test_hyper_parameters_of_the_paper(stem: str) -> None:
     }
     assert model["optimizer"] == optimizer
     assert "lr_scheduler" not in model  # constant
-    assert (model["num_generations"], data["prompts_per_rollout"], model["beta"]) == (8, 128, 1e-4)
+    ranks = trainer["devices"]
+    assert (model["num_generations"], ranks * data["prompts_per_rollout"], model["beta"]) == (8, 128, 1e-4)
+    assert model.get("end_tokens") == ([END_OF_TURN] if "qwen" in stem else None)  # base models in a chat template
     assert (model["max_completion_length"], trainer["max_steps"], trainer["gradient_clip_val"]) == (4096, 400, 1.0)
     assert not {"temperature", "top_p", "top_k", "min_p", "epsilon", "loss_type", "denominator"} & model.keys()
-    plan = BlockPlan(
-        128, 8, model["steps_per_generation"], model.get("num_iterations", 1), trainer["accumulate_grad_batches"]
-    )
-    assert plan.optimizer_steps == 4
+    plan = block_plan(config)
+    assert (plan.optimizer_steps, plan.micro_batch) == (4, 8)
     assert trainer["max_steps"] / plan.optimizer_steps == 100
     assert callbacks(config)["SparsityAwareRejection"] == {"threshold": 1e-4}
     assert callbacks(config)["ImportanceReweighting"] == {}

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import transformers
 from lightning.pytorch import callbacks, loggers, strategies
 from test_readme import DOCS, README, named, read, without_blocks
+from torch.optim import lr_scheduler
 
 import sparse_rl_lightning
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware
@@ -45,7 +47,18 @@ def package() -> dict[str, Any]:
 
 
 NAMES = package()
-ELSEWHERE = (lightning, callbacks, loggers, strategies, torch, torch.nn, torch.optim, transformers, builtins)
+ELSEWHERE = (
+    lightning,
+    callbacks,
+    loggers,
+    strategies,
+    torch,
+    torch.nn,
+    torch.optim,
+    lr_scheduler,
+    transformers,
+    builtins,
+)
 
 
 def parameters(thing: Any) -> set[str]:
@@ -56,8 +69,11 @@ def parameters(thing: Any) -> set[str]:
 
 
 OWN = [v for v in NAMES.values() if inspect.isclass(v) and v.__module__.startswith("sparse_rl_lightning")]
-TRAINER = parameters(lightning.Trainer)
-KEYS = {name for thing in OWN for name in parameters(thing)} | {"init_args", "class_path"}
+TOP = {
+    "model": [thing for thing in OWN if issubclass(thing, lightning.LightningModule)],
+    "data": [thing for thing in OWN if issubclass(thing, lightning.LightningDataModule)],
+    "trainer": [lightning.Trainer],
+}
 CALIBRATION = parameters(calibrate) | parameters(hardware)
 
 
@@ -76,11 +92,25 @@ def is_class(name: str) -> bool:
 
 
 def is_key(top: str, path: str) -> bool:
-    """Whether ``model.a.b`` and the like can stand in a configuration."""
-    first, *rest = path.strip(".").split(".")
-    return first in (TRAINER if top == "trainer" else KEYS) and all(
-        name in KEYS | {"name", "save_dir"} for name in rest
-    )
+    """Whether ``model.a.b`` and the like can stand in a configuration: ``b`` is a parameter of what ``a`` may be."""
+    homes: list[Any] = TOP[top]
+    for name in path.strip(".").split("."):
+        if name in ("init_args", "class_path"):
+            continue
+        homes = [home for home in homes if name in parameters(home)]
+        if not homes:
+            return False
+        homes = [thing for home in homes for thing in classes_of(typing.get_type_hints(home.__init__).get(name))]
+    return True
+
+
+def classes_of(annotation: Any) -> list[Any]:
+    """Ours and Lightning's classes that a value of this type may be, with those below them."""
+    found = {annotation} if inspect.isclass(annotation) else set()
+    for part in typing.get_args(annotation):
+        found |= set(classes_of(part)) if not isinstance(part, list) else set()
+    bases = [thing for thing in found if thing.__module__.startswith(("sparse_rl_lightning", "lightning"))]
+    return list(dict.fromkeys([*bases, *(thing for thing in OWN if any(issubclass(thing, base) for base in bases))]))
 
 
 def is_option(name: str, path: str) -> bool:
@@ -122,7 +152,8 @@ def test_names_in_code_style_exist(document: Path) -> None:
 @pytest.mark.parametrize(
     "code",
     ["SparseGPRO", "SnapKV.bugdet", "model.num_generation", "trainer.max_step", "--trainer.device=2", "--ckpt=last",
-     "model.learner.micro_batch_token", "configs/no_such.yaml", "modules/no_such.py"],
+     "model.learner.micro_batch_token", "model.prompts_per_rollout", "data.beta",
+     "model.learner.budget", "configs/no_such.yaml", "modules/no_such.py"],
 )  # fmt: skip
 def test_what_does_not_exist_is_found(code: str) -> None:
     assert unknown(f"Say `{code}`.") == [code]
@@ -131,7 +162,8 @@ def test_what_does_not_exist_is_found(code: str) -> None:
 @pytest.mark.parametrize(
     "code",
     ["SparseGRPO", "SnapKV.score", "model.num_generations", "trainer.max_steps", "--trainer.devices=2",
-     "ModelCheckpoint", "--ckpt_path=last", "model.learner.micro_batch_tokens", "configs/dense.yaml",
+     "ModelCheckpoint", "--ckpt_path=last", "model.learner.micro_batch_tokens", "model.compressor.init_args.budget",
+     "configs/dense.yaml",
      "modules/sparse_grpo.py", "a b"],
 )  # fmt: skip
 def test_what_exists_is_not(code: str) -> None:

@@ -50,7 +50,7 @@ def launch_line() -> list[str]:
     text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     line = re.search(r"^torchrun --standalone .*$", text, re.MULTILINE)
     assert line is not None
-    command = line[0].replace("configs/qwen2.5-7b.yaml", "config.yaml").split()
+    command = line[0].replace("configs/qwen2.5-7b.yaml", "config.yaml").replace("=4", "=2").split()
     return [sys.executable, "-m", "torch.distributed.run", *command[1:]]
 
 
