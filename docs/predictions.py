@@ -95,8 +95,8 @@ class Recipe:
         """Weights, gradients and AdamW's moments of one rank.
 
         Without sharding all are float32. Under DeepSpeed weights (2 bytes per parameter) and gradients (2) are
-        bfloat16; the optimiser has float32 weights (4), two moments (8) and, in its step, float32 gradients (4). Stage 2 shares
-        all but the bfloat16 weights, stage 3 these too.
+        bfloat16; the optimiser has float32 weights (4), two moments (8) and, in its step, float32 gradients (4).
+        Stage 2 shares all but the bfloat16 weights, stage 3 these too.
         """
         if stage == 0:
             return 16 * self.parameters
@@ -207,9 +207,9 @@ def verdict(total: float) -> str:
 
 
 def zero_row(recipe: Recipe) -> tuple[str, ...]:
-    """Gigabytes for the same slots per GPU; what does not fit is struck through."""
+    """Gigabytes for the same slots per GPU; what does not fit stands in parentheses."""
     totals = {sharding: recipe.total(*sharding) for sharding in ((0, 1), *ZERO)}
-    cells = [f"~~{t / 1e9:.0f}~~" if verdict(t) else f"{t / 1e9:.0f}" for t in totals.values()]
+    cells = [f"({t / 1e9:.0f})" if verdict(t) else f"{t / 1e9:.0f}" for t in totals.values()]
     fitting = [sharding for sharding, total in totals.items() if not verdict(total)]
     stage, ranks = min(fitting, key=lambda sharding: (sharding[1], sharding[0]))
     return (f"`{recipe.name}.yaml`", *cells, f"stage {stage}, {ranks} ranks" if stage else "one GPU")
