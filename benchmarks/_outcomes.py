@@ -84,7 +84,7 @@ def geometric(values: Sequence[float]) -> str:
 
 
 def curve_band(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
-    """Mean, least and largest of smoothed curves, point by point, as far as the shortest goes."""
-    smooth = [smoothed(curve, 1 + len(curve) // 24) for curve in curves]
+    """Mean, least and largest of curves, point by point, as far as the shortest goes; long ones are smoothed."""
+    smooth = [smoothed(curve, 1 + len(curve) // 24) if len(curve) > 24 else curve for curve in curves]
     points = list(zip(*smooth, strict=False))
     return [statistics.fmean(p) for p in points], [min(p) for p in points], [max(p) for p in points]
