@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_runs import STEPS, run, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # more than the processes that all tests share may take
 Outcomes = dict[str, dict[str, Any]]
 VALIDATED: dict[str, Any] = {  # after the one step of a rollout
     "letters": True,
