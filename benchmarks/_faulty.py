@@ -21,7 +21,7 @@ from sparse_rl_lightning.types import ScoredRollout
 
 STEPS = 10
 STRETCHES = ("start", "rollout", "scoring", "micro-batch", "optimiser step", "saving", "end")
-MARK = struct.Struct("<Bd")  # a stretch begins, at a time of the machine's clock
+MARK = struct.Struct("<BdI")  # a stretch begins, at a time of the machine's clock, after so many optimiser steps
 marks: int | None = None  # where a forked run writes them
 
 
@@ -29,27 +29,27 @@ class Marks(RolloutCallback):
     """Tells the parent process where the run is."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        _mark("rollout" if pl_module.starts_rollout else "micro-batch")
+        _mark(trainer, "rollout" if pl_module.starts_rollout else "micro-batch")
 
     def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
-        _mark("scoring")
+        _mark(trainer, "scoring")
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
-        _mark("micro-batch")
+        _mark(trainer, "micro-batch")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        _mark("optimiser step")
+        _mark(trainer, "optimiser step")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        _mark("saving")
+        _mark(trainer, "saving")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _mark("end")
+        _mark(trainer, "end")
 
 
-def _mark(stretch: str) -> None:
+def _mark(trainer: Trainer, stretch: str) -> None:
     if marks is not None:
-        os.write(marks, MARK.pack(STRETCHES.index(stretch), time.monotonic()))
+        os.write(marks, MARK.pack(STRETCHES.index(stretch), time.monotonic(), trainer.global_step))
 
 
 class FullDisk(Callback):

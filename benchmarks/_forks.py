@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import _faulty
 
@@ -24,6 +25,14 @@ from sparse_rl_lightning.cli import console
 
 FORK = multiprocessing.get_context("fork")
 HANGS = 600  # seconds without a sign of life after which a run is given up
+
+
+class Event(NamedTuple):
+    """A stretch of a run begins."""
+
+    stretch: str
+    time: float  # seconds of the machine's clock
+    step: int  # optimiser steps done
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Run:
 
     def __init__(self, folder: Path, arguments: Sequence[str], variables: dict[str, str] | None = None) -> None:
         assert threading.active_count() == 1
-        self.events = [("start", time.monotonic())]
+        self.events = [Event("start", time.monotonic(), 0)]
         self.output = ""
         self.ended = 0.0
         (self._marks, marks), (self._text, text) = os.pipe(), os.pipe()  # text in no file: the disk may be full
@@ -58,14 +67,14 @@ class Run:
 
     def reaches(self, moment: Moment) -> bool:
         """Wait for a moment; False if the run ended before."""
-        while [name for name, _ in self.events].count(moment.stretch) <= moment.index:
+        while [event.stretch for event in self.events].count(moment.stretch) <= moment.index:
             if not self._read(HANGS):
                 return False
         time.sleep(moment.delay)
         return True
 
-    def signal(self, number: int) -> str:
-        """Send a signal, and say in which stretch."""
+    def signal(self, number: int) -> Event:
+        """Send a signal, and say where the run was."""
         assert self.process.pid is not None
         while self._read(0):
             pass
@@ -85,9 +94,9 @@ class Run:
         return self.process.exitcode
 
     @property
-    def last(self) -> str:
+    def last(self) -> Event:
         """The stretch that the run is in, or was in at its end."""
-        return self.events[-1][0]
+        return self.events[-1]
 
     def _read(self, patience: float) -> bool:
         """Take in what the run says; False at its end, or if nothing comes for some time."""
@@ -100,8 +109,8 @@ class Run:
             elif place == self._text:
                 self.output += data.decode(errors="replace")
             else:
-                stretch, begin = _faulty.MARK.unpack(data)
-                self.events.append((_faulty.STRETCHES[stretch], begin))
+                stretch, begin, step = _faulty.MARK.unpack(data)
+                self.events.append(Event(_faulty.STRETCHES[stretch], begin, step))
         return bool(ready)
 
 

@@ -65,7 +65,7 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
             if precision.startswith("16"):
                 raise ValueError(
                     f"trainer.precision={precision} with trainer.strategy={type(self).__name__}: DeepSpeed has no "
-                    "float16 on CPUs. Set trainer.precision to 32-true, or trainer.strategy to ddp."
+                    "float16 on CPUs. Set trainer.precision to bf16-mixed or 32-true."
                 )
             count = len(self.parallel_devices or [])
             self.parallel_devices = [torch.device("cpu", index) for index in range(count)]  # DeepSpeed asks for indices

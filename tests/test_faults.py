@@ -214,7 +214,7 @@ def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPa
         found = RankWatch()._accept(server, token, 2)
         assert {number: place.getpeername() for number, place in found.items()} == {1: rank.getsockname()}
         monkeypatch.setattr(rank_watch, "PATIENCE", 0.2)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match="rank 1 did not connect to rank 0 within 0"):
             RankWatch()._accept(server, token, 2)
     for connection in (silent, odd, rank, *found.values()):
         connection.close()
@@ -257,3 +257,27 @@ def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
 def test_bad_arguments(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+SLOW = """
+import time
+from tiny_grpo import Rows, fit, module
+from sparse_rl_lightning.callbacks import rank_watch
+
+rank_watch.PATIENCE = 0.5
+
+class SlowRows(Rows):
+    def setup(self, stage):
+        time.sleep(3 * (self.trainer.global_rank == {late}))
+        super().setup(stage)
+
+fit(module(), 1, data=SlowRows(prompts_per_rollout=2), devices=2, strategy="ddp")
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_may_take_long_over_its_data(late: int, tmp_path: Path) -> None:
+    """Six times the patience that ranks have with each other's connections."""
+    (tmp_path / "slow.py").write_text(SLOW.format(late=late))
+    processes = start([sys.executable, str(tmp_path / "slow.py")], tmp_path, 2)
+    assert [process.wait(120) for process in processes] == [0, 0], (tmp_path / "rank0.txt").read_text()

@@ -7,6 +7,7 @@ import json
 import struct
 import time
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,26 @@ def test_tensorboard_has_completions_and_metrics(tmp_path: Path) -> None:
         )
 
 
+class LikeWandb(DummyLogger):
+    """Takes text as WandbLogger does; the test below has the real one, where W&B is installed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[tuple[str, list[str], list[list[Any]], int]] = []
+
+    def log_text(self, key: str, columns: list[str], data: list[list[Any]], step: int) -> None:
+        self.tables.append((key, columns, data, step))
+
+
+def test_what_takes_text_as_wandb_does_has_completions() -> None:
+    logger = LikeWandb()
+    rows, _ = run(logger)
+    found = [dict(zip(columns, row, strict=True)) for _, columns, data, _ in logger.tables for row in data]
+    assert [{"step": row["step"], "completion": row["completion"]} for row in found] == rows
+    assert [(key, step) for key, _, _, step in logger.tables] == [("completions", 0), ("completions", 2)]
+    assert signature(LikeWandb.log_text).parameters.keys() <= signature(WandbLogger.log_text).parameters.keys()
+
+
 def test_wandb_has_completions_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read back from the files of a run without network."""
     pytest.importorskip("wandb", reason="wandb is an extra")
@@ -101,7 +122,10 @@ def test_wandb_has_completions_and_metrics(tmp_path: Path, monkeypatch: pytest.M
     tables = [json.loads(path.read_text()) for path in sorted((place / "files" / "media" / "table").iterdir())]
     found = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]]
     assert [{"step": row["step"], "completion": row["completion"]} for row in found] == rows
-    history = [row for row in wandb_history(next(place.glob("*.wandb"))) if "reward" in row]
+    until, history = time.monotonic() + 30, []
+    while len(history) < 4 and time.monotonic() < until:  # W&B's own process may write on after finish()
+        history = [row for row in wandb_history(next(place.glob("*.wandb"))) if "reward" in row]
+        time.sleep(0.2)
     assert len(history) == len(logged) == 4
     for own, want in zip(history, logged, strict=True):
         assert {name: own[name] for name in want} == pytest.approx(want, nan_ok=True)

@@ -170,6 +170,21 @@ def test_resume_from_a_named_checkpoint(tmp_path: Path, uninterrupted: dict[str,
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 
+@pytest.mark.parametrize("batches", [4, 12])  # validation in the middle of an epoch, and at its end
+def test_resume_from_a_checkpoint_that_a_validation_chose(batches: int, tmp_path: Path) -> None:
+    """It is written before the validation is over, which drew random numbers of its own."""
+    path = config(tmp_path, val_check_interval=batches)
+    values = yaml.safe_load(path.read_text())
+    best = {"dirpath": str(tmp_path / "best"), "filename": "{step}", "monitor": "val/reward_sparse", "save_top_k": -1}
+    values["trainer"]["callbacks"].append({"class_path": "ModelCheckpoint", "init_args": best})
+    path.write_text(yaml.safe_dump(values))
+    main(["fit", "--config", str(path)])
+    whole = final_weights(tmp_path)
+    chosen = tmp_path / "best" / f"step={batches // 2}.ckpt"
+    main(["fit", "--config", str(path), "--ckpt_path", str(chosen)])
+    assert_equal(final_weights(tmp_path), whole)
+
+
 def kill_and_resume(folder: Path, moment: Callable[[Path], bool], delay: float = 0.0) -> None:
     """Start a real process, SIGKILL it ``delay`` seconds after a moment in its folder, and resume in a new one."""
     command = [sys.executable, "-m", "sparse_rl_lightning", "fit", "--config", str(config(folder))]

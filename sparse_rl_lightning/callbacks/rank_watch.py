@@ -14,7 +14,7 @@ from typing import NoReturn
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 ALIVE, GOODBYE = b"a", b"g"
-PATIENCE = 60  # seconds until all ranks must have connected
+PATIENCE = 60  # seconds until all ranks must have connected, once all are there
 SILENCE = 5  # seconds that one which has connected may take to say who it is
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
 
@@ -48,6 +48,7 @@ class RankWatch(Callback):
             return
         self._rank = trainer.global_rank
         self._ending.clear()
+        trainer.strategy.barrier()  # the data may be ready on one rank long before another, which is no fault
         if trainer.is_global_zero:
             with socket.create_server(("", 0)) as server:
                 host = os.environ.get("MASTER_ADDR") or socket.gethostname()
@@ -77,7 +78,15 @@ class RankWatch(Callback):
         found: dict[int, socket.socket] = {}
         while len(found) < world_size - 1:
             server.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would mean not to wait at all
-            connection, _ = server.accept()
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in found)
+                raise TimeoutError(
+                    f"RankWatch: rank {missing} did not connect to rank 0 within {PATIENCE} s. Its own output says why "
+                    f"if it has ended; if not, let port {server.getsockname()[1]} and others of rank 0's machine be "
+                    "reached from the machines of the others."
+                ) from None
             connection.settimeout(SILENCE)
             try:
                 words = connection.recv(len(token) + 20, socket.MSG_WAITALL).split()

@@ -49,7 +49,7 @@ class PolicyModule(LightningModule):
         self.policy: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
-        self._random_state_of_training: dict[str, Any] = {}
+        self._random_state_of_training: dict[str, Any] | None = None  # while a validation draws numbers of its own
 
     def setup(self, stage: str) -> None:
         """Have single-file checkpoints written durably, unless the trainer was given a way of its own."""
@@ -94,16 +94,23 @@ class PolicyModule(LightningModule):
         for module, name, value in self._rotary:
             setattr(module, name, value.to(self.device))
 
+        self._random_state_of_training = None  # of a validation that did not come to its end
+
+    on_test_start = on_predict_start = on_fit_start
+
     def on_validation_start(self) -> None:
         """As at the start of a fit; random numbers that are drawn from now on are none of training's."""
         PolicyModule.on_fit_start(self)
         self._random_state_of_training = random_state()
 
-    on_test_start = on_predict_start = on_validation_start
-
     def on_validation_end(self) -> None:
         """Training goes on as if there had been no validation, which a resumed run does not repeat."""
-        restore_random_state(self._random_state_of_training)
+        restore_random_state(self.random_state_of_training())
+        self._random_state_of_training = None
+
+    def random_state_of_training(self) -> dict[str, Any]:
+        """What a checkpoint must hold: ModelCheckpoint with a ``monitor`` saves before the module's validation ends."""
+        return random_state() if self._random_state_of_training is None else self._random_state_of_training
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
         """The optimiser over the trainable parameters, and its schedule if there is one."""

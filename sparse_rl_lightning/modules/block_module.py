@@ -17,7 +17,7 @@ from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialRollouts, check_storable
 from sparse_rl_lightning.modules.ranks import gather_to_zero
-from sparse_rl_lightning.modules.rng import random_state, restore_random_state
+from sparse_rl_lightning.modules.rng import restore_random_state
 from sparse_rl_lightning.rollout.preparation import check_prompts
 from sparse_rl_lightning.sharding import is_sharded
 from sparse_rl_lightning.types import Rollout, ScoredRollout
@@ -200,7 +200,7 @@ class BlockModule(GenerationModule):
             "num_rollouts": self.num_rollouts,
             "block": self.block.state() if unspent and self.block is not None else None,
             "partial": None if self.partial is None else self.partial.state(),
-            "random_state": random_state(),
+            "random_state": self.random_state_of_training(),
         }
         checkpoint["sparse_rl"] = own | {"other_ranks": gather_to_zero(own, self._world_size)[1:]}
 
