@@ -19,6 +19,11 @@ CONFIGS = ROOT / "configs"
 ANY_CALLBACK = str | dict[str, Any]
 
 
+def say(text: str) -> None:
+    """To whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
 class Arm:
     """A shipped configuration with callbacks added and options changed."""

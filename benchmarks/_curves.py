@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,14 @@ class Found:
 
         A resumed run has several files, and a later one says again what its checkpoint had not yet.
         """
-        files = sorted(self.run.folder.glob("runs/*/version_*/metrics.csv"), key=lambda p: int(p.parent.name[8:]))
-        lines = [row for path in files for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
-        found = {int(row["step"]): float(row[name]) for row in lines if row.get(name)}
+        found = {int(row["step"]): float(row[name]) for row in self._log if row.get(name)}
         return [found[step] for step in sorted(found)]
+
+    @cached_property
+    def _log(self) -> list[dict[str, str]]:
+        """Every line of the logger's files; read once, because many tables ask."""
+        files = sorted(self.run.folder.glob("runs/*/version_*/metrics.csv"), key=lambda p: int(p.parent.name[8:]))
+        return [row for path in files for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
 
     def split(self) -> tuple[list[float], list[float]]:
         """Rollouts, and how far compression moves the policy, as k3."""

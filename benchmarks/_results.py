@@ -26,6 +26,14 @@ COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
 }
 
 
+BRIEFLY = ("full cache", "compressed cache", "sequences rejected")
+
+
+def briefly(own: dict[int, Outcome]) -> list[str]:
+    """The cells of those three columns, for an arm that may not have been run yet."""
+    return [COLUMNS[name](list(own.values())) if own else MISSING for name in BRIEFLY]
+
+
 @dataclass(frozen=True)
 class Results:
     """All finished runs."""
@@ -75,10 +83,9 @@ def budgets_table(results: Results) -> Table:
     for arm in THREE:
         cells, collapsed = [], []
         for budget in BUDGETS:
-            own = list(results.of(ABLATION, arm, budget).values())
-            names = ("full cache", "compressed cache", "sequences rejected")
-            cells += [COLUMNS[name](own) if own else MISSING for name in names]
-            collapsed.append(COLUMNS["collapsed"](own) if own else MISSING)
+            own = results.of(ABLATION, arm, budget)
+            cells += briefly(own)
+            collapsed.append(COLUMNS["collapsed"](list(own.values())) if own else MISSING)
         table.add(arm.label, *cells, " / ".join(collapsed))
     return table
 
@@ -110,14 +117,9 @@ def against(results: Results, arms: Sequence[Arm], other: Arm) -> Table:
 
 def overview(results: Results) -> Table:
     """Arms by their accuracies on both tasks: what the README shows."""
-    columns = ("full cache", "compressed cache", "sequences rejected")
-    table = Table("", ["", *(f"{study.task}: {name}" for study in MAIN for name in columns)])
+    table = Table("", ["", *(f"{study.task}: {name}" for study in MAIN for name in BRIEFLY)])
     for arm in ALL:
-        cells = []
-        for study in MAIN:
-            own = list(results.of(study, arm, BUDGET).values())
-            cells += [COLUMNS[name](own) if own else MISSING for name in columns]
-        table.add(arm.label, *cells)
+        table.add(arm.label, *(cell for study in MAIN for cell in briefly(results.of(study, arm, BUDGET))))
     return table
 
 

@@ -44,7 +44,6 @@ class Scale:
     steps: int = 200  # optimiser steps, two per rollout
     num_problems: int = 256
     every_n_rollouts: int = 25
-    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,20 @@ class Study:
         """Name of its folder, which studies of the same task under the same compressor share."""
         return re.sub(r"[^a-z-]+", "-", f"{self.task}-{self.method.lower()}")
 
-    def runs(self, seed: int, scale: Scale, folder: Path, policy: str | None = None) -> list[Run]:
+    def runs(self, seed: int, scale: Scale, folder: Path) -> list[Run]:
         """Those of one seed; a run that two studies share is equal in both.
 
         Other seeds see other prompts and are judged on other problems. Dense rollouts depend on no budget and are
         judged under all of them.
         """
         settings = Settings(
-            policy=policy or str(warmed(folder, TASKS[self.task]).absolute()),
+            policy=str(warmed(folder, TASKS[self.task]).absolute()),
             folder=(folder / self.place).absolute(),
             budgets=tuple(sorted({*BUDGETS, *self.budgets})),
             steps=scale.steps,
             every_n_rollouts=scale.every_n_rollouts,
             num_problems=scale.num_problems,
-            threads=scale.threads,
+            threads=1,
             method=METHODS[self.method],
             callbacks=(MONITOR,),
             options={**self.options, "data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed)},
@@ -97,13 +96,11 @@ MILD = Study("sum", "SnapKV", (34,), (PAPER,), HARSH)
 SHORT = (HARD, MILD)
 
 
-def planned(
-    seeds: Iterable[int], scale: Scale, folder: Path, studies: Sequence[Study] = STUDIES, policy: str | None = None
-) -> list[Run]:
+def planned(seeds: Iterable[int], scale: Scale, folder: Path, studies: Sequence[Study] = STUDIES) -> list[Run]:
     """Every run once, seed after seed, so that an early stop leaves whole seeds."""
     runs: dict[Path, Run] = {}
     for seed in seeds:
         for study in studies:
-            for run in study.runs(seed, scale, folder, policy):
+            for run in study.runs(seed, scale, folder):
                 runs.setdefault(run.folder, run)
     return list(runs.values())

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from _arms import ARMS, CORRECTIONS, ROOT, Run, Settings, planned
+from _arms import ARMS, CORRECTIONS, ROOT, Run, Settings, planned, say
 from _curves import LAST, Found, picture, sampled, table
 from _pages import insert
 from _table import machine
@@ -27,11 +27,6 @@ PICTURE = "arms.png"
 BEGIN = "<!-- written by benchmarks/arms.py -->"
 POLICY = ROOT / "runs" / "warmup" / "policy"
 TINY = json.dumps({"class_path": "TinyPolicy"})
-
-
-def say(text: str) -> None:
-    """To whoever waits."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def execute(runs: Sequence[Run], only_read: bool = False) -> list[Found]:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
-from _arms import CONFIGS, ROOT, Run, run_in
+from _arms import CONFIGS, ROOT, Run, run_in, say
 from _curves import Found
 from _pages import insert
 from _results import Results, overview, tables, untitled
@@ -29,11 +29,6 @@ from _studies import SHORT, STUDIES, TASKS, Scale, Study, planned, warmed
 from _table import machine
 
 PAGE = "results.md"
-
-
-def say(text: str) -> None:
-    """To whoever waits."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def warm_up(folder: Path, tasks: Collection[str]) -> None:

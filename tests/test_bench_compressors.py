@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_modules import bench_modules
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams, compressors
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
@@ -19,7 +19,6 @@ from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import H2O, Compressor, FullKV, RandomEviction, SnapKV
 from sparse_rl_lightning.testing import tiny_model
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 NAMES = ("compressors", "_forced", "_methods", "_pages", "_quality", "_table", "_texts")
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 3}
 SEEN_BY_NAME = {"QueryStatistics", "Compressor"}  # not methods
@@ -28,13 +27,8 @@ SEEN_BY_NAME = {"QueryStatistics", "Compressor"}  # not methods
 @pytest.fixture(scope="module")
 def bench() -> Iterator[dict[str, ModuleType]]:
     """The benchmark's modules by name."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield {name.strip("_"): importlib.import_module(name) for name in NAMES}
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in NAMES:
-            sys.modules.pop(name, None)
+    with bench_modules(*NAMES) as modules:
+        yield {name.strip("_"): module for name, module in modules.items()}
 
 
 @pytest.fixture(scope="module")

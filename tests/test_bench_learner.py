@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
@@ -11,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bench_modules import FOLDER, bench_modules
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPT = FOLDER / "learner.py"
 
 pytestmark = [
@@ -23,13 +22,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("learner")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ("learner", "_table"):
-            sys.modules.pop(name, None)
+    with bench_modules("learner") as modules:
+        yield modules["learner"]
 
 
 def test_chunks_need_the_least_memory(bench: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_modules import bench_modules
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,7 +19,6 @@ from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.rollout import Progress
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 PARTS = ("speed", "split", "tail", "cells", "memory", "whole")
 Rows = list[dict[str, str]]
 
@@ -28,13 +27,8 @@ Rows = list[dict[str, str]]
 def bench() -> Iterator[dict[str, ModuleType]]:
     """The benchmark's modules by name."""
     names = ("rollout", "_bound", "_cells", "_policies", "_speed", "_split", "_table", "_tail")
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield {name.strip("_"): importlib.import_module(name) for name in names}
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in names:
-            sys.modules.pop(name, None)
+    with bench_modules(*names) as modules:
+        yield {name.strip("_"): module for name, module in modules.items()}
 
 
 def run(bench: dict[str, ModuleType], folder: Path, *arguments: str) -> str:

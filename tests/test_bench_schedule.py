@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,26 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from bench_modules import bench_modules
 from safetensors.torch import save_file
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.calibration.calibrate import Calibration
 from sparse_rl_lightning.calibration.table import Cell, choose
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 SIZES = {"buffer": 4, "num_sinks": 0, "window": 2}
 TAILS = {8: [0.9, 0.2, 0.1], 16: [0.95, 0.9, 0.4], 24: [1.0, 1.0, 0.9]}  # by bin of 16 tokens
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("schedule")
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in ("schedule", "_pages", "_table"):
-            sys.modules.pop(name, None)
+    with bench_modules("schedule") as modules:
+        yield modules["schedule"]
 
 
 @pytest.fixture
