@@ -1,8 +1,8 @@
 """Write what the documentation takes from the code: ``python docs/generate.py``, with ``--check`` only compare.
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
-tables of ``recipes.md`` from the shipped configurations and the cost model. The files are committed, so that a code
-host shows them.
+tables of ``recipes.md`` from the shipped configurations and the cost model, those of ``choosing.md`` from what other
+pages measured. The files are committed, so that a code host shows them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,36 @@ import listing
 import logged
 from docstrings import Argument
 from predictions import recipe_tables
+from quoted import budgets_table, compressors_table
 
 FOLDER = Path(__file__).parent
-START, END = "<!-- written by docs/generate.py -->", "<!-- until here -->"
+END = "<!-- until here -->"
 
 
 def pages() -> dict[Path, str]:
     """Every generated page by its path."""
-    recipes, metrics = FOLDER / "recipes.md", FOLDER / "metrics.md"
     return {
         FOLDER / "settings.md": settings_page(),
         FOLDER / "callbacks.md": callbacks_page(),
-        metrics: between(metrics.read_text("utf-8"), metric_tables()),
-        recipes: between(recipes.read_text("utf-8"), recipe_tables()),
+        FOLDER / "metrics.md": written("metrics.md", {"": metric_tables()}),
+        FOLDER / "recipes.md": written("recipes.md", {"": recipe_tables()}),
+        FOLDER / "choosing.md": written(
+            "choosing.md", {": budgets": budgets_table(), ": compressors": compressors_table()}
+        ),
     }
 
 
-def between(text: str, part: str) -> str:
-    """The text with the part between the two marks replaced."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    if not after:
-        raise ValueError(f"there is no {START} ... {END} to write between.")
-    return f"{before}{START}\n\n{part}\n\n{END}{after}"
+def written(page: str, parts: dict[str, str]) -> str:
+    """A page with what stands between its marks replaced, by what the mark adds to its name."""
+    text = (FOLDER / page).read_text("utf-8")
+    for name, part in parts.items():
+        start = f"<!-- written by docs/generate.py{name} -->"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(END)
+        if not after:
+            raise ValueError(f"there is no {start} ... {END} in docs/{page} to write between.")
+        text = f"{before}{start}\n\n{part}\n\n{END}{after}"
+    return text
 
 
 # ---------------------------------------------------------------- settings
