@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WARMUP := runs/warmup/policy/config.json
+TRAINED := runs/quickstart/policy/config.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
@@ -37,6 +38,10 @@ quickstart: $(INSTALLED) $(WARMUP) ## warm a tiny policy up (once), train it wit
 $(WARMUP): configs/warmup.yaml | $(INSTALLED)
 	$(BIN)/sparse-rl fit --config configs/warmup.yaml
 	@test -s $@ && touch $@
+
+$(TRAINED): configs/quickstart.yaml | $(WARMUP)
+	$(BIN)/sparse-rl fit --config configs/quickstart.yaml
+	$(BIN)/sparse-rl export --config configs/quickstart.yaml --ckpt_path=last --folder=$(dir $@)
 
 test: lint typecheck ## linters, types and the fast tests
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
@@ -78,7 +83,7 @@ bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two c
 	$(BIN)/python benchmarks/rollout.py --device cpu
 
 # STORIES=FOLDER says where stories260K is, if not where the tests look for it
-bench-compressors: $(INSTALLED) $(WARMUP) ## measure what every compressor costs in quality, into docs/compressors.md
+bench-compressors: $(INSTALLED) $(TRAINED) ## measure what every compressor costs in quality, into docs/compressors.md
 	$(BIN)/python benchmarks/compressors.py --save docs $(if $(STORIES),--stories $(STORIES))
 
 bench-checker: $(INSTALLED) ## how fast answers are checked; DATA=folder of the published benchmarks
@@ -88,7 +93,7 @@ bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logit
 	$(BIN)/python benchmarks/learner.py --device cpu
 
 # ARMS="--budgets 30 26 --seeds 0 1" and the like; what is finished below runs/arms is not run again
-bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all corrections on one task, into docs/; an hour
+bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all corrections on one task, into docs/; an hour or two
 	$(BIN)/python benchmarks/arms.py --save docs $(ARMS)
 
 # RUNS="--seeds 0 1 --steps 100" and the like; what is finished below runs/stability is not run again

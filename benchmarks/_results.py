@@ -44,6 +44,10 @@ class Results:
         """Outcomes of an arm by seed."""
         return {one.run.seed: Outcome.of(one, budget) for one in self.runs(study, arm, budget)}
 
+    def dense(self, task: str, budget: int) -> dict[int, Outcome]:
+        """Dense rollouts on a task, which know of no compressor."""
+        return next(self.of(study, DENSE, budget) for study in MAIN if study.task == task)
+
     def runs(self, study: Study, arm: Arm, budget: int) -> list[Found]:
         """The same runs with all they noted."""
         return [
@@ -61,7 +65,7 @@ def arms_table(results: Results, study: Study) -> Table:
     if started:
         first = [mean([run.dense_before for run in started]), mean([run.sparse_before for run in started])]
         table.add("before training", *first, *[MISSING] * (len(COLUMNS) - 1))
-    dense = next(results.of(main, DENSE, budget) for main in MAIN if main.task == study.task)  # of any method
+    dense = results.dense(study.task, budget)
     for arm in study.arms:
         own = results.of(study, arm, budget)
         if own:
@@ -79,14 +83,15 @@ def kept(own: dict[int, Outcome], dense: dict[int, Outcome]) -> str:
 def budgets_table(results: Results) -> Table:
     """Three arms under three budgets."""
     header = ["", *(f"budget {budget}: {what}" for budget in BUDGETS for what in ("full", "compressed", "rejected"))]
-    table = Table("", [*header, "collapsed, by budget"])
+    table = Table("", [*header, "dense kept, by budget", "collapsed, by budget"])
     for arm in THREE:
-        cells, collapsed = [], []
+        cells, shares, collapsed = [], [], []
         for budget in BUDGETS:
             own = results.of(ABLATION, arm, budget)
             cells += briefly(own)
+            shares.append(kept(own, results.dense(ABLATION.task, budget)))
             collapsed.append(COLUMNS["collapsed"](list(own.values())) if own else MISSING)
-        table.add(arm.label, *cells, " / ".join(collapsed))
+        table.add(arm.label, *cells, " / ".join(shares), " / ".join(collapsed))
     return table
 
 

@@ -7,9 +7,8 @@ were drawn with the full cache and go token by token through the compressed one,
 their length; what is compared are the full distributions over the next token. ``--save`` writes the table between its
 markers in compressors.md and the picture beside it.
 
-Without --policy the quickstart's policy is taken from runs/quickstart/policy where training has left one there
-(``sparse-rl fit --config configs/quickstart.yaml --trainer.callbacks+=ExportPolicy
---trainer.callbacks.folder=runs/quickstart/policy``), else from runs/warmup/policy.
+Without --policy the quickstart's policy is taken from runs/quickstart/policy, where ``make bench-compressors`` puts it
+(``sparse-rl export``), and if there is none the one before training, runs/warmup/policy.
 """
 
 from __future__ import annotations

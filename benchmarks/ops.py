@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="retrieval in toy sizes: seconds, numbers without meaning")
-    parser.add_argument("--save", type=Path, help="folder for the table as <device>.md")
+    parser.add_argument("--save", type=Path, help="folder for the table: ops-<device>.md, or <parts>-<device>.md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -188,7 +188,9 @@ def main() -> None:
     print(text)
     if args.save:
         args.save.mkdir(parents=True, exist_ok=True)
-        (args.save / f"{args.device}.md").write_text(f"# benchmarks/ops.py\n\n{text}\n", encoding="utf-8")
+        parts = ["ops"] if args.parts == list(PARTS) else args.parts
+        name = "-".join([*parts, args.device])
+        (args.save / f"{name}.md").write_text(f"# benchmarks/ops.py\n\n{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ First ``sparse-rl calibrate --config configs/calibrate.yaml`` measures the tail 
 Of the schedules that it allows, one for each target, that with the highest target is taken which reads no more of the
 cache than the fixed budget does, averaged over the tokens of dense completions. Then both train the quickstart's policy
 with all else equal, every run a ``sparse-rl fit`` of its own: finished ones are kept, an interrupted one goes on from
-its last checkpoint. ``--save`` writes the table between its markers in sparrow.md and the picture beside it.
+its last checkpoint. ``--save`` writes the tables between their markers in sparrow.md and the picture beside them.
+``--seeds`` without a number trains nothing and only says what the calibration found.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import yaml
+from _calibrated import Tails, calibration_table
 from _pages import insert
 from _table import Table, machine
 from safetensors.torch import load_file
@@ -35,6 +37,7 @@ from sparse_rl_lightning.compressors import RKV
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PICTURE, BEGIN = "sparrow.md", "calibration.png", "<!-- written by benchmarks/schedule.py -->"
+FOUND = "<!-- written by benchmarks/schedule.py: calibration -->"
 ARMS = ("fixed", "schedule")
 LAST = 20  # rollouts at the end whose mean is shown
 COLLAPSED = 0.5  # of the run's best mean over LAST rollouts; a run that ends below it has collapsed
@@ -74,6 +77,19 @@ def calibrate(folder: Path) -> dict[int, list[Cell | None]]:
             known = {name: float(n) for name, n in zip(names, numbers, strict=True)} if all(numbers) else None
             table.setdefault(int(budget), []).append(None if known is None else Cell(**known))  # type: ignore[arg-type]
     return table
+
+
+def tails(folder: Path, settings: dict[str, Any]) -> str:
+    """The table of what was calibrated; the same parts once more for a schedule whose budgets may fall."""
+    free = folder.with_name(f"{folder.name}-free")
+    if not (free / "table.csv").exists():
+        shutil.copytree(folder / "parts", free / "parts", dirs_exist_ok=True)
+        sparse_rl("calibrate", "--config", "configs/calibrate.yaml", f"--folder={free}", "--monotone=false")
+    lengths = dense_lengths(folder)
+    table = calibration_table(
+        Tails.read(folder), Tails.read(free), lambda budget: entries_per_token(budget, lengths, settings)
+    )
+    return str(table).partition("\n")[2].strip()
 
 
 def dense_lengths(folder: Path) -> list[tuple[int, int]]:
@@ -207,7 +223,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 def main() -> None:
     """Calibrate, train, tell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=240, help="optimiser steps of every run")
     parser.add_argument("--fixed", type=int, default=30, help="the fixed budget, as in the quickstart")
     parser.add_argument("--folder", type=Path, default=Path("runs/schedule"))
@@ -219,7 +235,11 @@ def main() -> None:
     settings = yaml.safe_load((ROOT / "configs/calibrate.yaml").read_text(encoding="utf-8"))
     compressor = settings["compressor"]["init_args"]
     own = plan(calibration, given.fixed, compressor, settings["bin_size"])
-    print(own, flush=True)
+    found = tails(calibration, compressor)
+    print(own, found, sep="\n\n", flush=True)
+    if given.save is not None:
+        insert(given.save / PAGE, found, FOUND)
+        shutil.copyfile(calibration / "table.png", given.save / PICTURE)
     outcomes: list[Outcome] = []
     for seed in given.seeds:
         for arm in ARMS:
@@ -227,7 +247,6 @@ def main() -> None:
             print(outcomes[-1], flush=True)
             if given.save is not None:
                 insert(given.save / PAGE, page(own, outcomes, given.steps, compressor), BEGIN)
-                shutil.copyfile(calibration / "table.png", given.save / PICTURE)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from _arms import CONFIGS, ROOT, Run, run_in, say
-from _curves import Found
+from _curves import ROUNDING, Found
 from _pages import insert
 from _results import Results, overview, tables, untitled
 from _results_pictures import pictures
@@ -76,16 +76,19 @@ def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
     ]
 
 
-def note(scale: Scale, seeds: Sequence[int], finished: int, planned: int, remark: str) -> str:
+def note(scale: Scale, found: Sequence[Found], planned: int, remark: str) -> str:
     """How to read the tables."""
+    seeds = ", ".join(map(str, sorted({one.run.seed for one in found})))
+    rounding = max((split.get(ROUNDING, 0.0) for one in found for split in one.course["splits"]), default=0.0)
     return (
-        f"{machine('cpu')}. {finished} of {planned} runs, seeds {', '.join(map(str, seeds))}. {remark}".strip()
+        f"{machine('cpu')}. {len(found)} of {planned} runs, seeds {seeds}. {remark}".strip()
         + f"\n\n{scale.steps} optimiser steps, two per rollout of 16 × 8 sequences, from the policies of "
         f"`configs/warmup.yaml` and `configs/warmup_reduction.yaml`. Accuracies are greedy, on {scale.num_problems} "
         "held-out problems at the end (±0.03 from the problems alone). One seed or two stand as they are; of more, the "
         "mean and after ± half the width of its 95 % interval (Student's t). k3, a geometric mean, and P5 compare the "
-        "compressed policy with the dense one in the last quarter of the rollouts. Collapsed: less than a quarter of "
-        "the accuracy with the full cache is left. Minutes are those of training, on one core each."
+        "compressed policy with the dense one in the last quarter of the rollouts; rounding, from the sampler to its "
+        f"replay, moved it by a k3 of at most {rounding:.1g} in any rollout measured. Collapsed: less than a quarter "
+        "of the accuracy with the full cache is left. Minutes are those of training, on one core each."
     )
 
 
@@ -127,10 +130,14 @@ def main() -> None:
     found = [Found.read(run) for run in runs if run.is_finished]
     if not found:
         sys.exit(f"error: no run of {len(runs)} is finished in {folder}: run without --finished")
+    results = Results(found)
     if args.short:
-        print(*collapses(Results(found), SHORT), sep="\n")
+        lines = collapses(results, SHORT)
+        print(*lines, sep="\n")
+        if args.save:
+            insert(args.save / PAGE, "\n".join(f"- {line}" for line in lines), _marker("short"))
         return
-    results, text = Results(found), note(scale, args.seeds, len(found), len(runs), args.remark)
+    text = note(scale, found, len(runs), args.remark)
     print(text, *(f"## {name}\n\n{table}" for name, table in tables(results).items()), sep="\n\n")
     if args.save:
         save(results, args.save, text)

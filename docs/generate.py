@@ -1,8 +1,8 @@
 """Write what the documentation takes from the code: ``python docs/generate.py``, with ``--check`` only compare.
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
-tables of ``recipes.md`` from the shipped configurations and the cost model, those of ``choosing.md`` from what other
-pages measured. The files are committed, so that a code host shows them.
+tables of ``recipes.md`` from the shipped configurations and the cost model, those of ``choosing.md`` and
+``learner.md`` from what was measured. The files are committed, so that a code host shows them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import docstrings
 import listing
 import logged
 from docstrings import Argument
-from predictions import recipe_tables
-from quoted import budgets_table, compressors_table
+from predictions import recipe_tables, speedup_table
+from quoted import budgets_table, compressors_table, learner_table
 
 FOLDER = Path(__file__).parent
 END = "<!-- until here -->"
@@ -31,6 +31,8 @@ def pages() -> dict[Path, str]:
         FOLDER / "choosing.md": written(
             "choosing.md", {": budgets": budgets_table(), ": compressors": compressors_table()}
         ),
+        FOLDER / "learner.md": written("learner.md", {"": learner_table()}),
+        FOLDER / "sparrow.md": written("sparrow.md", {": speed-ups": speedup_table()}),
     }
 
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from sparse_rl_lightning import compressors, retrievers, schedules
+from sparse_rl_lightning.budgets import PublishedSchedule
 from sparse_rl_lightning.calibration import H200, CostModel, ModelShape, Pages, Work
 from sparse_rl_lightning.calibration.cost import Method
 from sparse_rl_lightning.compressors import Compressor, FullKV
@@ -42,6 +43,7 @@ MEMORY = 141e9  # bytes of an H200
 FILLED = 0.85  # more than this share leaves no room for the learner's activations
 ZERO = ((2, 2), (2, 4), (2, 8), (3, 2), (3, 4), (3, 8))  # stages and numbers of ranks that are tabulated
 MODULES = (compressors, retrievers, schedules)
+SPARROW = {"qwen3-1.7b": 2.21, "qwen3-4b": 2.41, "qwen3-8b": 2.06, "qwen3-14b": 1.49}  # its own speed-ups on 4 H200
 
 
 @dataclass(frozen=True)
@@ -225,3 +227,15 @@ def time_row(recipe: Recipe) -> tuple[str, ...]:
     runs = [f"{recipe.num_rollouts * block / 3600:.0f} h" for block in blocks]
     learner = f"{recipe.learner() / 60:.1f} min"
     return (f"`{recipe.name}.yaml`", *steps, *rollouts, learner, str(recipe.num_rollouts), *runs)
+
+
+def speedup_table() -> str:
+    """The cost model's speed-up of Sparrow's decoding beside what the paper measured, as Markdown."""
+    rows = []
+    for name, found in SPARROW.items():
+        sparrow = Pages(PublishedSchedule(f"{name}-0.86"), reserved=48, dense_layers=2)
+        predicted = CostModel(ModelShape.of(name), H200).speedup(sparrow, Work(batch=60, prompt=512, length=12_000))
+        rows.append(
+            (name.replace("qwen", "Qwen").replace("b", "B"), f"{predicted:.2f}", f"{found}", f"{predicted / found:.2f}")
+        )
+    return "\n".join(table(("model", "predicted", "measured", "ratio"), rows))

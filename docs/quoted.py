@@ -7,7 +7,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 COMPARED = (
-    "RandomEviction", "StreamingLLM", "KeyDiff", "LagKV", "TOVA", "SnapKV", "RKV", "Mixture of SnapKV and KeyDiff",
+    "FullKV", "RandomEviction", "StreamingLLM", "KeyDiff", "LagKV", "TOVA", "SnapKV", "RKV",
+    "Mixture of SnapKV and KeyDiff",
 )  # fmt: skip
 CORRECTED = ("dense", "naive", "Sparse-RL", "replay")
 Row = dict[str, str]
@@ -60,3 +61,11 @@ def compressors_table() -> str:
 def _at(percent: int, cell: str) -> str:
     """One of the three budgets of a cell, without the mark of what is not better than chance."""
     return cell.split(" / ")[(25, 50, 75).index(percent)].removesuffix("↓")
+
+
+def learner_table() -> str:
+    """Peak memory of the learner's log-probs, all logits against chunks."""
+    rows = measured("../benchmarks/results/learner-cpu.md", "Log-probs and entropies, forward and backward")
+    names = ("way", "logits at a time", "peak GiB")
+    lines = [f"| {' | '.join(row[name] for name in names)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *lines])

@@ -23,7 +23,7 @@ def test_retrieval_in_toy_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(kept)
-    lines = (tmp_path / "cpu.md").read_text().splitlines()
+    lines = (tmp_path / "retrieval-cpu.md").read_text().splitlines()
     rows = [line.split(" | ") for line in lines if "of 96 tokens" in line or "of 128 tokens" in line]
     assert [row[0].lstrip("| ") for row in rows[:2]] == [
         "Centroid, 64 of 96 tokens, float32",

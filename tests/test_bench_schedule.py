@@ -61,6 +61,21 @@ def test_the_schedule_is_the_best_that_costs_no_more(bench: ModuleType, calibrat
         bench.plan(calibration, 2, SIZES, 16)
 
 
+def test_a_schedule_is_told_by_its_own_check(bench: ModuleType, calibration: Path, tmp_path: Path) -> None:
+    """Its budgets' tails alone say nothing of it; lengths that hardly any sequence has do not count."""
+    table = {b: [Cell(100, v, v, v, v, v, v) for v in values] for b, values in TAILS.items()}
+    free, worse = tmp_path / "free", [Cell(100, v, v, v, v, v, v) for v in (0.5, 0.0003, 0.0001)]
+    free.mkdir()
+    for folder, check in ((calibration, table[16]), (free, worse)):
+        Calibration(table, choose(table, 0.85, 16), 1.0, 0.85, 16, check).write(folder)
+    tails = [bench.Tails.read(folder) for folder in (calibration, free)]
+    assert tails[0].worst == {"8": 0.1, "16": 0.4, "24": 0.9, "schedule": 0.4}
+    rows = str(bench.calibration_table(*tails, lambda budget: 7.0 if isinstance(budget, int) else 8.0)).splitlines()
+    assert "| 16, fixed | 7.0 | 0.400 |" in rows
+    assert "| rising: 8 from 0, 16 from 16, 24 from 32 | 8.0 | 0.400 |" in rows
+    assert "| chosen bin by bin: 8 from 0, 16 from 16, 24 from 32 | 8.0 | 0.0001 |" in rows
+
+
 def test_a_run_that_lost_half_of_its_reward_has_collapsed(bench: ModuleType) -> None:
     def run(rewards: list[float]) -> Any:
         summary = {"after": {"dense": 0.5, "sparse": 0.4}, "rejection_rate": 0.1, "kv_saving_integral": 0.2}

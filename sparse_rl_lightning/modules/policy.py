@@ -74,7 +74,7 @@ class PretrainedPolicy(PolicySource):
 
 
 class TinyPolicy(PolicySource):
-    """A randomly initialised model of about half a million parameters with a character tokenizer.
+    """A randomly initialised model of 0.6 million parameters with a character tokenizer.
 
     Args:
         architecture: ``llama``, ``qwen2`` or ``qwen3``.
@@ -113,7 +113,7 @@ class TinyPolicy(PolicySource):
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Build the model; the same seed gives the same weights."""
         tokenizer = testing.character_tokenizer(self.alphabet)
-        # weights of this size learn sums about ten times faster than transformers' default of 0.02
+        # weights of this size learn sums much faster than transformers' default of 0.02
         model = testing.tiny_model(
             self.architecture, vocab_size=len(tokenizer), seed=self.seed, initializer_range=0.06, **self.sizes
         )

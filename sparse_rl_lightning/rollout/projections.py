@@ -1,9 +1,8 @@
 """Matrix products of the decode step: the policy's own linear modules, or copies of their weights made for decoding.
 
 Decoding multiplies a handful of rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
-weights packed once is two to three times as fast in float32 (``benchmarks/rollout.py``). Under autocast every product
-would cast its weights anew at every step. Both copies are refreshed at the start of a rollout, during which weights
-stay as they are.
+weights packed once is faster in float32. Under autocast every product would cast its weights anew at every step. Both
+copies are refreshed at the start of a rollout, during which weights stay as they are.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ RULES = (
 
 
 def check_compressor(compressor: Compressor | type[Compressor], **arguments: Any) -> None:
-    """Check that a compressor keeps the whole contract, in about a second; wrong ones are told what to change.
+    """Check that a compressor keeps the whole contract, in less than a second; wrong ones are told what to change.
 
     Random layers of two heads and 16 channels are scored in every way that a rollout does, and a rollout of
     ``tiny_model()`` is sampled and replayed. Statistics of a calibrated method must therefore be of ``tiny_model()``.

@@ -1,8 +1,8 @@
 """math-verify at arm's length: in processes of its own, with a memory limit, killed when a pair takes too long.
 
-The processes run a script that imports math-verify and nothing of this package: they start in a second, hold some
-70 MB, never import the user's program, and neither threads nor alarms are used on this side. A process that dies or
-has to be killed costs its own pair and is replaced.
+The processes run a script that imports math-verify and nothing of this package: they are small and start at once,
+never import the user's program, and neither threads nor alarms are used on this side. A process that dies or has to be
+killed costs its own pair and is replaced.
 """
 
 from __future__ import annotations
