@@ -91,7 +91,7 @@ ABLATION = Study("sum", "SnapKV", BUDGETS, THREE)
 RKV = Study("sum", "R-KV", (BUDGET,), THREE)
 STUDIES = (*MAIN, ABLATION, RKV)
 
-HARD = Study("sum", "SnapKV, coarse", (24,), (NAIVE, REPLAY), HARSH)
+HARD = Study("sum", "SnapKV, coarse", (24,), (DENSE, NAIVE, REPLAY), HARSH)
 MILD = Study("sum", "SnapKV", (34,), (PAPER,), HARSH)
 SHORT = (HARD, MILD)
 

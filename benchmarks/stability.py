@@ -68,8 +68,9 @@ def execute(runs: Sequence[Run], jobs: int) -> None:
 def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
     """A line per arm and seed: accuracy with the full cache before and after."""
     return [
-        f"{arm.label}, budget {study.budgets[0]}, seed {seed}: accuracy with the full cache {run.dense_before:.3f} "
-        f"before and {run.dense:.3f} after training, {'collapsed' if run.collapsed else 'not collapsed'}"
+        f"{arm.label}, {f'budget {study.budgets[0]}, ' if arm.evicts else ''}seed {seed}: accuracy with the full cache "
+        f"{run.dense_before:.3f} before and {run.dense:.3f} after training, "
+        f"{'collapsed' if run.collapsed else 'not collapsed'}"
         for study in studies
         for arm in study.arms
         for seed, run in results.of(study, arm, study.budgets[0]).items()

@@ -132,4 +132,5 @@ def test_naive_collapses_where_replay_does_not_and_sparse_rl_does_not_where_litt
     bench["stability"].main()
     lines = capsys.readouterr().out.splitlines()
     verdicts = {line.partition(",")[0]: line.rpartition(", ")[2] for line in lines}
-    assert verdicts == {"naive": "collapsed", "replay": "not collapsed", "Sparse-RL (paper)": "not collapsed"}
+    stands = dict.fromkeys(("dense", "replay", "Sparse-RL (paper)"), "not collapsed")
+    assert verdicts == {"naive": "collapsed", **stands}
