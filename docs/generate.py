@@ -71,8 +71,8 @@ def argument_table(arguments: list[Argument]) -> str:
     """One row per argument; nothing where there is none."""
     if not arguments:
         return ""
-    rows = [f"| `{a.name}` | {cell(a.kind)} | {default(a)} | {cell(a.meaning)} |" for a in arguments]
-    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
+    rows = [f"| `{a.name}` | {cell(a.meaning)} | {default(a)} | {cell(a.kind)} |" for a in arguments]
+    return "\n".join(["| key | meaning | default | type |", "|---|---|---|---|", *rows])
 
 
 def default(argument: Argument) -> str:

@@ -22,6 +22,7 @@ UPDATE: list[Row] = [
     ("kl", "nats/token", "estimate of KL(learner || reference policy); with `beta` above 0"),
     ("sparse/...", "", "the same keys of the sparse term of `ReplayGRPO` with `replay_objective: mixed`"),
     ("empty_rollouts", "count", "rollouts so far of which rejection kept nothing"),
+    ("grad_norm", "norm", "length of the gradient before it is clipped, of the last step that was not skipped"),
     ("skipped_steps", "count", "optimiser steps so far that were skipped for a gradient that is not finite"),
 ]
 REPLAY: list[Row] = [("time/replay", "seconds", "replayed log-probs (`ReplayGRPO`, `DistillSparse`)")]
@@ -58,6 +59,11 @@ EVALUATED: list[Row] = [
     ("val/{benchmark}/pass@{k}_sparse", "share", "with the compressed cache"),
     ("test/...", "", "the same keys in `sparse-rl test` of a module that trains"),
     ("test/{benchmark}/{arm}", "share", "right samples, `Evaluation`; arms: `dense`, compressors by name and budget"),
+    (
+        "test/{benchmark}/too_long",
+        "problems",
+        "not sampled, counted as wrong: prompt and completion exceed the model's context; `Evaluation`",
+    ),
     ("test/mean/{arm}", "share", "unweighted mean over the benchmarks"),
 ]
 WARMUP: list[Row] = [
@@ -96,6 +102,7 @@ HEALTHY = {
     "guard/length_ratio": "above 0.6",
     "guard/raises": "0",
     "empty_rollouts": "0",
+    "grad_norm": "of one size; steps ten times as long come before trouble",
     "skipped_steps": "0; under float16 a few at the start",
     "mismatch_split/kernel/kl_k3": "below a tenth of the compression's",
     "time/rollout": "most of `time/block`; if not, see [slow](troubleshooting.md#it-is-slow)",

@@ -40,6 +40,7 @@ RECIPES = {  # configuration: shape by name, whether the head is the table of em
 }
 PROMPT = 256  # tokens, taken for all
 MEMORY = 141e9  # bytes of an H200
+SMALLER = 80e9  # of an A100 or H100
 FILLED = 0.85  # more than this share leaves no room for the learner's activations
 ZERO = ((2, 2), (2, 4), (2, 8), (3, 2), (3, 4), (3, 8))  # stages and numbers of ranks that are tabulated
 MODULES = (compressors, retrievers, schedules)
@@ -173,7 +174,7 @@ def recipe_tables() -> str:
     recipes = [Recipe.of(name) for name in RECIPES]
     memory = (
         "configuration", "GPUs", "parameters", "weights, gradients, AdamW", "reference", "copy", "slots",
-        "their cache", "with a full cache", "in all", "of 141 GB",
+        "their cache", "with a full cache", "in all", "of 141 GB", "with `beta: 0`", "of 80 GB",
     )  # fmt: skip
     zero = ("configuration", "one GPU", *(f"stage {stage}, {ranks} ranks" for stage, ranks in ZERO), "least")
     time = (
@@ -195,17 +196,19 @@ def memory_row(recipe: Recipe) -> tuple[str, ...]:
     cache, full = recipe.cache(recipe.compressor, recipe.retriever), recipe.cache(FullKV())
     stage, ranks = recipe.sharding
     total = recipe.total(stage, ranks)
+    least = total - recipe.reference
     parts = [f"{part / 1e9:.1f}" for part in (recipe.states(stage, ranks), recipe.reference, recipe.copy(stage))]
     devices = f"{ranks}, stage {stage}" if stage else str(ranks)
     return (
         f"`{recipe.name}.yaml`", devices, f"{recipe.parameters / 1e9:.2f} B", *parts, str(recipe.num_slots),
         f"{cache / 1e9:.1f}", f"{full / 1e9:.1f}", f"{total / 1e9:.0f}", f"{total / MEMORY:.0%}{verdict(total)}",
+        f"{least / 1e9:.0f}", f"{least / SMALLER:.0%}{verdict(least, SMALLER)}",
     )  # fmt: skip
 
 
-def verdict(total: float) -> str:
+def verdict(total: float, memory: float = MEMORY) -> str:
     """What is said of a sum that is too large."""
-    return "" if total <= FILLED * MEMORY else ", does not fit with activations"
+    return "" if total <= FILLED * memory else ", does not fit with activations"
 
 
 def zero_row(recipe: Recipe) -> tuple[str, ...]:

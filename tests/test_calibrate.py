@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tiny_run import run_console
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.calibration import Hardware
-from sparse_rl_lightning.calibration.calibrate import Binning, calibrate
+from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, calibrate
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Cell, bootstrap, cells, choose
 from sparse_rl_lightning.compressors import FullKV, SnapKV
@@ -207,6 +208,14 @@ def test_bins_without_data_follow_the_next_known_one() -> None:
         choose({8: [None, None]}, 0.8, bin_size=10)
 
 
+def test_a_bin_without_data_holds_what_its_neighbour_holds() -> None:
+    """As in the schedule that is chosen; not the largest budget only, which would then be that of all later bins."""
+    table = {8: [None, cell(0.9), None, cell(0.2), None], 16: [None, cell(0.95), None, cell(0.3), None]}
+    found = Calibration(table, choose(table, 0.8, bin_size=10), ceiling=1, target=0.8, bin_size=10)
+    assert found.meets() == [[True, True], [True, True], *[[False, True]] * 3]
+    assert found.choice.budgets == [8, 8, 16, 16, 16]
+
+
 def test_a_bin_is_its_lengths() -> None:
     lengths = torch.tensor([7, 8, 15, 16, 16], dtype=torch.int32)
     values = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.6])
@@ -275,8 +284,10 @@ def test_the_shipped_configuration_calibrates(
     Hardware(1e10, 1e11, 1e-3).save("machine.json")
     assert run_console(monkeypatch, "calibrate", "--config", quick, "--machine=machine.json") is None
     out = capsys.readouterr().out
-    assert "Predicted speed over dense rollouts" in out
-    assert "the fastest that holds the target in every cell, LengthSchedule(" in out
+    predicted = "dense rollouts of 12 sequences at once, prompts of 12 tokens, completions of 30 tokens: the schedule "
+    assert f"Predicted speed over {predicted}" in out
+    assert "times. No schedule that the table allows is faster." in out
+    assert "Written: schedule.yaml, table.csv, calibration.json and table.png to runs/calibrate" in out
     schedule = LengthSchedule.from_file("runs/calibrate/schedule.yaml")
     assert f"Schedule: {schedule!r}" in out
     summary = json.loads(Path("runs/calibrate/calibration.json").read_text())
@@ -289,7 +300,9 @@ def test_the_shipped_configuration_calibrates(
         assert (row["chosen"] == "1") == (summary["budgets"][int(row["first_length"]) // 4] == _number(row["budget"]))
     assert Path("runs/calibrate/table.png").read_bytes().startswith(b"\x89PNG")
     finished = {path: path.stat().st_mtime_ns for path in Path("runs/calibrate/parts").rglob("*.safetensors")}
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
     assert run_console(monkeypatch, "calibrate", "--config", quick, "--bin_size=8") is None
+    assert "Written: schedule.yaml, table.csv and calibration.json to runs/calibrate" in capsys.readouterr().out
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in finished.items())
 
 

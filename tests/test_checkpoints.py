@@ -211,6 +211,21 @@ def test_checkpoints_with_pickled_objects_are_refused(tmp_path: Path) -> None:
         fit(module(), 1, ckpt_path=path)
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("manifest.json", "folder of DeepSpeed, .*sparse_rl_deepspeed_stage_1, .* sparse-rl export; .*model.policy"),
+        (".metadata", "folder of FSDP2 or not whole, .*ModelParallelStrategy, with ExportPolicy .*model.policy"),
+    ],
+)
+def test_folders_of_sharding_strategies_are_told_of_on_one_device(file: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "last.ckpt"
+    path.mkdir(parents=True)
+    (path / file).touch()
+    with pytest.raises(ValueError, match=f"ckpt_path='{path}' is a checkpoint {said}"):
+        fit(module(), 1, ckpt_path=str(path))
+
+
 @pytest.mark.parametrize("left", ["last.ckpt", ".replaced/last.ckpt"])
 def test_a_new_run_is_told_of_what_an_earlier_one_left(left: str, tmp_path: Path) -> None:
     callback = Namespace(class_path="ModelCheckpoint", init_args=Namespace(dirpath=str(tmp_path)))

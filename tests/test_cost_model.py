@@ -187,6 +187,43 @@ def test_the_fastest_schedule_is_that_of_brute_force() -> None:
         found.fastest_schedule(methods, [[True] * 3, [False] * 3], 2000, work)
 
 
+@pytest.mark.parametrize("rising", [False, True])
+def test_the_fastest_retrieval_is_that_of_brute_force(rising: bool) -> None:
+    """Just above its budget a sequence would read less with all of it: a larger budget may be the faster one."""
+    found, work = cost("qwen3-1.7b"), Work(64, 500, 1500)
+    budgets, random = (256, 512, 528, 1024), torch.Generator().manual_seed(0)
+    methods = [(budget, Pages(budget, metadata=1.0, reserved=48)) for budget in budgets]
+    chosen = set()
+    for _ in range(20):
+        meets = torch.rand(4, 4, generator=random).lt(0.5).index_fill(1, torch.tensor(3), True).tolist()
+        least = [min(b for b, meet in zip(budgets, own, strict=True) if meet) for own in meets]
+        allowed = [
+            [b for b, meet in zip(budgets, own, strict=True) if meet or (rising and b > low)]
+            for own, low in zip(meets, least, strict=True)
+        ]
+        every = [way for way in itertools.product(*allowed) if not rising or list(way) == sorted(way)]
+        speeds = [found.speedup(Pages(LengthSchedule.of_bins(way, 500), 16, 1.0, 48), work) for way in every]
+        best = found.fastest_schedule(methods, meets, 500, work, rising)
+        assert found.speedup(Pages(best, 16, 1.0, 48), work) == pytest.approx(max(speeds), rel=1e-12)
+        chosen.add(best.budgets)
+    assert len(chosen) > 3
+
+
+@pytest.mark.filterwarnings("ignore:.*shrinks with length")
+@pytest.mark.parametrize("rising", [False, True])
+def test_an_evicting_schedule_is_fastest_with_the_least_budgets(rising: bool) -> None:
+    """Where nothing is evicted yet all budgets cost the same: the smallest, or rising ones would be large for ever."""
+    found, work, random = cost("qwen3-1.7b"), Work(64, 100, 1900), torch.Generator().manual_seed(0)
+    budgets = (256, 300, 512)
+    methods = [(budget, evict(budget)) for budget in budgets]
+    assert found.fastest_schedule(methods, [[True] * 3] * 20, 100, work, rising) == LengthSchedule.constant(256)
+    for _ in range(20):
+        meets = torch.rand(20, 3, generator=random).lt(0.5).index_fill(1, torch.tensor(2), True).tolist()
+        least = [min(b for b, meet in zip(budgets, own, strict=True) if meet) for own in meets]
+        want = list(itertools.accumulate(least, max)) if rising else least
+        assert found.fastest_schedule(methods, meets, 100, work, rising) == LengthSchedule.of_bins(want, 100)
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Not even one sequence fits into 1,000 bytes: it needs 528,482,304"):
         cost("qwen3-1.7b").best_batch(FullKV(), 1000, PROMPT, 4096)

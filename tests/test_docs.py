@@ -13,6 +13,8 @@ import pytest
 from matplotlib.image import imread
 from test_readme import without_blocks
 
+from sparse_rl_lightning.modules.block import BlockPlan
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -163,6 +165,32 @@ def test_sharded_predictions_by_hand() -> None:
     assert recipe.total(2, 4) == pytest.approx((2 + 18 / 4 + 4) * 7.6156e9 + cache, rel=1e-3)
     assert recipe.total(3, 4) == pytest.approx((20 / 4 + 2 + 4) * 7.6156e9 + cache, rel=1e-3)
     assert predictions.memory_row(recipe)[1] == "4, stage 2"
+
+
+def test_without_the_reference_a_smaller_card_may_do() -> None:
+    """The last two columns: 4 bytes per parameter less, and what share of 80 GB that is."""
+    for name, total, share in (
+        ("qwen2.5-1.5b", 33, "41%"),
+        ("qwen2.5-7b", 60, "75%"),
+        ("sparrow/qwen3-4b", 117, "146%, does not fit with activations"),
+    ):
+        recipe = predictions.Recipe.of(name)
+        assert recipe.total(*recipe.sharding) - recipe.reference == pytest.approx(1e9 * total, rel=0.02)
+        assert predictions.memory_row(recipe)[-2:] == (str(total), share)
+
+
+def test_more_machines_draw_and_step_as_the_file_does() -> None:
+    """The table of docs/recipes.md: the paper's 128 prompts, 4 optimiser steps and micro-batches of the same size."""
+    recipe = predictions.Recipe.of("qwen2.5-7b")
+    number = r"[^|]*\| *(\d+) *"
+    rows = re.findall(rf"^\| (\d+) machines? of (\d+){number * 3}\|$", (DOCS / "recipes.md").read_text("utf-8"), re.M)
+    rows = [tuple(map(int, row)) for row in rows]
+    assert [row[:2] for row in rows] == [(1, 4), (2, 8), (4, 8)]
+    for machines, gpus, prompts, parts, accumulate in rows:
+        plan = BlockPlan(prompts, recipe.settings["num_generations"], parts, num_iterations=1, accumulate=accumulate)
+        assert (machines * gpus * prompts, plan.optimizer_steps, plan.micro_batch) == (128, 4, 8)
+    given = recipe.settings["steps_per_generation"], recipe.trainer["accumulate_grad_batches"]
+    assert rows[0][2:] == (recipe.num_sequences // recipe.settings["num_generations"], *given)
 
 
 @pytest.mark.parametrize("name", predictions.RECIPES)

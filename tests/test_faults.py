@@ -7,11 +7,13 @@ import socket
 import struct
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from rank_runs import start
 from tiny_grpo import Recorder, fit, likes_a, module, weights
@@ -50,6 +52,16 @@ class RejectAll(RolloutCallback):
 
     def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
         scored.rollout.keep = torch.zeros_like(scored.rollout.completion_mask)
+
+
+class KeepFirst(RolloutCallback):
+    """Keeps the first sample alone."""
+
+    edits = True
+
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        scored.rollout.keep = scored.rollout.completion_mask.clone()
+        scored.rollout.keep[1:] = False
 
 
 class Weights(RolloutCallback):
@@ -92,6 +104,30 @@ def test_bad_steps_in_a_row_end_the_run_with_their_sequences(tmp_path: Path) -> 
     assert sorted(map(tuple, saved["rollout"]["sequences"].tolist())) == sorted(map(tuple, want.sequences.tolist()))
 
 
+class Lengths(Callback):
+    """The gradient's length in float64, and what was logged of it."""
+
+    def __init__(self) -> None:
+        self.want: list[float] = []
+        self.got: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        squares = [p.grad.double().square().sum() for p in pl_module.policy.parameters() if p.grad is not None]
+        self.want += [float(torch.stack(squares).sum().sqrt())] if squares else self.want[-1:]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.got.append(float(trainer.callback_metrics["grad_norm"]))
+
+
+def test_length_of_the_gradient_is_that_before_clipping() -> None:
+    """Of a step that is skipped there is none, so the one before stays."""
+    seen = Lengths()
+    fit(module(), 4, [Poison(1), StepGuard(), seen], gradient_clip_val=1e-3)
+    assert min(seen.want) > 1e-2
+    assert seen.want[1] == seen.want[0] != seen.want[2]
+    assert seen.got == pytest.approx(seen.want, rel=1e-5)
+
+
 def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps(tmp_path: Path) -> None:
     """The loss scale is halved with every bad step: the third makes it 1 and is the first of three that count."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -104,11 +140,22 @@ def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps(tmp_path: Path)
 def test_rejecting_everything_is_counted_and_told_once() -> None:
     """The loss is a zero: without momentum nothing moves."""
     seen = Weights()
-    with pytest.warns(UserWarning, match=r"kept no token of the last 2 rollouts.*Raise") as told:
+    with pytest.warns(UserWarning, match=r"kept no token of each of the last 2 rollouts.*raise") as told:
         trainer = fit(module(), 4, [RejectAll(), EmptyRollouts(warn_after=2), seen])
     assert float(trainer.callback_metrics["empty_rollouts"]) == 4
     assert sum("kept no token" in str(warning.message) for warning in told) == 1
     assert all(torch.equal(seen.seen[0], later) for later in seen.seen)
+
+
+def test_rejecting_most_is_told_once_and_not_counted() -> None:
+    """A policy that learns from the few samples that are left can lose what it knew."""
+    with pytest.warns(UserWarning, match=r"kept less than 50% of the tokens of each of the last 2 .*raise") as told:
+        trainer = fit(module(), 4, [KeepFirst(), EmptyRollouts(warn_after=2)])
+    assert sum("kept less" in str(warning.message) for warning in told) == 1
+    assert float(trainer.callback_metrics["empty_rollouts"]) == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Rejection kept")
+        fit(module(), 4, [KeepFirst(), EmptyRollouts(warn_after=2, little=0.01)])
 
 
 def test_rollouts_that_keep_something_are_not_counted() -> None:
@@ -250,6 +297,7 @@ def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
     [
         (lambda: StepGuard(0), "StepGuard: max_in_a_row must be at least 1"),
         (lambda: EmptyRollouts(0), "EmptyRollouts: warn_after must be at least 1"),
+        (lambda: EmptyRollouts(little=1.5), "EmptyRollouts: little must be between 0 and 1"),
         (lambda: RankWatch(1), "RankWatch: timeout must be at least 3 seconds"),
         (lambda: module(reward_timeout=0.0), "reward_timeout must be positive or null"),
     ],

@@ -67,6 +67,8 @@ def test_gradients_and_weights_of_one_rank(name: str, alone: dict[str, Any], tog
             torch.testing.assert_close(own[key], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
     for key, value in alone["weights"].items():
         torch.testing.assert_close(outcome["weights"][key], value, rtol=0, atol=1e-6)
+    length = float(torch.stack([g.norm() for g in alone["gradients"][-1].values()]).norm())
+    assert outcome["metrics"]["grad_norm"] == pytest.approx(length, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

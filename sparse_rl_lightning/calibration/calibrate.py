@@ -13,7 +13,7 @@ from pathlib import Path
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Method, Sweep
-from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, tail
+from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of, tail
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.retrievers import Retriever
 
@@ -57,6 +57,7 @@ class Calibration:
     target: float
     bin_size: int
     check: list[Cell | None] | None = None  # the schedule itself, measured; None if it was not
+    rising: bool = False  # whether no budget may be smaller than that of shorter sequences
 
     @property
     def schedule(self) -> LengthSchedule:
@@ -78,11 +79,15 @@ class Calibration:
         ]
 
     def meets(self) -> list[list[bool]]:
-        """For every bin, whether each budget of the table holds the target there; the largest where none does."""
-        budgets = list(self.table)
-        columns = zip(*self.table.values(), strict=True)
-        rows = [[cell is not None and cell.tail >= self.target for cell in column] for column in columns]
-        return [row if any(row) else [budget == max(budgets) for budget in budgets] for row in rows]
+        """For every bin, whether each budget of the table holds the target there.
+
+        As where the schedule is chosen: only the largest where none does, and a bin without data as its neighbour.
+        """
+        largest, columns = max(self.table), list(zip(*self.table.values(), strict=True))
+        known = [number for number, column in enumerate(columns) if any(column)]
+        sources = [columns[source_of(number, known)] for number in range(len(columns))]
+        rows = [[cell is not None and cell.tail >= self.target for cell in column] for column in sources]
+        return [row if any(row) else [budget == largest for budget in self.table] for row in rows]
 
     def csv(self) -> str:
         """The table as text: a row per budget and bin, empty numbers where there is no data."""
@@ -169,7 +174,7 @@ def calibrate(
         name = f"{CHECK}_{hashlib.sha256(repr(choice.schedule).encode()).hexdigest()[:16]}"
         drawn = _acceptances(sweep, name, method.with_budget(choice.schedule), len(methods) + 1, told)
         checked = _cells(drawn, binning, num_bins)
-    return Calibration(table, choice, ceiling, target, binning.bin_size, checked)
+    return Calibration(table, choice, ceiling, target, binning.bin_size, checked, rises)
 
 
 def _cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | None]:

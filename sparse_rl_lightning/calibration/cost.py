@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -131,30 +132,54 @@ class CostModel:
     # ---------------------------------------------------------------- schedules
 
     def fastest_schedule(
-        self, methods: Sequence[tuple[int, Method]], meets: Sequence[Sequence[bool]], bin_size: int, work: Work
+        self,
+        methods: Sequence[tuple[int, Method]],
+        meets: Sequence[Sequence[bool]],
+        bin_size: int,
+        work: Work,
+        rising: bool = False,
     ) -> LengthSchedule:
-        """Of the budgets that hold the tail in a bin of lengths, that which is fastest there, bin by bin.
+        """Of the budgets that hold the tail in each bin of lengths, those that are fastest together, else the smallest.
 
         Args:
             methods: Each budget with the method at that budget.
             meets: For every bin, whether each budget holds the target there.
             bin_size: Tokens per bin.
-            work: Batch, prompt and length; what is not decoded there is judged by its last length.
+            work: Batch, prompt and length; what is not decoded there costs nothing.
+            rising: Let no budget be smaller than that of shorter sequences. Then what a budget holds every larger one
+                is taken to hold too, so that there always is a schedule.
 
         Raises:
             ValueError: If no budget meets the target in a bin.
         """
-        read = {budget: entries_read(method, work, self.shape.num_layers) for budget, method in methods}
-        budgets = []
+        costs = self._bin_costs(dict(methods), bin_size, len(meets), work)
+        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the last budget, the cheapest way to it
         for number, allowed in enumerate(meets):
             own = [budget for (budget, _), meet in zip(methods, allowed, strict=True) if meet]
             if not own:
                 raise ValueError(f"no budget meets the target at lengths from {number * bin_size} on.")
-            first = min(max(number * bin_size - work.prompt - 1, 0), work.length - 1)  # lengths begin at prompt + 1
-            last = max(min((number + 1) * bin_size - work.prompt - 1, work.length), first + 1)
-            cost = {budget: float(read[budget][first:last].mean()) for budget in own}
-            budgets.append(min(own, key=lambda budget: (cost[budget], budget)))
-        return LengthSchedule.of_bins(budgets, bin_size)
+            if rising:
+                own = [budget for budget, _ in methods if budget >= min(own)]
+            best = {
+                budget: min((paid + costs[budget][number], [*way, budget]) for paid, way in before)
+                for budget in own
+                if (before := [found for last, found in best.items() if last <= budget or not rising])
+            }
+        return LengthSchedule.of_bins(min(best.values())[1], bin_size)
+
+    def _bin_costs(
+        self, methods: dict[int, Method], bin_size: int, num_bins: int, work: Work
+    ) -> dict[int, list[float]]:
+        """By budget, the tokens that a sequence reads in every bin of lengths."""
+        edges = [max(number * bin_size - work.prompt - 1, 0) for number in range(num_bins + 1)]  # from prompt + 1 on
+        costs: dict[int, list[float]] = {}
+        least = [0.0] * num_bins
+        for budget, method in sorted(methods.items(), key=lambda pair: pair[0]):
+            read = entries_read(method, work, self.shape.num_layers)
+            costs[budget] = [float(read[first:last].sum()) for first, last in pairwise(edges)]
+            if not isinstance(method, Pages):  # it reads less than a smaller one only where it was cut a moment ago,
+                costs[budget] = least = list(map(max, costs[budget], least))  # which no schedule can count on
+        return costs
 
 
 def entries_read(method: Method, work: Work, num_layers: int) -> Tensor:

@@ -161,13 +161,18 @@ def _filled(picked: list[int | None], bin_size: int, notes: list[str]) -> Choice
         )
     budgets: list[int] = []
     for number, budget in enumerate(picked):
-        source = next((other for other in known if other >= number), known[-1])
+        source = source_of(number, known)
         found = picked[source]
         assert found is not None
         if budget is None:
             notes.append(f"{_span(number, bin_size)}: too few tokens, so budget {found} of {_span(source, bin_size)}.")
         budgets.append(found)
     return Choice(LengthSchedule.of_bins(budgets, bin_size), budgets, notes)
+
+
+def source_of(number: int, known: Sequence[int]) -> int:
+    """The bin that a bin is judged by: the next of those with data, itself included, or the last of them."""
+    return next((other for other in known if other >= number), known[-1])
 
 
 def _span(number: int, bin_size: int) -> str:

@@ -1,4 +1,4 @@
-"""StepGuard: a step whose gradient is not finite is skipped; several in a row end the run, their sequences kept."""
+"""StepGuard: measures the gradient; a step on one that is not finite is skipped, several in a row end the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class StepGuard(Callback):
     """Skip optimiser steps with a NaN or infinite gradient of any rank, count them, and stop after some in a row.
 
-    A skipped step leaves weights and optimiser as they are. ``skipped_steps`` is logged, the number so far. When the
-    run stops, every rank's sequences of the last step are in ``bad_steps/`` below ``trainer.default_root_dir``, as
-    tensors that ``torch.load(weights_only=True)`` reads. Steps that float16 skips while it looks for its loss scale
-    (one above 1, or any of DeepSpeed's) are counted, but not as steps in a row. Modules that roll out add this callback
-    themselves.
+    A skipped step leaves weights and optimiser as they are. ``skipped_steps`` is logged, the number so far, and
+    ``grad_norm``, the gradient's length before it is clipped, of steps that were not skipped. When the run stops, every
+    rank's sequences of the last step are in ``bad_steps/`` below ``trainer.default_root_dir``, as tensors that
+    ``torch.load(weights_only=True)`` reads. Steps that float16 skips while it looks for its loss scale (one above 1, or
+    any of DeepSpeed's) are counted, but not as steps in a row. Modules that roll out add this callback themselves.
 
     Args:
         max_in_a_row: Steps skipped in a row after which the run stops.
@@ -40,6 +40,7 @@ class StepGuard(Callback):
         self.skipped = 0  # since the start of the run
         self.in_a_row = 0
         self._skips_now = False
+        self._norm: float | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Take bad gradients away: an optimiser passes over weights without any."""
@@ -49,6 +50,7 @@ class StepGuard(Callback):
         norms = _norms([p.grad for p in parameters])
         finite = not norms or bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
         self._skips_now = not trainer.strategy.reduce_boolean_decision(finite, all=True)
+        self._norm = None if self._skips_now else _length(trainer, [p.grad for p in parameters])
         if self._skips_now:
             for parameter in parameters:
                 parameter.grad = None
@@ -60,13 +62,17 @@ class StepGuard(Callback):
         if trainer.fit_loop._should_accumulate():
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            self._skips_now = not trainer.strategy.deepspeed_engine.was_step_applied()
+            engine = trainer.strategy.deepspeed_engine
+            self._skips_now = not engine.was_step_applied()
+            self._norm = None if self._skips_now else engine.get_global_grad_norm()
         if not self._skips_now:
             self.in_a_row = 0
         elif not _seeks_scale(trainer):
             self.in_a_row += 1
         self.skipped += self._skips_now
         pl_module.log("skipped_steps", float(self.skipped))
+        if self._norm is not None:
+            pl_module.log("grad_norm", float(self._norm))
         if self._skips_now:
             self._tell(trainer, cast("BlockModule", pl_module))
         self._skips_now = False
@@ -105,8 +111,17 @@ def _seeks_scale(trainer: Trainer) -> bool:
     return scaler is not None and scaler.get_scale() > 1
 
 
-def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def _norms(gradients: list[torch.Tensor], order: float = torch.inf) -> list[torch.Tensor]:
     """One norm per gradient, infinite or NaN if anything in it is."""
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     own = [gradient for gradient in own if gradient.numel()]  # of a small weight a rank may hold nothing
-    return list(torch._foreach_norm(own, torch.inf)) if own else []
+    return list(torch._foreach_norm(own, order)) if own else []
+
+
+def _length(trainer: Trainer, gradients: list[torch.Tensor]) -> float:
+    """Euclidean norm of all gradients together; of sharded ones every rank has a part."""
+    norms = _norms(gradients, 2.0)
+    squares = torch.stack([norm.float() for norm in norms]).square().sum() if norms else torch.tensor(0.0)
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        squares = torch.as_tensor(trainer.strategy.reduce(squares.to(trainer.strategy.root_device), reduce_op="sum"))
+    return float(squares.sqrt())

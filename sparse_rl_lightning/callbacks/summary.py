@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from sparse_rl_lightning.modules.generation import GenerationModule
 
 
-ROW_KEYS = ("time/", "memory/", "guard/", "clip_ratio/", "entropy", "kl", "empty_rollouts", "skipped_steps")
+ROW_KEYS = (
+    "time/",
+    "memory/",
+    "guard/",
+    "clip_ratio/",
+    "entropy",
+    "kl",
+    "empty_rollouts",
+    "skipped_steps",
+    "grad_norm",
+)
 """Beginnings of what is logged after a rollout was scored and belongs to its row."""
 BLOCK_KEYS = ("time/", "memory/")
 """Of these, what is logged at the end of all training on it."""

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from sparse_rl_lightning.checkpoints.files import remove, save_tensors, save_weights, write_durably
+from sparse_rl_lightning.checkpoints.manifest import NAME
 
 POLICY = "policy."
 """Prefix of the policy's weights among the module's."""
@@ -53,7 +54,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Read tensors, numbers and texts, no pickled objects, unless ``weights_only=False`` says otherwise."""
+        """Read tensors, numbers and texts, no pickled objects, unless ``weights_only=False`` says otherwise.
+
+        Raises:
+            ValueError: If it is the folder of a strategy that shards.
+        """
+        if "://" not in str(path) and Path(path).is_dir():
+            raise ValueError(_why_no_file(Path(path)))
         return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -84,6 +91,20 @@ class DurableCheckpointIO(TorchCheckpointIO):
         for old in waiting:
             if old != path:
                 self.remove_checkpoint(old)
+
+
+def _why_no_file(folder: Path) -> str:
+    """What a folder in place of a checkpoint file is, and what can be done with it."""
+    if (folder / NAME).is_file():
+        kind = "of DeepSpeed"
+        resume = "--trainer.strategy=sparse_rl_deepspeed_stage_1, _2 or _3, or write its weights with sparse-rl export"
+    else:
+        kind = "of FSDP2 or not whole"
+        resume = "ModelParallelStrategy, with ExportPolicy if you want its weights"
+    return (
+        f"ckpt_path={str(folder)!r} is a checkpoint folder {kind}, one device and DDP read a single file. Resume with "
+        f"{resume}; a folder of exported weights is named under model.policy."
+    )
 
 
 def weights_beside(path: Path) -> Path:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -211,14 +209,16 @@ def _bar(total: int) -> Iterator[Told]:
 
 def _tell(found: Calibration, folder: Path, title: str) -> None:
     """The result in words, and the picture where matplotlib is there."""
+    written = ["schedule.yaml", "table.csv", "calibration.json"]
     try:
         draw(found, folder / "table.png", title)
+        written.append("table.png")
     except ImportError:
         say("No picture: it needs matplotlib, pip install 'sparse-rl-lightning[report]'.")
     say(f"Ceiling {found.ceiling:.4f}, target {found.target:.4f}. Schedule: {found.schedule!r}")
     for note in found.notes:
         say(f"- {note}")
-    say(f"Written: schedule.yaml, table.csv and calibration.json to {folder}")
+    say(f"Written: {', '.join(written[:-1])} and {written[-1]} to {folder}")
 
 
 def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Hardware, sweep: Sweep) -> None:
@@ -227,29 +227,23 @@ def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Har
         say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
         return
     prompt = sum(map(len, sweep.prompts)) // len(sweep.prompts)
-    sequences = len(sweep.prompts) * sweep.params.num_generations
+    sequences = min(len(sweep.prompts), sweep.prompts_per_part) * sweep.params.num_generations
     batch = min(sweep.sampler_options.get("num_slots") or sequences, sequences)
     work = Work(batch, prompt, sweep.params.max_completion_length)
     model = CostModel(shape, machine)
-    speed = {
-        "the schedule": _speedup(model, method.with_budget(found.schedule), work),
-        f"a fixed budget of {found.schedule.maximum}": _speedup(
-            model, method.with_budget(found.schedule.maximum), work
-        ),
-    }
     costed = [(budget, _costed(method.with_budget(budget))) for budget in found.table]
-    fastest = model.fastest_schedule(costed, found.meets(), found.bin_size, work)
-    if not isinstance(method, Retriever):  # what was evicted does not come back
-        fastest = LengthSchedule(list(fastest.starts), list(accumulate(fastest.budgets, max)))
-    speed[f"the fastest that holds the target in every cell, {fastest!r},"] = _speedup(
-        model, method.with_budget(fastest), work
+    fastest = model.fastest_schedule(costed, found.meets(), found.bin_size, work, found.rising)
+    largest = found.schedule.maximum
+    shown: dict[str, int | LengthSchedule] = {"the schedule": found.schedule, f"a fixed budget of {largest}": largest}
+    if fastest != found.schedule:
+        shown[f"the fastest that the table allows, {fastest!r},"] = fastest
+    speeds = {name: model.speedup(_costed(method.with_budget(budget)), work) for name, budget in shown.items()}
+    told = ", ".join(f"{name} {speed:.2f} times" for name, speed in speeds.items())
+    none = "" if fastest != found.schedule else " No schedule that the table allows is faster."
+    say(
+        f"Predicted speed over dense rollouts of {work.batch} sequences at once, prompts of {work.prompt} tokens, "
+        f"completions of {work.length} tokens: {told}.{none}"
     )
-    told = ", ".join(f"{name} {value:.2f} times" for name, value in speed.items())
-    say(f"Predicted speed over dense rollouts of {asdict(work)}: {told}.")
-
-
-def _speedup(model: CostModel, method: Method, work: Work) -> float:
-    return model.speedup(_costed(method), work)
 
 
 def _costed(method: Method) -> Compressor | Pages:

@@ -24,11 +24,14 @@ from sparse_rl_lightning.modules.evaluation_tables import (
     benchmark_name,
     benchmark_number,
     completion_table,
+    joined,
     name_arms,
     row_number,
+    unsampled_table,
 )
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
 from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.modules.problems import Problems, with_room
 from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder, fingerprint, weights_digest
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.modules.time_left import TimeLeft
@@ -48,7 +51,8 @@ class Evaluation(GenerationModule):
 
     Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and taken up by a later run of
     the same settings, weights and questions. Sequences draw the same random numbers under every cache and in any
-    batch. The defaults are the paper's (arXiv 2601.10079): temperature 0.8, top-p 0.95.
+    batch. The defaults are the paper's (arXiv 2601.10079): temperature 0.8, top-p 0.95. A problem for which the model's
+    context has no room is not sampled and counts as wrong, which is said and logged.
 
     Args:
         policy: A Hugging Face folder or hub name, or a source of models. ``--ckpt_path`` loads a checkpoint into it.
@@ -147,14 +151,17 @@ class Evaluation(GenerationModule):
             raise ValueError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
         if self._clock is None:
             self._clock = TimeLeft(self._work_to_do(batch))
-        name = benchmark_name(batch)
+        problems = self._problems(batch)
+        name = problems.name
+        problems.tell()
+        self.log(f"test/{name}/too_long", len(problems.too_long), batch_size=1)
         for arm in self.arms:
-            result = self.folder.load(name, arm, self._fingerprint(batch, arm))
+            result = self.folder.load(name, arm, self._fingerprint(problems, arm))
             if result is None:
-                result = self._evaluate_benchmark(batch, name, arm)
+                result = self._evaluate_benchmark(problems, arm)
             else:
                 rank_zero_info(f"{name}, {arm}: taken from {self.folder.path}")
-                self._clock.total -= self._work([batch]) // len(self.arms)
+                self._clock.total -= self._work(problems)
             self.results.append(result)
             self.log(f"test/{name}/{arm}", result.accuracy.mean, batch_size=1)
 
@@ -209,32 +216,41 @@ class Evaluation(GenerationModule):
         finally:
             sampler.release()
 
-    def _evaluate_benchmark(self, rows: Rows, name: str, arm: str) -> BenchmarkResult:
+    def _problems(self, rows: Rows) -> Problems:
+        """A benchmark's rows, apart from those that its limits and the model's context leave no room for."""
+        name, context = benchmark_name(rows), getattr(self.dense_policy.config, "max_position_embeddings", None)
+        return with_room(name, rows, self.encode(rows), self.params(name), context)
+
+    def _evaluate_benchmark(self, problems: Problems, arm: str) -> BenchmarkResult:
+        name = problems.name
         start, params = time.perf_counter(), self.params(name)
         checker = self._checker()
         checker.take_counters()
         tables: list[Table] = []
         with self.caching(arm) as sampler:
-            for part, ids in self._parts(rows, params, benchmark_number(name)):
+            for part, ids in self._parts(problems.sampled, params, benchmark_number(name)):
                 report = self._report(f"{name}, {arm}", params)
                 rollout = sampler.generate(self.encode(part), params, sequence_ids=ids, progress=report)
                 assert self._clock is not None
                 self._clock.finished(len(rollout), params.max_completion_length)
                 tables.append(completion_table(part, rollout, self.texts(rollout), checker))
-        columns = {key: [value for table in tables for value in table[key]] for key in tables[0]}
-        correct = torch.tensor(columns["correct"]).view(len(rows), params.num_generations)
+        columns = joined(tables)
+        peak = max(columns.pop("kv_peak_bytes"))
+        everything = joined([columns, unsampled_table(problems.too_long, params.num_generations)])
+        correct = torch.tensor(everything["correct"]).view(len(problems), params.num_generations)
         total = {key: sum(columns[key]) for key in KV_COLUMNS}
         result = BenchmarkResult(
-            name, arm, self._fingerprint(rows, arm), accuracy(correct),
+            name, arm, self._fingerprint(problems, arm), accuracy(correct),
             mean_length=sum(columns["length"]) / len(columns["length"]),
             clipped=1 - sum(columns["finished"]) / len(columns["finished"]),
             kv_saving_final=1 - total["kv_stored"] / max(1, total["kv_full"]),
             kv_saving_integral=1 - total["kv_stored_steps"] / max(1, total["kv_full_steps"]),
-            kv_peak_bytes=max(columns.pop("kv_peak_bytes")),
+            kv_peak_bytes=peak,
             seconds=time.perf_counter() - start,
             counters=checker.take_counters(),
+            too_long=len(problems.too_long),
         )  # fmt: skip
-        self.folder.save(result, {"benchmark": [name] * len(correct.flatten()), **columns})
+        self.folder.save(result, {"benchmark": [name] * len(correct.flatten()), **everything})
         return result
 
     def _report(self, where: str, params: SamplingParams) -> Callable[[Progress], None]:
@@ -251,11 +267,12 @@ class Evaluation(GenerationModule):
             own = slice(first, first + self.batch_size)
             yield rows[own], [start + sample for start in starts[own] for sample in range(params.num_generations)]
 
-    def _fingerprint(self, rows: Rows, arm: str) -> str:
-        name = benchmark_name(rows)
-        questions = [[prompt_text(row["prompt"]), str(row["answer"]), row.get("tolerance")] for row in rows]
+    def _fingerprint(self, problems: Problems, arm: str) -> str:
+        """Of everything that decides a result: which problems there is room for, too."""
+        rows = [*((row, []) for row in problems.sampled), *((row, ["too long"]) for row in problems.too_long)]
+        questions = [[prompt_text(r["prompt"]), str(r["answer"]), r.get("tolerance"), *mark] for r, mark in rows]
         return fingerprint(
-            weights=self._digest, cache=self.arms[arm], params=self.params(name), questions=questions,
+            weights=self._digest, cache=self.arms[arm], params=self.params(problems.name), questions=questions,
             end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype,
             version=version("sparse-rl-lightning"),
         )  # fmt: skip
@@ -263,12 +280,13 @@ class Evaluation(GenerationModule):
     def _work_to_do(self, batch: Rows) -> int:
         """Length limits of all sequences of the test loader; of this batch where the loader cannot be looked into."""
         data = getattr(self.trainer.test_dataloaders, "dataset", None)
-        return self._work(data if isinstance(data, list) and data and isinstance(data[0], list) else [batch])
+        batches = data if isinstance(data, list) and data and isinstance(data[0], list) else [batch]
+        return len(self.arms) * sum(self._work(self._problems(rows)) for rows in batches)
 
-    def _work(self, batches: list[Rows]) -> int:
-        """Length limits of all sequences of some benchmarks, under all caches."""
-        settings = [(len(rows), self.params(benchmark_name(rows))) for rows in batches]
-        return len(self.arms) * sum(n * p.num_generations * p.max_completion_length for n, p in settings)
+    def _work(self, problems: Problems) -> int:
+        """Length limits of all sequences of a benchmark under one cache."""
+        params = self.params(problems.name)
+        return len(problems.sampled) * params.num_generations * params.max_completion_length
 
     def _checker(self) -> MathChecker:
         (reward,) = self.reward_funcs

@@ -44,6 +44,28 @@ def row_number(row: dict[str, Any], place: int) -> int:
     return int(index) if index.isascii() and index.isdigit() else place
 
 
+def joined(tables: Sequence[Table]) -> Table:
+    """Tables of the same columns as one."""
+    return {key: [value for table in tables for value in table[key]] for key in tables[0]}
+
+
+def unsampled_table(rows: Rows, samples: int) -> Table:
+    """What stands for problems that were not sampled: wrong answers without a text."""
+    repeated = [row for row in rows for _ in range(samples)]
+    count = len(repeated)
+    return {
+        "index": [row_number(row, n) for n, row in enumerate(rows) for _ in range(samples)],
+        "sample": list(range(samples)) * len(rows),
+        "prompt": [prompt_text(row["prompt"]) for row in repeated],
+        "completion": [None] * count,
+        "answer": [str(row["answer"]) for row in repeated],
+        "extracted": [None] * count,
+        "correct": [False] * count,
+        "finished": [False] * count,
+        **{key: [0] * count for key in ("length", *KV_COLUMNS)},
+    }
+
+
 def completion_table(rows: Rows, rollout: Rollout, texts: Sequence[str], checker: MathChecker) -> Table:
     """A rollout with its answers checked: column names with a value per completion."""
     samples = len(texts) // len(rows)

@@ -32,6 +32,7 @@ class BenchmarkResult:
     kv_peak_bytes: int
     seconds: float
     counters: dict[str, int] = field(default_factory=dict)  # of the answer checker
+    too_long: int = 0  # problems for which the context has no room: not sampled, wrong in accuracy, in nothing else
 
     @property
     def measure(self) -> str:

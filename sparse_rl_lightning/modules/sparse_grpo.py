@@ -34,9 +34,9 @@ from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 class SparseGRPO(BlockModule):
     """GRPO whose rollouts run under a compressed KV cache, corrected by the callbacks it is trained with.
 
-    A loader batch is the block of prompts of one rollout, repeated ``steps_per_rollout`` times; every step trains
-    on one micro-batch of that rollout. ``SparsityAwareRejection`` and ``ImportanceReweighting`` make it Sparse-RL
-    (arXiv 2601.10079); without them it is naive, with ``FullKV`` it is dense GRPO (arXiv 2402.03300).
+    A loader batch is the block of prompts of one rollout, repeated ``steps_per_generation`` x ``num_iterations`` times;
+    every step trains on one micro-batch of that rollout. ``SparsityAwareRejection`` and ``ImportanceReweighting`` make
+    it Sparse-RL (arXiv 2601.10079); without them it is naive, with ``FullKV`` it is dense GRPO (arXiv 2402.03300).
 
     Args:
         policy: A Hugging Face folder or hub name, or a source of models.

@@ -31,6 +31,8 @@ class Result(Protocol):
     def kv_saving_final(self) -> float: ...  # noqa: D102
     @property
     def kv_peak_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def too_long(self) -> int: ...  # noqa: D102
 
 
 def results_table(results: Sequence[Result]) -> str:
@@ -54,6 +56,10 @@ def results_table(results: Sequence[Result]) -> str:
         peak = max(result.kv_peak_bytes for result in own)
         costs.append([arm, number(length, 1), percent(clipped), percent(saved), size(peak)])
     note = "Accuracy in %, with 95 % confidence over the problems. Costs are means over the benchmarks."
+    too_long = {result.benchmark: result.too_long for result in results if result.too_long}
+    if too_long:
+        named = ", ".join(f"{name} {count}" for name, count in too_long.items())
+        note += f"\nNot sampled, counted as wrong, since prompt and completion exceed the context: {named}."
     return f"{table(rows, 'lrl' + 'r' * len(arms))}\n\n{table(costs, 'lrrrr')}\n\n{note}"
 
 

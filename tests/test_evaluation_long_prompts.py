@@ -1,0 +1,123 @@
+"""Problems that do not fit into the context of the evaluated policy: not sampled, wrong, counted and said."""
+
+from __future__ import annotations
+
+import json
+import string
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pyarrow import parquet
+
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.modules.evaluation import Evaluation
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+QUESTIONS = ["1+1?", "What is one plus one, " + "if one is one, " * 30, "One and one?"]
+ARMS = ["dense", "KNorm-24"]
+
+
+@pytest.fixture
+def file(folder: Path) -> str:
+    """A configuration with a policy of 400 tokens, one per letter, and a benchmark that is too long in the middle."""
+    tokenizer = character_tokenizer(string.printable)
+    tiny_model("qwen2", vocab_size=len(tokenizer), hidden_size=32, max_position_embeddings=400).save_pretrained(
+        "policy"
+    )
+    tokenizer.save_pretrained("policy")
+    write_benchmark(QUESTIONS)
+    settings = {
+        "model": {
+            "class_path": "Evaluation",
+            "init_args": {
+                "policy": {"class_path": "PretrainedPolicy", "init_args": {"path": "policy", "dtype": "float32"}},
+                "compressors": [{"class_path": "KNorm", "init_args": {"budget": 24, "buffer": 4, "window": 4}}],
+                "num_samples": 2,
+                "max_completion_length": 6,
+            },
+        },
+        "data": {"class_path": "MathBenchmarks", "init_args": {"own": {"mine": "mine.jsonl"}, "benchmarks": ["mine"]}},
+        "trainer": {
+            "accelerator": "cpu", "default_root_dir": "run", "logger": False, "enable_progress_bar": False,
+            "enable_checkpointing": False, "enable_model_summary": False,
+        },
+    }  # fmt: skip
+    Path("eval.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return "eval.yaml"
+
+
+def write_benchmark(questions: list[str]) -> None:
+    rows = [json.dumps({"problem": question, "answer": "2"}) + "\n" for question in questions]
+    Path("mine.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
+def completions(arm: str) -> dict[str, list[Any]]:
+    return parquet.read_table(Path("run") / "evaluation" / arm / "mine.parquet").to_pydict()
+
+
+def test_a_problem_without_room_is_wrong_counted_and_said_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Evaluation, "texts", lambda self, rollout: [r"\boxed{2}"] * len(rollout))
+    with pytest.warns(UserWarning, match=r"mine: 1 of 3 problems \(rows 1\)") as caught:
+        cli = main(["test", "--config", file])
+    (said,) = [str(warning.message) for warning in caught if "mine" in str(warning.message)]
+    assert "no room for max_completion_length=6 in the model's context of 400 tokens" in said
+    assert "count as wrong" in said
+    for result, arm in zip(cli.model.results, ARMS, strict=True):
+        assert (result.arm, result.too_long) == (arm, 1)
+        assert (result.accuracy.num_problems, result.accuracy.mean) == (3, pytest.approx(2 / 3))
+        table = completions(arm)
+        assert list(zip(table["index"], table["completion"], table["correct"], strict=True)) == [
+            *[(index, r"\boxed{2}", True) for index in (0, 0, 2, 2)], *[(1, None, False)] * 2
+        ]  # fmt: skip
+        assert result.mean_length == sum(table["length"]) / 4  # of those that were sampled
+        assert result.counters["checks"] == 4
+        assert cli.trainer.callback_metrics[f"test/mine/{arm}"] == pytest.approx(2 / 3)
+    assert cli.trainer.callback_metrics["test/mine/too_long"] == 1
+    assert cli.model._clock.done == cli.model._clock.total  # the time left is of what is sampled
+
+
+def test_a_resumed_evaluation_says_the_same(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="mine: 1 of 3 problems"):
+            cli = main(["test", "--config", file])
+        assert cli.trainer.callback_metrics["test/mine/too_long"] == 1
+        shown.append((capsys.readouterr().out.partition("benchmark")[2], cli.model.results))
+    assert shown[0] == shown[1]  # its seconds too: it was taken up
+    assert "Not sampled, counted as wrong, since prompt and completion exceed the context: mine 1." in shown[0][0]
+    settings = json.loads(Path("policy/config.json").read_text()) | {"max_position_embeddings": 800}
+    Path("policy/config.json").write_text(json.dumps(settings))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="mine")
+        cli = main(["test", "--config", file])
+    assert [result.too_long for result in cli.model.results] == [0, 0]  # with room it is not taken up
+    assert "Not sampled" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:mine")
+def test_the_others_draw_what_they_would_draw_without_it(file: str) -> None:
+    main(["test", "--config", file])
+    beside = {arm: completions(arm)["completion"][:4] for arm in ARMS}
+    write_benchmark([QUESTIONS[0], "Two?", QUESTIONS[2]])
+    main(["test", "--config", file])
+    for arm in ARMS:
+        drawn = completions(arm)["completion"]
+        assert beside[arm] == drawn[:2] + drawn[4:]
+
+
+def test_a_benchmark_without_any_room_is_refused_before_anything_is_sampled(file: str) -> None:
+    Path("first.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n', encoding="utf-8")
+    own = "--data.init_args.own={first: first.jsonl, mine: mine.jsonl}"
+    arguments = ["test", "--config", file, own, "--data.init_args.benchmarks=[first,mine]"]
+    said = (
+        r"mine: no problem leaves room for max_completion_length=395 in the model's context of 400 tokens, the "
+        r"shortest prompt has \d+ tokens.*lower .* or model.max_completion_length_of if it names mine"
+    )
+    with pytest.raises(ValueError, match=said):
+        main([*arguments, "--model.init_args.max_completion_length_of={mine: 395}"])
+    assert not list(Path("run").rglob("*.json"))
+    with pytest.warns(UserWarning, match="mine: 1 of 3"):
+        main([*arguments, "--model.init_args.max_completion_length_of=null"])
