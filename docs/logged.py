@@ -17,11 +17,11 @@ UPDATE: list[Row] = [
     ("clip_ratio/low_mean", "share", f"tokens (or sequences) with a negative advantage {CLIP}"),
     ("clip_ratio/high_mean", "share", f"tokens (or sequences) with a positive advantage {CLIP}"),
     ("clip_ratio/region_mean", "share", "both"),
-    ("kept_fraction", "share", "completion tokens of the micro-batch that rejection left"),
+    ("kept_fraction", "share", "completion tokens of the micro-batch that neither rejection nor truncation takes away"),
     ("entropy", "nats/token", "entropy of the learner's distributions, mean over completion tokens"),
     ("kl", "nats/token", "estimate of KL(learner || reference policy); with `beta` above 0"),
     ("sparse/...", "", "the same keys of the sparse term of `ReplayGRPO` with `replay_objective: mixed`"),
-    ("empty_rollouts", "count", "rollouts so far of which rejection kept nothing"),
+    ("empty_rollouts", "count", "rollouts so far of which the loss saw nothing: all rejected, or cut off and masked"),
     ("grad_norm", "norm", "length of the gradient before it is clipped, of the last step that was not skipped"),
     ("skipped_steps", "count", "optimiser steps so far that were skipped for a gradient that is not finite"),
 ]

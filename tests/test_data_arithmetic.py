@@ -6,6 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from lightning import Trainer
+from tiny_grpo import module
 
 from sparse_rl_lightning.data import ARITHMETIC_ALPHABET, ArithmeticTasks, Row
 from sparse_rl_lightning.data.arithmetic import is_validation_question
@@ -162,3 +164,11 @@ def test_more_questions_than_there_are() -> None:
         ValueError, match=r"num_train=100 questions were asked for, but sum .* raise num_terms or digits"
     ):
         rows(num_terms=2, digits=1, num_train=100)
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_nothing_to_evaluate_on_is_an_error(command: str) -> None:
+    """Asked for by name, silence would look like success; in training there need be none."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"ArithmeticTasks has no validation rows.*data\.num_val"):
+        getattr(trainer, command)(module(), datamodule=ArithmeticTasks(num_train=20, num_val=0))

@@ -140,22 +140,52 @@ def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps(tmp_path: Path)
 def test_rejecting_everything_is_counted_and_told_once() -> None:
     """The loss is a zero: without momentum nothing moves."""
     seen = Weights()
-    with pytest.warns(UserWarning, match=r"kept no token of each of the last 2 rollouts.*raise") as told:
+    with pytest.warns(
+        UserWarning, match=r"loss saw no token of each of the last 2 rollouts.*Rejection takes.*raise"
+    ) as told:
         trainer = fit(module(), 4, [RejectAll(), EmptyRollouts(warn_after=2), seen])
     assert float(trainer.callback_metrics["empty_rollouts"]) == 4
-    assert sum("kept no token" in str(warning.message) for warning in told) == 1
+    assert sum("saw no token" in str(warning.message) for warning in told) == 1
     assert all(torch.equal(seen.seen[0], later) for later in seen.seen)
+
+
+def test_a_reward_that_does_not_fit_is_found_before_the_first_rollout() -> None:
+    class Drawn(Recorder):
+        def on_rollout_drawn(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+            self.scored.append(scored)
+
+    def needs(completions: list[str], unheard_of: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    drawn = Drawn()
+    with pytest.raises(ValueError, match=r"needs.*missing a required argument: 'unheard_of'"):
+        fit(module(needs), 1, [drawn])
+    assert drawn.scored == []
 
 
 def test_rejecting_most_is_told_once_and_not_counted() -> None:
     """A policy that learns from the few samples that are left can lose what it knew."""
-    with pytest.warns(UserWarning, match=r"kept less than 50% of the tokens of each of the last 2 .*raise") as told:
+    with pytest.warns(UserWarning, match=r"saw less than 50% of the tokens of each of the last 2 .*raise") as told:
         trainer = fit(module(), 4, [KeepFirst(), EmptyRollouts(warn_after=2)])
-    assert sum("kept less" in str(warning.message) for warning in told) == 1
+    assert sum("saw less" in str(warning.message) for warning in told) == 1
     assert float(trainer.callback_metrics["empty_rollouts"]) == 0
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Rejection kept")
-        fit(module(), 4, [KeepFirst(), EmptyRollouts(warn_after=2, little=0.01)])
+        warnings.filterwarnings("error", message="The loss saw")
+        fit(module(), 4, [KeepFirst(), EmptyRollouts(warn_after=2, few=0.01)])
+
+
+def test_completions_that_were_all_cut_off_are_told() -> None:
+    """Nothing is rejected, and still nothing is learned."""
+
+    class Endless(Recorder):
+        def on_rollout_drawn(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+            scored.rollout.finished[:] = False
+
+    grpo = module(mask_truncated_completions=True)
+    with pytest.warns(UserWarning, match=r"saw no token of each of the last 2 .* cut off, .*max_completion_length"):
+        trainer = fit(grpo, 4, [Endless(), EmptyRollouts(warn_after=2)])
+    assert float(trainer.callback_metrics["empty_rollouts"]) == 4
+    assert float(trainer.callback_metrics["kept_fraction"]) == 0
 
 
 def test_rollouts_that_keep_something_are_not_counted() -> None:
@@ -297,7 +327,7 @@ def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
     [
         (lambda: StepGuard(0), "StepGuard: max_in_a_row must be at least 1"),
         (lambda: EmptyRollouts(0), "EmptyRollouts: warn_after must be at least 1"),
-        (lambda: EmptyRollouts(little=1.5), "EmptyRollouts: little must be between 0 and 1"),
+        (lambda: EmptyRollouts(few=1.5), "EmptyRollouts: few must be between 0 and 1"),
         (lambda: RankWatch(1), "RankWatch: timeout must be at least 3 seconds"),
         (lambda: module(reward_timeout=0.0), "reward_timeout must be positive or null"),
     ],

@@ -12,6 +12,7 @@ from sparse_rl_lightning.rewards import (
     arithmetic_reward,
     boxed_format_reward,
     boxed_math_reward,
+    check_rewards,
     compute_rewards,
     reward_name,
     worked_steps_reward,
@@ -126,6 +127,17 @@ def test_a_function_that_fails_on_no_single_sample() -> None:
 
     with pytest.raises(RuntimeError, match=r"pairwise raised KeyError\('together'\) on the batch as a whole"):
         rewards_of([pairwise], ["a", "b"])
+
+
+def test_functions_are_checked_before_anything_is_drawn() -> None:
+    async def later(completions: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    check_rewards([boxed_math_reward], ["answer"])
+    with pytest.raises(ValueError, match=r"boxed_math_reward.*missing a required argument: 'answer'.*gold"):
+        check_rewards([boxed_math_reward], ["gold"])
+    with pytest.raises(ValueError, match=r"later is async.*asyncio\.run"):
+        check_rewards([later], [])
 
 
 def test_a_missing_column_is_named() -> None:

@@ -1,4 +1,4 @@
-"""EmptyRollouts: notice that rejection leaves nothing, or little, to learn from."""
+"""EmptyRollouts: notice that nothing, or little, is left to learn from."""
 
 from __future__ import annotations
 
@@ -10,51 +10,56 @@ from lightning.pytorch import LightningModule, Trainer
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
+REJECTED = (
+    "Rejection takes the others: the compressed cache's policy is too far from the dense one. Stop and raise the "
+    "compressor's budget, choose another compressor, or train with ReplayGRPO."
+)
+CUT_OFF = (
+    "The others are of completions that were cut off, which mask_truncated_completions leaves out: raise "
+    "max_completion_length, or name the tokens or strings that end an answer (end_tokens, stop_strings)."
+)
+
 
 class EmptyRollouts(RolloutCallback):
-    """Count rollouts of which rejection keeps nothing, on any rank, and warn where little is kept, with advice.
+    """Count rollouts that leave the loss no token, on any rank, and warn where it sees few, with advice.
 
-    A policy that learns from the few samples that are left can lose in a few steps what it knew. Steps on nothing have
-    a policy loss of zero, so momentum, weight decay and the KL penalty alone move the weights. ``empty_rollouts`` is
-    logged, the number so far. Modules that roll out add this callback themselves.
+    Tokens go by rejection, and with ``mask_truncated_completions`` where a completion was cut off. A policy that learns
+    from the few samples that are left can lose in a few steps what it knew. Steps on nothing have a policy loss of
+    zero, so momentum, weight decay and the KL penalty alone move the weights. ``empty_rollouts`` is logged, the number
+    so far. Modules that roll out add this callback themselves.
 
     Args:
-        warn_after: Rollouts in a row after which to warn, once of empty ones and once of those with little.
-        little: Share of completion tokens; a rollout that keeps less has little.
+        warn_after: Rollouts in a row after which to warn, once of empty ones and once of those with few tokens.
+        few: Share of the completion tokens; below it they are few.
 
     Raises:
         ValueError: If the number is below 1, or the share not between 0 and 1.
     """
 
-    def __init__(self, warn_after: int = 3, little: float = 0.5) -> None:
+    def __init__(self, warn_after: int = 3, few: float = 0.5) -> None:
         if warn_after < 1:
             raise ValueError(f"EmptyRollouts: warn_after must be at least 1, got warn_after={warn_after}.")
-        if not 0 <= little <= 1:
-            raise ValueError(f"EmptyRollouts: little must be between 0 and 1, got little={little}.")
-        self.warn_after, self.little = warn_after, little
+        if not 0 <= few <= 1:
+            raise ValueError(f"EmptyRollouts: few must be between 0 and 1, got few={few}.")
+        self.warn_after, self.few = warn_after, few
         self.count = 0
         self.in_a_row = 0
-        self.little_in_a_row = 0
+        self.few_in_a_row = 0
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         """Count, and warn."""
-        kept = _share_kept(trainer, scored.rollout)
+        whole, finished, kept = _tokens(trainer, module, scored.rollout)
         self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
-        self.little_in_a_row = self.little_in_a_row + 1 if kept < self.little else 0
+        self.few_in_a_row = self.few_in_a_row + 1 if kept < self.few * whole else 0
         self.count += kept == 0
-        if self.in_a_row == self.warn_after:
-            self._warn(trainer, "no token", "the steps on them follow nothing but momentum, weight decay and penalty")
-        elif self.little_in_a_row == self.warn_after:
-            few = f"less than {self.little:.0%} of the tokens"
-            self._warn(trainer, few, "what is left can ruin the policy: watch its accuracy with the full cache")
-
-    def _warn(self, trainer: Trainer, kept: str, so: str) -> None:
-        warn_of_run(
-            trainer,
-            f"Rejection kept {kept} of each of the last {self.warn_after} rollouts; {so}. The compressed cache's "
-            "policy is too far from the dense one. Stop and raise the compressor's budget, choose another compressor, "
-            "or train with ReplayGRPO.",
-        )
+        empty = self.in_a_row == self.warn_after
+        if empty or self.few_in_a_row == self.warn_after:
+            seen = "no token" if empty else f"less than {self.few:.0%} of the tokens"
+            warn_of_run(
+                trainer,
+                f"The loss saw {seen} of each of the last {self.warn_after} rollouts, and what is left can ruin the "
+                f"policy. {CUT_OFF if finished < self.few * whole else REJECTED}",
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -64,20 +69,20 @@ class EmptyRollouts(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts."""
-        return {"count": self.count, "in_a_row": self.in_a_row, "little_in_a_row": self.little_in_a_row}
+        return {"count": self.count, "in_a_row": self.in_a_row, "few_in_a_row": self.few_in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
         self.count, self.in_a_row = state_dict["count"], state_dict["in_a_row"]
-        self.little_in_a_row = state_dict.get("little_in_a_row", 0)  # not in older checkpoints
+        self.few_in_a_row = state_dict.get("few_in_a_row", 0)  # not in older checkpoints
 
 
-def _share_kept(trainer: Trainer, rollout: Rollout) -> float:
-    """Tokens that have a loss over completion tokens, of all ranks."""
-    if rollout.keep is None:
-        return 1.0
-    mask = rollout.completion_mask
-    counts = torch.stack([(rollout.keep & mask).sum(), mask.sum()]).float()
+def _tokens(trainer: Trainer, module: Any, rollout: Rollout) -> list[float]:
+    """Completion tokens of all ranks, those of completions that count, and of these the ones that rejection left."""
+    mask = module.objective.mask(rollout)
+    kept = mask if rollout.keep is None else mask & rollout.keep
+    counts = torch.stack([rollout.completion_mask.sum(), mask.sum(), kept.sum()]).float()
     if trainer.world_size > 1:
         counts = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
-    return float(counts[0] / counts[1].clamp(min=1))
+    found: list[float] = counts.tolist()
+    return found

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -92,6 +93,11 @@ class PromptDataModule(LightningDataModule):
         if self._val is None:
             self._val = self.val_rows()[: self.max_val_prompts]
         if not self._val:
+            if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:  # silence looked like success
+                raise ValueError(
+                    f"{type(self).__name__} has no validation rows, so there is nothing to evaluate on. Give it some: "
+                    "data.val_path of JsonlPrompts, data.num_val of ArithmeticTasks."
+                )
             return []
         return in_order(self._val, self.val_batch_size)
 

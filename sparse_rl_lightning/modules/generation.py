@@ -198,7 +198,7 @@ class GenerationModule(PolicyModule):
     def reward(self, scored: ScoredRollout) -> Tensor:
         """(B,) weighted sums of the reward functions; each function's own values go into the reward table."""
         repeated = [row for row in scored.rows for _ in range(scored.num_generations)]
-        columns = {name: [row.get(name) for row in repeated] for name in repeated[0] if name != "prompt"}
+        columns = {name: [row.get(name) for row in repeated] for name in columns_of(scored.rows)}
         functions = [GuardedReward(function, self.reward_timeout) for function in self.reward_funcs]
         rewards, table = compute_rewards(
             functions,
@@ -286,6 +286,11 @@ class GenerationModule(PolicyModule):
     @property
     def _world_size(self) -> int:
         return self.trainer.world_size if self._trainer is not None else 1
+
+
+def columns_of(rows: Rows) -> list[str]:
+    """What any of the rows has besides its prompt; a row that lacks it has None."""
+    return list(dict.fromkeys(name for row in rows for name in row if name != "prompt"))
 
 
 def completion_ids(rollout: Rollout) -> list[list[int]]:

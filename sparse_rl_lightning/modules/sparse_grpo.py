@@ -18,7 +18,7 @@ from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.block import RolloutBlock
 from sparse_rl_lightning.modules.block_module import BlockModule
-from sparse_rl_lightning.modules.generation import Rows
+from sparse_rl_lightning.modules.generation import Rows, columns_of
 from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
@@ -26,6 +26,7 @@ from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.ranks import advantages_of_rank
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rewards import check_rewards
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
@@ -190,6 +191,7 @@ class SparseGRPO(BlockModule):
     def roll_out(self, rows: Rows) -> ScoredRollout:
         """Everything that happens to a block of prompts before the first loss, in this order."""
         self._dispatch("on_rollout_start", rows)
+        check_rewards(self.reward_funcs, columns_of(rows))
         scored = self.draw(rows)  # sparse policy
         self._dispatch("on_rollout_drawn", scored)
         self._rescore(scored)  # dense policy

@@ -1,6 +1,13 @@
 """Reward functions, with TRL's signature, and the exact answer checker behind them."""
 
-from sparse_rl_lightning.rewards.base import RewardFunction, compute_rewards, counting, reward_counters, reward_name
+from sparse_rl_lightning.rewards.base import (
+    RewardFunction,
+    check_rewards,
+    compute_rewards,
+    counting,
+    reward_counters,
+    reward_name,
+)
 from sparse_rl_lightning.rewards.functions import (
     MathReward,
     arithmetic_reward,
@@ -15,6 +22,7 @@ __all__ = [
     "arithmetic_reward",
     "boxed_format_reward",
     "boxed_math_reward",
+    "check_rewards",
     "compute_rewards",
     "counting",
     "reward_counters",

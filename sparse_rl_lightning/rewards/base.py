@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -62,6 +62,24 @@ def compute_rewards(
     applies = ~per_function.isnan()
     rewards = (per_function.nan_to_num() * factors).sum(dim=1)
     return rewards.masked_fill(~applies.any(dim=1), math.nan), per_function
+
+
+def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:
+    """Refuse reward functions that cannot be called, before anything is drawn.
+
+    Args:
+        functions: Reward functions.
+        columns: Names of the rows' columns besides the prompt.
+
+    Raises:
+        ValueError: If one is async, or its signature does not fit the columns.
+    """
+    names = [*_ARGUMENTS, *columns]
+    for function in functions:
+        name = reward_name(function)
+        if inspect.iscoroutinefunction(function):
+            raise ValueError(f"The reward function {name} is async. Write a plain one that calls asyncio.run() on it.")
+        _check_columns(function, names)
 
 
 def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
@@ -127,17 +145,17 @@ def _call(function: RewardFunction, batch: dict[str, list[Any]]) -> Tensor:
     )
 
 
-def _check_columns(function: RewardFunction, batch: dict[str, list[Any]]) -> None:
+def _check_columns(function: RewardFunction, names: Iterable[str]) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtins need not have one
         return
     try:
-        signature.bind(**batch)
+        signature.bind(**dict.fromkeys(names))
     except TypeError as error:
         raise ValueError(
             f"The reward function {reward_name(function)}{signature} does not fit the data: {error}. It is called with "
-            f"{', '.join(batch)}; give the data the missing column, and the function **columns for those it ignores."
+            f"{', '.join(names)}; give the data the missing column, and the function **columns for those it ignores."
         ) from error
 
 
