@@ -111,7 +111,7 @@ docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning a
 	$(SPHINX) -b html docs build/docs
 	@echo "Written: build/docs/index.html"
 
-docs-pages: $(INSTALLED) ## write again what docs/ takes from signatures, docstrings and the cost model; draw its pictures
+docs-pages: $(INSTALLED) ## write again what docs/ takes from code, cost model and measured tables; draw its pictures
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/figures.py
 

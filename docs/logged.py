@@ -102,7 +102,7 @@ HEALTHY = {
     "guard/length_ratio": "above 0.6",
     "guard/raises": "0",
     "empty_rollouts": "0",
-    "grad_norm": "of one size; steps ten times as long come before trouble",
+    "grad_norm": "stays of one size",
     "skipped_steps": "0; under float16 a few at the start",
     "mismatch_split/kernel/kl_k3": "below a tenth of the compression's",
     "time/rollout": "most of `time/block`; if not, see [slow](troubleshooting.md#it-is-slow)",

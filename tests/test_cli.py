@@ -88,6 +88,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--help"], ["fit", "export", "calibrate", "report", "doctor"]),
         (["fit", "--help"], ["sparse-rl", "--num_threads", "--trainer.max_steps", "--ckpt_path"]),
         (
             ["fit", "--model", "SparseGRPO", "--model.compressor.help=SnapKV"],

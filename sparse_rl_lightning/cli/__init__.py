@@ -37,6 +37,11 @@ from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.generation import GenerationModule
 
+OTHERS = (
+    "Beside these: calibrate (a schedule of budgets for a policy), report (the page of a run, or of several side by "
+    "side) and doctor (what runs natively here, and what is missing)."
+)
+
 
 class SparseRLCLI(LightningCLI):
     """LightningCLI that settles what must hold before any model is built, and never starts over silently."""
@@ -138,7 +143,7 @@ def main(args: ArgsType = None) -> LightningCLI:
             # not config.yaml: the folder may hold the user's own
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True, "config_filename": "run_config.yaml"},
-            parser_kwargs={"version": __version__, "prog": "sparse-rl"},
+            parser_kwargs={"version": __version__, "prog": "sparse-rl", "epilog": OTHERS},
             args=args,
         )
 
