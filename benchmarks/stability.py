@@ -86,8 +86,8 @@ def note(scale: Scale, found: Sequence[Found], planned: int, remark: str) -> str
         + f"\n\n{scale.steps} optimiser steps, two per rollout of 16 × 8 sequences, from the policies of "
         f"`configs/warmup.yaml` and `configs/warmup_reduction.yaml`. Accuracies are greedy, on {scale.num_problems} "
         "held-out problems at the end (standard error 0.03 from the problems alone). One seed or two stand as they "
-        "are; of more, the mean and after ± half the width of its 95 % interval (Student's t). k3, a geometric mean, and P5 compare the "
-        "compressed policy with the dense one in the last quarter of the rollouts; rounding, from the sampler to its "
+        "are; of more, the mean and after ± half the width of its 95 % interval (Student's t). k3, a geometric mean, and P5 "
+        "compare the compressed policy with the dense one in the last quarter of the rollouts; rounding, from the sampler to its "
         f"replay, moved it by a k3 of at most {rounding:.1g} in any rollout measured. Collapsed: less than a quarter "
         "of the accuracy with the full cache is left. Minutes are those of training, on one core each."
     )
