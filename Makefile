@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WARMUP := runs/warmup/policy/config.json
+LAST := runs/quickstart/checkpoints/last.ckpt
 TRAINED := runs/quickstart/policy/config.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
@@ -39,8 +40,10 @@ $(WARMUP): configs/warmup.yaml | $(INSTALLED)
 	$(BIN)/sparse-rl fit --config configs/warmup.yaml
 	@test -s $@ && touch $@
 
-$(TRAINED): configs/quickstart.yaml | $(WARMUP)
+$(LAST): configs/quickstart.yaml $(WARMUP)
 	$(BIN)/sparse-rl fit --config configs/quickstart.yaml
+
+$(TRAINED): $(LAST)
 	$(BIN)/sparse-rl export --config configs/quickstart.yaml --ckpt_path=last --folder=$(dir $@)
 
 test: lint typecheck ## linters, types and the fast tests

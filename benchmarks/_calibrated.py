@@ -27,7 +27,7 @@ class Tails:
         """From the folder that ``sparse-rl calibrate`` wrote."""
         worst: dict[str, float] = {}
         for row in csv.DictReader((folder / "table.csv").read_text(encoding="utf-8").splitlines()):
-            if row["tail"] and int(row["last_length"]) <= LONGEST:
+            if row["tail"] and int(row["first_length"]) <= LONGEST:
                 worst[row["budget"]] = min(worst.get(row["budget"], 1.0), float(row["tail"]))
         return cls(worst, ScheduleFile(str(folder / "schedule.yaml")))
 

@@ -82,9 +82,10 @@ def calibrate(folder: Path) -> dict[int, list[Cell | None]]:
 def tails(folder: Path, settings: dict[str, Any]) -> str:
     """The table of what was calibrated; the same parts once more for a schedule whose budgets may fall."""
     free = folder.with_name(f"{folder.name}-free")
-    if not (free / "table.csv").exists():
-        shutil.copytree(folder / "parts", free / "parts", dirs_exist_ok=True)
-        sparse_rl("calibrate", "--config", "configs/calibrate.yaml", f"--folder={free}", "--monotone=false")
+    if (free / "parts").exists():
+        shutil.rmtree(free / "parts")
+    shutil.copytree(folder / "parts", free / "parts")
+    sparse_rl("calibrate", "--config", "configs/calibrate.yaml", f"--folder={free}", "--monotone=false")
     lengths = dense_lengths(folder)
     table = calibration_table(
         Tails.read(folder), Tails.read(free), lambda budget: entries_per_token(budget, lengths, settings)

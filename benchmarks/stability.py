@@ -12,6 +12,7 @@ checkpoint. Seeds come one after the other, so that an early end leaves whole on
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -80,16 +81,18 @@ def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
 def note(scale: Scale, found: Sequence[Found], planned: int, remark: str) -> str:
     """How to read the tables."""
     seeds = ", ".join(map(str, sorted({one.run.seed for one in found})))
-    rounding = max((split.get(ROUNDING, 0.0) for one in found for split in one.course["splits"]), default=0.0)
+    k3 = [split.get(ROUNDING, math.nan) for one in found for split in one.course["splits"]]
+    rounding = [value for value in k3 if math.isfinite(value)]
+    rounded = f"at most {max(rounding):.1g} in any rollout measured" if rounding else "not measured"
     return (
         f"{machine('cpu')}. {len(found)} of {planned} runs, seeds {seeds}. {remark}".strip()
         + f"\n\n{scale.steps} optimiser steps, two per rollout of 16 × 8 sequences, from the policies of "
         f"`configs/warmup.yaml` and `configs/warmup_reduction.yaml`. Accuracies are greedy, on {scale.num_problems} "
         "held-out problems at the end (standard error 0.03 from the problems alone). One seed or two stand as they "
-        "are; of more, the mean and after ± half the width of its 95 % interval (Student's t). k3, a geometric mean, and P5 "
-        "compare the compressed policy with the dense one in the last quarter of the rollouts; rounding, from the sampler to its "
-        f"replay, moved it by a k3 of at most {rounding:.1g} in any rollout measured. Collapsed: less than a quarter "
-        "of the accuracy with the full cache is left. Minutes are those of training, on one core each."
+        "are; of more, the mean and after ± half the width of its 95 % interval (Student's t). k3, a geometric mean, "
+        "and P5 compare the compressed policy with the dense one in the last quarter of the rollouts; the k3 of "
+        f"rounding, from the sampler to its replay: {rounded}. Collapsed: less than a quarter of the accuracy with "
+        "the full cache is left. Minutes are those of training, on one core each."
     )
 
 

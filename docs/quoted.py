@@ -18,7 +18,8 @@ Row = dict[str, str]
 
 def measured(page: str, heading: str = "Measured") -> list[Row]:
     """The rows of the first table below a heading, cells by the column's title; the first column's may be empty."""
-    section = re.split(rf"^#+ {re.escape(heading)}$", (FOLDER / page).read_text("utf-8"), flags=re.MULTILINE)[1]
+    behind = re.split(rf"^#+ {re.escape(heading)}$", (FOLDER / page).read_text("utf-8"), flags=re.MULTILINE)[1]
+    section = re.split(r"^#", behind, maxsplit=1, flags=re.MULTILINE)[0]
     found = re.search(r"^\|.*(?:\n\|.*)+", section, re.MULTILINE)
     if found is None:
         raise ValueError(f"there is no table below {heading} in docs/{page}.")

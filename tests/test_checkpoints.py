@@ -214,15 +214,17 @@ def test_checkpoints_with_pickled_objects_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("manifest.json", "folder of DeepSpeed, .*sparse_rl_deepspeed_stage_1, .* sparse-rl export; .*model.policy"),
-        (".metadata", "folder of FSDP2 or not whole, .*ModelParallelStrategy, with ExportPolicy .*model.policy"),
+        ("manifest.json", "checkpoint folder of DeepSpeed, .*sparse_rl_deepspeed_stage_1, .* sparse-rl export"),
+        (".metadata", "checkpoint folder of FSDP2, .*ModelParallelStrategy, with ExportPolicy"),
+        ("config.json", r"model folder and no checkpoint\. .*model.policy"),
+        ("other.txt", "folder without a checkpoint"),
     ],
 )
-def test_folders_of_sharding_strategies_are_told_of_on_one_device(file: str, said: str, tmp_path: Path) -> None:
+def test_folders_are_told_of_on_one_device(file: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "run" / "last.ckpt"
     path.mkdir(parents=True)
     (path / file).touch()
-    with pytest.raises(ValueError, match=f"ckpt_path='{path}' is a checkpoint {said}"):
+    with pytest.raises(ValueError, match=f"ckpt_path='{path}' is a {said}"):
         fit(module(), 1, ckpt_path=str(path))
 
 

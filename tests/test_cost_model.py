@@ -187,6 +187,15 @@ def test_the_fastest_schedule_is_that_of_brute_force() -> None:
         found.fastest_schedule(methods, [[True] * 3, [False] * 3], 2000, work)
 
 
+def test_the_last_budget_of_a_schedule_goes_on() -> None:
+    """Tokens behind the last bin are read under its budget, and count."""
+    found, work = cost("qwen3-1.7b"), Work(64, 500, 3000)
+    methods = [(budget, Pages(budget, metadata=1.0, reserved=48)) for budget in (512, 528, 1024)]
+    for size, bins in ((600, 1), (300, 2), (576, 1)):
+        best = found.fastest_schedule(methods, [[True] * 3] * bins, size, work)
+        assert best == LengthSchedule.constant(512), (size, bins)
+
+
 @pytest.mark.parametrize("rising", [False, True])
 def test_the_fastest_retrieval_is_that_of_brute_force(rising: bool) -> None:
     """Just above its budget a sequence would read less with all of it: a larger budget may be the faster one."""

@@ -108,6 +108,16 @@ def test_the_others_draw_what_they_would_draw_without_it(file: str) -> None:
         assert beside[arm] == drawn[:2] + drawn[4:]
 
 
+@pytest.mark.filterwarnings("ignore:mine")
+def test_questions_in_another_order_are_evaluated_anew(file: str) -> None:
+    """The place of a row decides its random numbers, that of one without room too."""
+    main(["test", "--config", file])
+    assert completions("dense")["index"] == [0, 0, 2, 2, 1, 1]
+    write_benchmark([QUESTIONS[0], QUESTIONS[2], QUESTIONS[1]])
+    main(["test", "--config", file])
+    assert completions("dense")["index"] == [0, 0, 1, 1, 2, 2]
+
+
 def test_a_benchmark_without_any_room_is_refused_before_anything_is_sampled(file: str) -> None:
     Path("first.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n', encoding="utf-8")
     own = "--data.init_args.own={first: first.jsonl, mine: mine.jsonl}"

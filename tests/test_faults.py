@@ -128,6 +128,17 @@ def test_length_of_the_gradient_is_that_before_clipping() -> None:
     assert seen.got == pytest.approx(seen.want, rel=1e-5)
 
 
+def test_length_of_the_gradient_of_a_fused_optimiser_is_without_the_loss_scale() -> None:
+    """It divides by the scale inside its step, behind the measurement."""
+    logged = []
+    for fused in (False, True):
+        grpo = module(optimizer=lambda parameters, fused=fused: torch.optim.AdamW(parameters, fused=fused))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        trainer = fit(grpo, 1, [StepGuard()], plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        logged.append(float(trainer.callback_metrics["grad_norm"]))
+    assert logged[1] == pytest.approx(logged[0], rel=1e-2)
+
+
 def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps(tmp_path: Path) -> None:
     """The loss scale is halved with every bad step: the third makes it 1 and is the first of three that count."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

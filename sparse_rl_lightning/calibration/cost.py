@@ -172,6 +172,7 @@ class CostModel:
     ) -> dict[int, list[float]]:
         """By budget, the tokens that a sequence reads in every bin of lengths."""
         edges = [max(number * bin_size - work.prompt - 1, 0) for number in range(num_bins + 1)]  # from prompt + 1 on
+        edges[-1] = max(edges[-1], work.length)  # the last budget goes on
         costs: dict[int, list[float]] = {}
         least = [0.0] * num_bins
         for budget, method in sorted(methods.items(), key=lambda pair: pair[0]):

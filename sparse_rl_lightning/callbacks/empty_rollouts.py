@@ -29,7 +29,7 @@ class EmptyRollouts(RolloutCallback):
     so far. Modules that roll out add this callback themselves.
 
     Args:
-        warn_after: Rollouts in a row after which to warn, once of empty ones and once of those with few tokens.
+        warn_after: Empty rollouts in a row, or rollouts with few tokens, after which to warn, once per row.
         few: Share of the completion tokens; below it they are few.
 
     Raises:
@@ -50,7 +50,7 @@ class EmptyRollouts(RolloutCallback):
         """Count, and warn."""
         whole, finished, kept = _tokens(trainer, module, scored.rollout)
         self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
-        self.few_in_a_row = self.few_in_a_row + 1 if kept < self.few * whole else 0
+        self.few_in_a_row = self.few_in_a_row + 1 if 0 < kept < self.few * whole else 0
         self.count += kept == 0
         empty = self.in_a_row == self.warn_after
         if empty or self.few_in_a_row == self.warn_after:

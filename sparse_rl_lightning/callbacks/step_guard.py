@@ -48,9 +48,11 @@ class StepGuard(Callback):
             return  # it looks at its own gradients, see on_train_batch_end
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = _norms([p.grad for p in parameters])
-        finite = not norms or bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
+        finite = not norms or bool(torch.stack(norms).isfinite().all())
         self._skips_now = not trainer.strategy.reduce_boolean_decision(finite, all=True)
-        self._norm = None if self._skips_now else _length(trainer, [p.grad for p in parameters])
+        self._norm = (
+            None if self._skips_now else _length(trainer, [p.grad for p in parameters]) / _scale(trainer, optimizer)
+        )
         if self._skips_now:
             for parameter in parameters:
                 parameter.grad = None
@@ -72,7 +74,10 @@ class StepGuard(Callback):
         self.skipped += self._skips_now
         pl_module.log("skipped_steps", float(self.skipped))
         if self._norm is not None:
-            pl_module.log("grad_norm", float(self._norm))
+            adapter = getattr(
+                pl_module, "trains_adapter", False
+            )  # of DistillSparse, whose numbers have names of their own
+            pl_module.log("distill/grad_norm" if adapter else "grad_norm", float(self._norm))
         if self._skips_now:
             self._tell(trainer, cast("BlockModule", pl_module))
         self._skips_now = False
@@ -111,17 +116,23 @@ def _seeks_scale(trainer: Trainer) -> bool:
     return scaler is not None and scaler.get_scale() > 1
 
 
+def _scale(trainer: Trainer, optimizer: Any) -> float:
+    """What float16 has multiplied the gradient by; a fused optimiser divides by it only inside its step."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler.get_scale() if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0
+
+
 def _norms(gradients: list[torch.Tensor], order: float = torch.inf) -> list[torch.Tensor]:
-    """One norm per gradient, infinite or NaN if anything in it is."""
+    """One float32 norm per gradient, infinite or NaN if anything in it is."""
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     own = [gradient for gradient in own if gradient.numel()]  # of a small weight a rank may hold nothing
-    return list(torch._foreach_norm(own, order)) if own else []
+    return list(torch._foreach_norm(own, order, dtype=torch.float32)) if own else []
 
 
 def _length(trainer: Trainer, gradients: list[torch.Tensor]) -> float:
     """Euclidean norm of all gradients together; of sharded ones every rank has a part."""
     norms = _norms(gradients, 2.0)
-    squares = torch.stack([norm.float() for norm in norms]).square().sum() if norms else torch.tensor(0.0)
+    squares = torch.stack(norms).square().sum() if norms else torch.tensor(0.0)
     if any(isinstance(gradient, DTensor) for gradient in gradients):
         squares = torch.as_tensor(trainer.strategy.reduce(squares.to(trainer.strategy.root_device), reduce_op="sum"))
     return float(squares.sqrt())

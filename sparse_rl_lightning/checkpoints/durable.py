@@ -95,16 +95,21 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 def _why_no_file(folder: Path) -> str:
     """What a folder in place of a checkpoint file is, and what can be done with it."""
+    given = f"ckpt_path={str(folder)!r} is a"
     if (folder / NAME).is_file():
-        kind = "of DeepSpeed"
-        resume = "--trainer.strategy=sparse_rl_deepspeed_stage_1, _2 or _3, or write its weights with sparse-rl export"
-    else:
-        kind = "of FSDP2 or not whole"
-        resume = "ModelParallelStrategy, with ExportPolicy if you want its weights"
-    return (
-        f"ckpt_path={str(folder)!r} is a checkpoint folder {kind}, one device and DDP read a single file. Resume with "
-        f"{resume}; a folder of exported weights is named under model.policy."
-    )
+        return (
+            f"{given} checkpoint folder of DeepSpeed, one device and DDP read a single file. Resume with "
+            "--trainer.strategy=sparse_rl_deepspeed_stage_1, _2 or _3, or write its weights with sparse-rl export and "
+            "name that folder under model.policy."
+        )
+    if (folder / ".metadata").is_file():
+        return (
+            f"{given} checkpoint folder of FSDP2, one device and DDP read a single file. Resume with "
+            "ModelParallelStrategy, with ExportPolicy if you want its weights."
+        )
+    if (folder / "config.json").is_file():
+        return f"{given} model folder and no checkpoint. Name it under model.policy."
+    return f"{given} folder without a checkpoint of DeepSpeed or FSDP2. Name a file, or last."
 
 
 def weights_beside(path: Path) -> Path:

@@ -51,8 +51,8 @@ class Evaluation(GenerationModule):
 
     Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and taken up by a later run of
     the same settings, weights and questions. Sequences draw the same random numbers under every cache and in any
-    batch. The defaults are the paper's (arXiv 2601.10079): temperature 0.8, top-p 0.95. A problem for which the model's
-    context has no room is not sampled and counts as wrong, which is said and logged.
+    batch. The defaults are the paper's (arXiv 2601.10079): temperature 0.8, top-p 0.95. In ``sparse-rl test`` a problem
+    for which the model's context has no room is not sampled and counts as wrong, which is said and logged.
 
     Args:
         policy: A Hugging Face folder or hub name, or a source of models. ``--ckpt_path`` loads a checkpoint into it.
@@ -268,9 +268,10 @@ class Evaluation(GenerationModule):
             yield rows[own], [start + sample for start in starts[own] for sample in range(params.num_generations)]
 
     def _fingerprint(self, problems: Problems, arm: str) -> str:
-        """Of everything that decides a result: which problems there is room for, too."""
-        rows = [*((row, []) for row in problems.sampled), *((row, ["too long"]) for row in problems.too_long)]
-        questions = [[prompt_text(r["prompt"]), str(r["answer"]), r.get("tolerance"), *mark] for r, mark in rows]
+        """Of everything that decides a result: which problems there is room for and where they stand, too."""
+        questions = [[prompt_text(r["prompt"]), str(r["answer"]), r.get("tolerance")] for r in problems.all]
+        if problems.too_long:  # without any, their order alone says where they stand
+            questions.append([[row_number(row, n) for n, row in enumerate(problems.all)], len(problems.sampled)])
         return fingerprint(
             weights=self._digest, cache=self.arms[arm], params=self.params(problems.name), questions=questions,
             end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype,

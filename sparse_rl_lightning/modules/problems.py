@@ -27,6 +27,11 @@ class Problems:
         """All of them, as accuracy counts them."""
         return len(self.sampled) + len(self.too_long)
 
+    @property
+    def all(self) -> Rows:
+        """Those that are sampled, and behind them the others."""
+        return [*self.sampled, *self.too_long]
+
     def tell(self) -> None:
         """Name the problems that are not sampled, if there are any."""
         if self.too_long:
