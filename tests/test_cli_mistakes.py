@@ -114,7 +114,11 @@ MISTAKES = {
     ),
     "prompt longer than the context": Mistake(
         ["prompt 0 has 124 tokens", "max_completion_length=12", "context of 128"],
-        rows="".join(json.dumps({"prompt": "1+" * 61 + "1=", "answer": "62"}) + "\n" for _ in range(4)),
+        rows="".join(json.dumps({"prompt": "1+" * 61 + "1=", "answer": "62", "solution": ""}) + "\n" for _ in range(4)),
+    ),
+    "column that a reward needs": Mistake(
+        ["worked_steps_reward", "missing a required argument: 'solution'", "give the data the missing column"],
+        rows='{"prompt": "1+1=", "answer": "2"}\n' * 4,
     ),
     "reward that is not a number": Mistake(
         ["nan_reward", "nan", "sample 3"], {"model.init_args.reward_funcs": "tiny_run.nan_reward"}
