@@ -15,6 +15,11 @@ CHECK = "schedule"  # the rows in which a calibration measured what it had picke
 LONGEST = 47  # tokens; hardly any sequence is longer
 
 
+def table_rows(folder: Path) -> list[dict[str, str]]:
+    """A row per budget and bin of lengths, from the folder that ``sparse-rl calibrate`` wrote."""
+    return list(csv.DictReader((folder / "table.csv").read_text(encoding="utf-8").splitlines()))
+
+
 @dataclass(frozen=True)
 class Tails:
     """The 5th percentiles of a calibration by budget and bin of lengths, and its schedule."""
@@ -26,7 +31,7 @@ class Tails:
     def read(cls, folder: Path) -> Tails:
         """From the folder that ``sparse-rl calibrate`` wrote."""
         worst: dict[str, float] = {}
-        for row in csv.DictReader((folder / "table.csv").read_text(encoding="utf-8").splitlines()):
+        for row in table_rows(folder):
             if row["tail"] and int(row["first_length"]) <= LONGEST:
                 worst[row["budget"]] = min(worst.get(row["budget"], 1.0), float(row["tail"]))
         return cls(worst, ScheduleFile(str(folder / "schedule.yaml")))

@@ -139,9 +139,4 @@ def tables(results: Results) -> dict[str, str]:
         "replay": against(results, (REPLAY,), PAPER),
         "R-KV": arms_table(results, RKV),
     }
-    return {name: untitled(table) for name, table in blocks.items()}
-
-
-def untitled(table: Table) -> str:
-    """A table alone, for a page that has a title for it."""
-    return str(table).partition("\n")[2].strip()
+    return {name: table.untitled for name, table in blocks.items()}

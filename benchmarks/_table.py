@@ -31,12 +31,16 @@ class Table:
         assert len(cells) == len(self.header), (cells, self.header)
         self.rows.append(cells)
 
-    def __str__(self) -> str:
-        """GitHub Markdown."""
+    @property
+    def untitled(self) -> str:
+        """GitHub Markdown for a page that has a title of its own."""
         lines = [f"| {' | '.join(cells)} |" for cells in (self.header, *self.rows)]
         lines.insert(1, "|---" * len(self.header) + "|")
-        parts = [f"## {self.title}", *([self.note] if self.note else []), "\n".join(lines)]
-        return "\n\n".join(parts)
+        return "\n\n".join([*([self.note] if self.note else []), "\n".join(lines)])
+
+    def __str__(self) -> str:
+        """GitHub Markdown."""
+        return f"## {self.title}\n\n{self.untitled}"
 
 
 def median_ratio(theirs: Sequence[float], own: Sequence[float]) -> float:

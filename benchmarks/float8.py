@@ -78,7 +78,7 @@ def main() -> None:
         measured(case, table)
     print(table)
     if args.save:
-        insert(args.save / PAGE, str(table).partition("\n")[2].strip(), BEGIN)
+        insert(args.save / PAGE, table.untitled, BEGIN)
 
 
 if __name__ == "__main__":

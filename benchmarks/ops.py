@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from _retrieval import retrieval_rows
-from _table import machine
+from _table import machine, save
 from _timing import SHAPES, Bench, Call, Row, label, table
 from torch import Tensor
 
@@ -187,10 +187,8 @@ def main() -> None:
     text = f"{machine(args.device)}\n\n{table(rows)}"
     print(text)
     if args.save:
-        args.save.mkdir(parents=True, exist_ok=True)
         parts = ["ops"] if args.parts == list(PARTS) else args.parts
-        name = "-".join([*parts, args.device])
-        (args.save / f"{name}.md").write_text(f"# benchmarks/ops.py\n\n{text}\n", encoding="utf-8")
+        save(args.save, "-".join([*parts, args.device]), "benchmarks/ops.py", text)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import yaml
-from _calibrated import Tails, calibration_table
+from _calibrated import CHECK, Tails, calibration_table, table_rows
 from _pages import insert
 from _table import Table, machine
 from safetensors.torch import load_file
@@ -70,12 +70,11 @@ def calibrate(folder: Path) -> dict[int, list[Cell | None]]:
     if not (folder / "table.csv").exists():
         sparse_rl("calibrate", "--config", "configs/calibrate.yaml", f"--folder={folder}")
     table: dict[int, list[Cell | None]] = {}
-    header, *lines = (line.split(",") for line in (folder / "table.csv").read_text().splitlines())
-    names = header[4:]
-    for budget, _, _, _, *numbers in lines:
-        if budget.isdigit():
-            known = {name: float(n) for name, n in zip(names, numbers, strict=True)} if all(numbers) else None
-            table.setdefault(int(budget), []).append(None if known is None else Cell(**known))  # type: ignore[arg-type]
+    for row in table_rows(folder):
+        if row["budget"] != CHECK:
+            numbers = {name: row[name] for name in Cell.__dataclass_fields__}
+            known = {name: float(number) for name, number in numbers.items()} if all(numbers.values()) else None
+            table.setdefault(int(row["budget"]), []).append(None if known is None else Cell(**known))  # type: ignore[arg-type]
     return table
 
 
@@ -87,10 +86,9 @@ def tails(folder: Path, settings: dict[str, Any]) -> str:
     shutil.copytree(folder / "parts", free / "parts")
     sparse_rl("calibrate", "--config", "configs/calibrate.yaml", f"--folder={free}", "--monotone=false")
     lengths = dense_lengths(folder)
-    table = calibration_table(
+    return calibration_table(
         Tails.read(folder), Tails.read(free), lambda budget: entries_per_token(budget, lengths, settings)
-    )
-    return str(table).partition("\n")[2].strip()
+    ).untitled
 
 
 def dense_lengths(folder: Path) -> list[tuple[int, int]]:
@@ -203,8 +201,7 @@ def page(own: Plan, outcomes: Sequence[Outcome], steps: int, settings: dict[str,
             o.arm, str(o.seed), f"{o.dense:.3f}", f"{o.sparse:.3f}", f"{o.reward:.3f}", f"{o.best:.3f}",
             f"{o.rejected:.1%}", f"{o.saving:.1%}", "yes" if o.collapsed else "no",
         )  # fmt: skip
-    untitled = str(table).partition("\n")[2].strip()  # the page has its own title
-    return f"{untitled}\n\n{verdict(outcomes)}"
+    return f"{table.untitled}\n\n{verdict(outcomes)}"
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:

@@ -24,7 +24,7 @@ import torch
 from _arms import CONFIGS, ROOT, Run, run_in, say
 from _curves import ROUNDING, Found
 from _pages import insert
-from _results import Results, overview, tables, untitled
+from _results import Results, overview, tables
 from _results_pictures import pictures
 from _studies import SHORT, STUDIES, TASKS, Scale, Study, planned, warmed
 from _table import machine
@@ -104,7 +104,7 @@ def save(results: Results, folder: Path, text: str) -> None:
     pictures(results, folder)
     readme = folder.parent / "README.md"
     if readme.is_file() and _marker("overview") in readme.read_text(encoding="utf-8"):
-        insert(readme, untitled(overview(results)), _marker("overview"))
+        insert(readme, overview(results).untitled, _marker("overview"))
 
 
 def _marker(name: str) -> str:

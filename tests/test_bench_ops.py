@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 
 import pytest
-
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+from bench_modules import bench_modules
 
 
 def test_retrieval_in_toy_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
     arguments = ["--device", "cpu", "--threads", "1", "--rounds", "1", "--parts", "retrieval", "--quick"]
     monkeypatch.setattr(sys, "argv", ["ops.py", *arguments, "--save", str(tmp_path)])
-    names = ("ops", "_retrieval", "_timing", "_table")
-    kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    try:
-        importlib.import_module("ops").main()
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
+    with bench_modules("ops") as bench:
+        bench["ops"].main()
     lines = (tmp_path / "retrieval-cpu.md").read_text().splitlines()
     rows = [line.split(" | ") for line in lines if "of 96 tokens" in line or "of 128 tokens" in line]
     assert [row[0].lstrip("| ") for row in rows[:2]] == [
