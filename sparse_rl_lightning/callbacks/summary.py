@@ -21,6 +21,7 @@ from sparse_rl_lightning.callbacks.held_out import evaluate, held_out_rows
 from sparse_rl_lightning.callbacks.run_facts import configuration, default_title, describe, how_it_ended, versions
 from sparse_rl_lightning.callbacks.worst_completions import WorstCompletions
 from sparse_rl_lightning.metrics import rollout_metrics
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
 from sparse_rl_lightning.types import ScoredRollout
 
@@ -83,8 +84,7 @@ class RunSummary(RolloutCallback):
             ("num_problems", num_problems, 0), ("num_samples", num_samples, 0), ("batch_size", batch_size, 1),
             ("progress_seconds", progress_seconds, 0),
         ):  # fmt: skip
-            if value < least:
-                raise ValueError(f"RunSummary: {name} must be at least {least}, got {name}={value}.")
+            check_number(name, value, least=least, owner="RunSummary")
         self.num_problems = num_problems
         self.num_samples = num_samples
         self.folder = folder

@@ -17,6 +17,7 @@ from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions
 from sparse_rl_lightning.modules.validation import ValidationScores
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import compute_rewards, reward_counters, reward_name
 from sparse_rl_lightning.rewards.guarded import GuardedReward
@@ -76,8 +77,10 @@ class GenerationModule(PolicyModule):
                 f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs: "
                 "give one number per function."
             )
-        if reward_timeout is not None and reward_timeout <= 0:
-            raise ValueError(f"reward_timeout must be positive or null (no limit), got {reward_timeout}.")
+        for place, weight in enumerate(self.reward_weights):
+            check_number(f"reward_weights[{place}]", weight)
+        if reward_timeout is not None:
+            check_number("reward_timeout", reward_timeout, above=0)
         self.reward_timeout = reward_timeout
         self.sampling = sampling
         self.val_sampling = val_sampling or SamplingParams(

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ranges import check_number
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
 
@@ -54,6 +56,8 @@ def compute_rewards(
     """
     if weights is not None and len(weights) != len(functions):
         raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
+    for place, weight in enumerate(weights or ()):
+        check_number(f"reward_weights[{place}]", weight)
     if not functions:
         raise ValueError("At least one reward function is needed.")
     batch = _batch(prompts, completions, completion_ids, columns)

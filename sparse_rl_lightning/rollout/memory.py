@@ -177,18 +177,27 @@ def free_bytes(device: torch.device | str) -> int:
         raise ValueError("This system does not say how much memory is free: give the limit in bytes.") from unknown
 
 
+def check_limit(limit: int | float) -> None:
+    """Refuse a memory limit that is neither a number of bytes nor a share.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
+    if isinstance(limit, float) and not 0 < limit <= 1:
+        raise ValueError(
+            f"memory_limit: a limit that is a float is a share of the free memory in (0, 1], got {limit}. Give bytes "
+            "as a whole number."
+        )
+    if limit < 1 and not isinstance(limit, float):
+        raise ValueError(f"memory_limit: a limit in bytes must be at least 1, got {limit}.")
+
+
 def _resolve(limit: int | float, device: torch.device | str) -> tuple[int, str]:
     """The limit in bytes, and where it comes from."""
+    check_limit(limit)
     if isinstance(limit, float):
-        if not 0 < limit <= 1:
-            raise ValueError(
-                f"A limit that is a float is a share of the free memory in (0, 1], got {limit}. Give bytes as a whole "
-                "number."
-            )
         free = free_bytes(device)
         return int(limit * free), f"{limit:g} of {_mib(free)} free on {device}"
-    if limit < 1:
-        raise ValueError(f"A limit in bytes must be at least 1, got {limit}.")
     return limit, "given in bytes"
 
 
