@@ -8,14 +8,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
 from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule
+from sparse_rl_lightning.cli.yaml_files import MODE
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
@@ -39,9 +41,26 @@ NOISE = re.compile(
 class ClearParser(LightningArgumentParser):
     """A parser whose errors are short and end with what may have been meant."""
 
+    def __init__(self, *args: Any, parser_mode: str = MODE, **kwargs: Any) -> None:
+        super().__init__(*args, parser_mode=parser_mode, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; those inside become part of it."""
         super().error(explain(message) if self.exit_on_error else message, ex)
+
+    def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
+        """As the parser's, which takes null for any type; here a number is one unless its type allows null.
+
+        Raises:
+            TypeError: If a value is not what its key takes.
+        """
+        super().validate(namespace, *args, **kwargs)
+        for action in self._actions:
+            annotation = getattr(action, "_typehint", None)
+            kinds = [annotation, *get_args(annotation)]
+            is_number = (int in kinds or float in kinds) and type(None) not in kinds
+            if is_number and action.default is not None and namespace.get(action.dest, action.default) is None:
+                raise TypeError(f"{action.dest} must be a number, got null. Leave the key out for {action.default}.")
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""
