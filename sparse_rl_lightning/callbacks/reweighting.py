@@ -46,6 +46,8 @@ class ImportanceReweighting(CorrectionCallback):
         ValueError: If an option is unknown or the bounds contradict each other.
     """
 
+    weighs = True
+
     def __init__(
         self,
         mode: WeightMode = "token_truncate",
