@@ -23,8 +23,8 @@ from sparse_rl_lightning.callbacks import (
     SparsityAwareRejection,
 )
 from sparse_rl_lightning.callbacks.completions import completion_columns
-from sparse_rl_lightning.callbacks.folders import write_whole
 from sparse_rl_lightning.corrections import normalize_weights
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules import LoadedPolicy, SupervisedWarmup
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from sparse_rl_lightning.types import Rollout, ScoredRollout

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("budgets", "compressors", "retrievers", "schedules"),
     ("ops",),
-    ("evictions", "page_record", "printable", "ranges", "types"),
+    ("evictions", "files", "page_record", "printable", "ranges", "types"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "strategies"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -47,6 +47,8 @@ class ImportanceReweighting(CorrectionCallback):
         ValueError: If an option is unknown, a bound out of range, or the two contradict each other.
     """
 
+    weighs = True
+
     def __init__(
         self,
         mode: WeightMode = "token_truncate",

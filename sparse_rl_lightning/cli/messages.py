@@ -83,19 +83,31 @@ def own_error(error: BaseException | None) -> BaseException | None:
     return error
 
 
+def first_error(error: BaseException) -> BaseException:
+    """What ended a run: Lightning tears down after an error, and of loops that were not begun that raises another."""
+    while error.__context__ is not None and _raised_by(error, "lightning"):
+        error = error.__context__
+    return error
+
+
 def is_own(error: BaseException) -> bool:
     """Whether a ``raise`` in this package raised it.
 
     An error that Python itself raises while it runs our code, as ``int("x")`` does, is no message to a user.
     """
+    return _raised_by(error, __package__.partition(".")[0])
+
+
+def _raised_by(error: BaseException, package: str) -> bool:
+    """Whether a ``raise`` in a package raised it."""
     traceback = error.__traceback__
     if traceback is None:
         return False
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
-    package = traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    found = traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
     instruction = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
-    return package == __package__.partition(".")[0] and instruction == dis.opmap["RAISE_VARARGS"]
+    return found == package and bool(instruction == dis.opmap["RAISE_VARARGS"])
 
 
 def _suggestion(message: str) -> list[str]:
@@ -104,7 +116,7 @@ def _suggestion(message: str) -> list[str]:
         own = f"A class of your own is named with its module, such as mine.{found[1]}."
         return [f"There is no class {found[1]!r}. {hint or own}"]
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
-        hint = _did_you_mean(found[2], _argument_names(_import(found[1])))
+        hint = _did_you_mean(found[2], _argument_names(imported(found[1])))
     elif found := re.search(r"does not accept option '([\w.]+)'", message):
         options = ["model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
         hint = _did_you_mean(
@@ -137,6 +149,7 @@ def _argument_names(cls: type) -> set[str]:
     return {name for c in cls.__mro__ for name in inspect.signature(c.__init__).parameters}  # type: ignore[misc]
 
 
-def _import(path: str) -> Any:
+def imported(path: str) -> Any:
+    """The class of a ``class_path``."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

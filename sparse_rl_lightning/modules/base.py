@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
@@ -79,6 +79,12 @@ class PolicyModule(LightningModule):
         if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = DurableCheckpointIO()
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What keeps the files of every run, unless the trainer has its own: RunLock, LogGuard, LastSave."""
+        from sparse_rl_lightning.callbacks import defaults  # it needs this package
+
+        return defaults.added_to(self.trainer, defaults.EVERY_RUN)
 
     def configure_model(self) -> None:
         """Load the policy once, whoever asks first."""

@@ -134,8 +134,7 @@ class BlockModule(GenerationModule):
         """What every run has, unless the trainer has its own: DryRun, ZeroSharding and the guards against faults."""
         from sparse_rl_lightning.callbacks import defaults  # it needs this package
 
-        given = self.trainer.callbacks  # type: ignore[attr-defined]
-        return [kind() for kind in defaults.CALLBACKS if not any(isinstance(c, kind) for c in given)]
+        return defaults.added_to(self.trainer, defaults.CALLBACKS)
 
     def configure_model(self) -> None:
         """Load the policy, make it ready for the learner, and refuse attention that takes no mask where it replays.
