@@ -109,7 +109,7 @@ def draw(logits: Tensor, params: SamplingParams, sequence_keys: Tensor, steps: T
     if params.min_completion_length > 0 and len(end_ids):
         too_early = steps < params.min_completion_length
         is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        is_end[end_ids] = True
+        is_end.index_fill_(0, end_ids, True)
         allowed = allowed.masked_fill(too_early[:, None] & is_end, -torch.inf)
     if params.temperature == 0:
         tokens = allowed.argmax(dim=-1)

@@ -66,7 +66,7 @@ class Step:
             cache.pages.begin_step(places, positions)
         hidden = self.decoder(cache.tokens[places, positions], positions, attend)
         cache.seen[places] = positions + 1
-        cache.seen[-1] = 0  # padding stays at its first token
+        cache.seen[-1:].zero_()  # padding stays at its first token
         if paid:
             self.compression.note_attention(cache, rows.used, paid)
         self.tracks.held[places, positions] = cache.held(rows.slots.clamp(min=0))
