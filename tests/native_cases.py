@@ -78,7 +78,7 @@ def make_pools(
     keys[free], values[free] = torch.nan, torch.nan
     return KVPools(
         keys.to(dtype), values.to(dtype), positions, starts.view(shape), capacities.int().view(shape),
-        lengths.int().view(shape),
+        lengths.int().view(shape), torch.zeros(1, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def pick_slots(g: torch.Generator, slots: int) -> Tensor:
 
 
 def copy(pools: KVPools) -> KVPools:
-    return replace(pools, **{name: value.clone() for name, value in vars(pools).items()})
+    return replace(pools, **{name: value.clone() for name, value in vars(pools).items() if value is not None})
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -118,7 +118,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def same_pools(a: KVPools, b: KVPools) -> bool:
-    return all(same_bits(value, getattr(b, name)) for name, value in vars(a).items())
+    """The same memory; what was complained about is another matter."""
+    return all(same_bits(value, getattr(b, name)) for name, value in vars(a).items() if name != "errors")
 
 
 def head_rows(pools: KVPools, *index: int) -> slice:
@@ -210,7 +211,7 @@ class Case:
 
 
 def moved(pools: KVPools, device: str) -> KVPools:
-    return replace(pools, **{name: value.to(device) for name, value in vars(pools).items()})
+    return replace(pools, **{name: value.to(device) for name, value in vars(pools).items() if value is not None})
 
 
 def recorded(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:

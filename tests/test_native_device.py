@@ -1,6 +1,9 @@
-"""What only the CUDA kernels do: run in a graph, skip numbers they cannot complain about (that emulated, too)."""
+"""What only the CUDA kernels do: run in a graph, leave out what cannot be done and say so (that emulated, too)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +36,11 @@ def test_heads_outside_the_pool_are_skipped(device: str, name: str, value: int, 
     case.sources, case.destinations = (torch.tensor([slot], device=device) for slot in (0, 1))
     before, mass = copy(case.pools), case.mass.clone()
     result = case.calls()[name]()
+    with pytest.raises(
+        RuntimeError, match=rf"^{name} left out slot [012]: (a head of the slot|the slot is full|a number)"
+    ):
+        case.pools.raise_errors()
+    case.pools.raise_errors()  # once
     if name == "fork" and part == "lengths" and value > 0:
         assert (case.pools.lengths[:, 1] <= case.pools.capacities[:, 1]).all()  # or what fits is taken
         return
@@ -49,6 +57,8 @@ def test_a_full_slot_takes_no_token(device: str) -> None:
     before = copy(case.pools)
     case.calls()["append"]()
     assert same_pools(case.pools, before)
+    with pytest.raises(RuntimeError, match=r"append left out slot [02]: the slot is full"):
+        case.pools.raise_errors()
 
 
 @on_cuda_kernels
@@ -63,6 +73,38 @@ def test_a_budget_beyond_the_capacity_is_cut(device: str) -> None:
     unused = torch.ones(len(case.pools.keys), dtype=torch.bool, device=device)
     unused[case.pools.offsets[:, used]] = False
     assert same_bits(case.pools.keys[unused], before.keys[unused])
+    with pytest.raises(RuntimeError, match=r"select_and_store left out slot [02]: a budget"):
+        case.pools.raise_errors()
+
+
+@on_cuda_kernels
+@pytest.mark.parametrize(
+    ("name", "spoil", "match"),
+    [
+        ("append", lambda case: case.seen.neg_(), "a position"),
+        ("select_and_compact", lambda case: case.budgets.fill_(-1), "a budget"),
+        ("select_and_compact", lambda case: case.pools.positions.fill_(10**6), "a position"),
+        ("fork", lambda case: case.pools.capacities[:, 1].fill_(1), "the slot is full"),
+        ("prefill_mass", lambda case: case.start.sub_(9), "a position"),
+        ("select_pages", lambda case: case.limits.fill_(-1), "a number of pages"),
+        ("page_attention", lambda case: case.pages.fill_(5), "a number of pages"),
+    ],
+)
+def test_numbers_out_of_range_are_told(device: str, name: str, spoil: Callable[[Case], Any], match: str) -> None:
+    case = Case(device=device)
+    case.pools.lengths.fill_(2)
+    spoil(case)
+    case.calls()[name]()
+    with pytest.raises(RuntimeError, match=rf"^{name} left out slot [012]: {match}"):
+        case.pools.raise_errors()
+
+
+@on_cuda_kernels
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_nothing_is_told_where_all_is_well(device: str, name: str) -> None:
+    case = Case(device=device)
+    case.calls()[name]()
+    case.pools.raise_errors()
 
 
 @on_cuda_kernels
@@ -73,6 +115,8 @@ def test_slots_that_are_not_there_are_skipped(device: str, name: str) -> None:
     before = copy(case.pools)
     result = case.calls()[name]()
     assert same_pools(case.pools, before)
+    with pytest.raises(RuntimeError, match=f"^{name} left out slot .*: there is no such slot"):
+        case.pools.raise_errors()
     if result is not None:
         assert (result == NOTHING.get(name, 0)).all()
 

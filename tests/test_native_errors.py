@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_cases import CAPACITY, DIM, HEADS, SLOTS, Case, copy, recorded, same_bits, same_pools
+from native_cases import CAPACITY, DIM, HEADS, SLOTS, Case, copy, recorded, same_bits, same_pools, without_kernels
 from torch import Tensor
 
 from sparse_rl_lightning import ops
@@ -76,6 +76,8 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
     strided = torch.empty(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
     if (name, place) in {("key_redundancy", 0), ("prefill_mass", 2), ("summarize_pages", 0)}:
         shorter = x[:1].contiguous()  # their only pool: it must just be long enough
+    if place == len(args) - 1:
+        strided = other_type  # a single number is contiguous whatever its stride
     empty = x.new_zeros(0)
     if (name, place) == ("summarize_pages", 1):
         shorter = empty = other_type  # any number of slots will do, none too
@@ -87,21 +89,64 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
         assert all(same_bits(a, b) for a, b in zip(args, before, strict=True) if isinstance(a, Tensor))
 
 
-@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
+OVERLOADS = [pytest.param("default", marks=without_kernels), "reference"]
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
 @pytest.mark.parametrize("part", ["offsets", "lengths"])
 @pytest.mark.parametrize("value", [-1, 10**6])
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_heads_outside_the_pool_are_refused(name: str, value: int, part: str) -> None:
+def test_heads_outside_the_pool_are_refused(
+    name: str, value: int, part: str, overload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if (name, part) == ("select_pages", "offsets"):
         pytest.skip("it does not look into the pool")
     case = Case()
     for pools in (case.pools, case.source):
         getattr(pools, part)[...] = value
     case.sources, case.destinations = torch.tensor([0]), torch.tensor([1])
-    before = copy(case.pools)
+    args, before = recorded(name, case, monkeypatch), copy(case.pools)
     with pytest.raises(RuntimeError, match=r"entries|full"):
-        case.calls()[name]()
+        getattr(getattr(OPS, name), overload)(*args)
     assert same_pools(case.pools, before)
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+@pytest.mark.parametrize("slot", [3, -5, 10**9])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_slots_that_are_not_there_are_refused(
+    name: str, slot: int, overload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case()
+    case.slots = case.sources = torch.tensor([-1, slot, -1])
+    args, before = recorded(name, case, monkeypatch), copy(case.pools)
+    with pytest.raises(RuntimeError, match=f"slots contains {slot}, expected 0 to 2"):
+        getattr(getattr(OPS, name), overload)(*args)
+    assert same_pools(case.pools, before)
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+@pytest.mark.parametrize(
+    ("name", "spoil", "match"),
+    [
+        ("append", lambda case: case.pools.lengths.copy_(case.pools.capacities), "full"),
+        ("append", lambda case: case.seen.neg_(), "negative"),
+        ("select_and_compact", lambda case: case.budgets.fill_(-1), "a budget is -1"),
+        ("select_and_compact", lambda case: case.pools.positions.fill_(10**6), "death record"),
+        ("select_and_store", lambda case: (case.budgets.fill_(9), case.pools.capacities.fill_(1)), "capacity"),
+        ("fork", lambda case: case.pools.capacities[:, 1].fill_(1), "capacity|destination"),
+        ("prefill_mass", lambda case: case.start.sub_(9), "query_start"),
+        ("select_pages", lambda case: case.limits.fill_(-1), "limits"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    name: str, spoil: Callable[[Case], Any], match: str, overload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case()
+    case.pools.lengths.fill_(2)
+    spoil(case)
+    with pytest.raises(RuntimeError, match=match):
+        getattr(getattr(OPS, name), overload)(*recorded(name, case, monkeypatch))
 
 
 def test_pools_that_do_not_fit_together_are_refused() -> None:

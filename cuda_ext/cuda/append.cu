@@ -32,7 +32,12 @@ SPARSE_RL_DEVICE void rotate(const Append<T, P>& op, int64_t b, const T* in, Out
 template <class T, class P>
 __global__ void __launch_bounds__(kAppendThreads, 1) append_kernel(Append<T, P> op) {
   const int64_t b = blockIdx.x, slot = op.heads.slots[b], H = op.heads.num_heads;
-  if (slot < 0 || slot >= op.heads.num_slots || op.seen[slot] < 0) return;
+  if (slot == -1) return;
+  if (slot < 0 || slot >= op.heads.num_slots || op.seen[slot] < 0) {
+    const bool there = slot >= 0 && slot < op.heads.num_slots;
+    if (threadIdx.x == 0) complain(op.heads.report, there ? Fault::position : Fault::slot, slot);
+    return;
+  }
   if (blockIdx.y >= H) {
     const int64_t h = blockIdx.y - H;
     T* query = op.query + (b * op.num_query_heads + h) * op.dim;
@@ -46,7 +51,11 @@ __global__ void __launch_bounds__(kAppendThreads, 1) append_kernel(Append<T, P> 
   }
   const int64_t h = blockIdx.y, i = slot * H + h, source = (b * H + h) * op.dim;
   const int64_t length = op.lengths[i], at = op.heads.offsets[i] + length;
-  if (length < 0 || !inside(op.heads.offsets[i], length + 1, op.capacities[i], op.pool_rows)) return;  // full, too
+  if (length < 0 || !inside(op.heads.offsets[i], length + 1, op.capacities[i], op.pool_rows)) {
+    const bool full = length >= 0 && length == op.capacities[i];
+    if (threadIdx.x == 0) complain(op.heads.report, full ? Fault::full : Fault::run, slot);
+    return;
+  }
   rotate<T>(op, b, op.key + source, op.key_pool + at * op.dim, nullptr);
   for (int64_t d = threadIdx.x; d < op.dim; d += kAppendThreads) {
     op.value_pool[at * op.dim + d] = stored<P>(op.value[source + d]);

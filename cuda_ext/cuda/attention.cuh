@@ -54,6 +54,9 @@ struct Reading<true> {
         high = middle;
       }
     }
+    if (threadIdx.x == 0 && low > 0 && int64_t{pages[low - 1]} * op.page_size >= run.length) {
+      complain(op.heads.report, Fault::pages, run.slot);
+    }
     return {low * op.page_size, run.length, op.page_size, pages};
   }
 

@@ -172,7 +172,7 @@ struct Tile {
 };
 
 template <class T, class P, int Chunks, bool Paged = false>
-__global__ void __launch_bounds__(kThreads, 1) attend_tensor(Attention<T, P> op) {
+__global__ void __launch_bounds__(kThreads, Chunks == 1 ? 3 : Chunks == 2 ? 2 : 1) attend_tensor(Attention<T, P> op) {
   constexpr int Width = 64 * Chunks;
   __shared__ Merge<kWarps, Width> all;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);

@@ -12,9 +12,9 @@ namespace {
 void decode_attention(
     const Tensor& query, const Tensor& key_pool, const Tensor& value_pool, const Tensor& slots, const Tensor& offsets,
     const Tensor& lengths, double scale, int64_t max_length, const Tensor& out, const std::optional<Tensor>& lse,
-    const std::optional<Tensor>& probs) {
+    const std::optional<Tensor>& probs, const std::optional<Tensor>& errors) {
   const PoolShape pool = Device::check_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::decode_attention);
   const int64_t B = heads.num_rows, H = heads.num_heads, D = pool.dim;
   const int64_t Hq = query.dim() == 3 ? query.size(1) : 0;
   const int64_t M = probs.has_value() && probs->dim() == 3 ? probs->size(2) : max_length;

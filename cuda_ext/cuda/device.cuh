@@ -96,7 +96,16 @@ SPARSE_RL_DEVICE float rescale(float before, float now) {
   return before == now ? 1.0f : before == kNothing ? 0.0f : expf(before - now);
 }
 
-// Live entries of one head. Rows to skip, and numbers that no pool can hold, have no entries: a GPU cannot complain.
+// A kernel cannot raise: it leaves out what cannot be done and says so, once, where the host will look. The first stays.
+SPARSE_RL_DEVICE void complain(const Report& report, Fault fault, int64_t slot) {
+  constexpr int64_t kMost = (1 << 23) - 1;
+  if (!report.word) return;
+  const int64_t named = slot < 0 ? 0 : slot > kMost ? kMost : slot;
+  const auto word = static_cast<int32_t>(report.op) | static_cast<int32_t>(fault) << 4 | static_cast<int32_t>(named) << 8;
+  atomicCAS(report.word, 0, word);
+}
+
+// Live entries of one head. Rows to skip, and numbers that no pool can hold, have no entries.
 struct Run {
   int64_t slot, head, start;  // slot is -1 for a row to skip
   int length;
@@ -108,10 +117,17 @@ SPARSE_RL_DEVICE bool inside(int64_t start, int64_t length, int64_t limit, int64
 
 SPARSE_RL_DEVICE Run find_run(const Heads& heads, int64_t b, int64_t h, int64_t limit, int64_t pool_rows) {
   Run run{heads.slots[b], 0, 0, 0};
-  if (run.slot < 0 || run.slot >= heads.num_slots) return {-1, 0, 0, 0};
+  if (run.slot == -1) return {-1, 0, 0, 0};
+  if (run.slot < 0 || run.slot >= heads.num_slots) {
+    if (threadIdx.x == 0) complain(heads.report, Fault::slot, run.slot);
+    return {-1, 0, 0, 0};
+  }
   run.head = run.slot * heads.num_heads + h;
   const int length = heads.lengths[run.head];
-  if (!inside(heads.offsets[run.head], length, limit, pool_rows)) return {-1, 0, 0, 0};
+  if (!inside(heads.offsets[run.head], length, limit, pool_rows)) {
+    if (threadIdx.x == 0) complain(heads.report, Fault::run, run.slot);
+    return {-1, 0, 0, 0};
+  }
   run.start = heads.offsets[run.head];
   run.length = length;
   return run;

@@ -21,8 +21,12 @@ __global__ void __launch_bounds__(kThreads, 1) fork_kernel(Fork op) {
   const auto pairs = static_cast<unsigned>(op.num_pairs), heads = static_cast<unsigned>(op.num_heads);
   const int64_t layer = blockIdx.x / pairs, pair = blockIdx.x % pairs, h = blockIdx.y;
   const int64_t source = op.sources[pair], destination = op.destinations[pair];
+  const bool first = threadIdx.x == 0;  // who complains
+  if (source < -1 || destination < -1 || source >= op.num_slots || destination >= op.num_slots) {
+    if (first) complain(op.report, Fault::slot, destination);
+    return;
+  }
   if (source < 0 || destination < 0 || source == destination) return;
-  if (source >= op.num_slots || destination >= op.num_slots) return;
   const int64_t from_slot = layer * op.num_slots + source, to_slot = layer * op.num_slots + destination;
   const int64_t ring_words = op.ring ? op.ring_bytes / 16 : 0;
   auto* ring = reinterpret_cast<uint4*>(op.ring);
@@ -33,9 +37,15 @@ __global__ void __launch_bounds__(kThreads, 1) fork_kernel(Fork op) {
   copy<uint32_t>(op.death, op.death_bytes, to, from, 1);
   const int64_t start = op.offsets[from], place = op.offsets[to];
   int64_t length = op.lengths[from];
-  if (length > op.capacities[to]) length = op.capacities[to];
-  if (!inside(start, length, op.capacities[from], op.pool_rows)) return;
-  if (!inside(place, length, op.capacities[to], op.pool_rows)) return;
+  if (length > op.capacities[to]) {
+    if (first) complain(op.report, Fault::full, destination);
+    length = op.capacities[to];
+  }
+  if (!inside(start, length, op.capacities[from], op.pool_rows) ||
+      !inside(place, length, op.capacities[to], op.pool_rows)) {
+    if (first) complain(op.report, Fault::run, destination);
+    return;
+  }
   copy<uint4>(op.key_pool, op.row_bytes, place, start, length);
   copy<uint4>(op.value_pool, op.row_bytes, place, start, length);
   copy<int32_t>(reinterpret_cast<char*>(op.position_pool), sizeof(int32_t), place, start, length);

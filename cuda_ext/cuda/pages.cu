@@ -82,9 +82,17 @@ __global__ void __launch_bounds__(kThreads, 1) select_pages_kernel(Selection<T> 
   int32_t* pages = op.pages + unit * op.width;
   for (int64_t i = threadIdx.x; i < op.kept.num_pages; i += kThreads) scores[i] = 0;
   for (int64_t i = threadIdx.x; i < op.width; i += kThreads) pages[i] = -1;
-  if (slot < 0 || slot >= op.heads.num_slots) return;
+  const Report& report = op.heads.report;
+  const bool one = threadIdx.x == 0;  // who complains
+  if (slot == -1) return;
+  if (slot < 0 || slot >= op.heads.num_slots) {
+    if (one) complain(report, Fault::slot, slot);
+    return;
+  }
   const int64_t head = slot * op.heads.num_heads + blockIdx.x % heads, length = op.heads.lengths[head];
   const int64_t count = (length + op.page_size - 1) / op.page_size, limit = op.limits[b] < 0 ? 0 : op.limits[b];
+  if (one && length < 0) complain(report, Fault::run, slot);
+  if (one && (count > op.kept.num_pages || op.limits[b] < 0)) complain(report, Fault::pages, slot);
   if (length <= 0 || count > op.kept.num_pages) return;
   const int64_t first = op.num_first, last = count - op.num_last;
   const T* query = op.query + unit * op.group * op.kept.dim;
@@ -113,6 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_pages_kernel(Selection<T> 
     if (stays && listed + kept.before < op.width) pages[listed + kept.before] = j;
     listed += kept.all;
   }
+  if (one && listed > op.width) complain(report, Fault::pages, slot);
 }
 
 struct Summarizing : Device {

@@ -27,6 +27,7 @@ struct Unit {
     first = static_cast<int64_t>(blockIdx.x) * op.group;
     start = op.query_start[b];
     keys = op.key_pool + run.start * op.dim;
+    if (threadIdx.x == 0 && run.slot >= 0 && start < 0) complain(op.heads.report, Fault::position, run.slot);
   }
 
   SPARSE_RL_DEVICE int num_rows() const { return op.chunk * op.group; }

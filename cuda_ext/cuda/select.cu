@@ -58,16 +58,28 @@ __global__ void __launch_bounds__(kThreads) select_kernel(Event op) {
   const auto rows = static_cast<unsigned>(op.num_rows), heads = static_cast<unsigned>(op.num_heads);
   const int64_t layer = blockIdx.x / heads / rows, b = blockIdx.x / heads % rows, h = blockIdx.x % heads;
   const int64_t slot = op.slots[b], row = blockIdx.x;
-  if (slot < 0 || slot >= op.num_slots) return;
+  const bool first = threadIdx.x == 0;  // who complains
+  if (slot == -1) return;
+  if (slot < 0 || slot >= op.num_slots) {
+    if (first) complain(op.report, Fault::slot, slot);
+    return;
+  }
   const bool in_place = op.in_place();
   const int64_t head = (layer * op.num_slots + slot) * op.num_heads + h;
   const int length = in_place ? op.lengths[head] : op.source_lengths[row];
   const int64_t base = op.offsets[head], from = in_place ? base : op.source_offsets[row];
   int budget = op.budgets[row] > 0 ? op.budgets[row] : 0;
-  if (!in_place && budget > op.capacities[head]) budget = op.capacities[head];
+  if (!in_place && budget > op.capacities[head]) {
+    if (first && length > op.capacities[head]) complain(op.report, Fault::budget, slot);
+    budget = op.capacities[head];
+  }
+  if (first && op.budgets[row] < 0) complain(op.report, Fault::budget, slot);
   const int most = length < budget ? length : budget;
-  if (!inside(from, length, op.num_entries, in_place ? op.pool_rows : op.source_rows)) return;
-  if (!inside(base, most, most, op.pool_rows)) return;
+  if (!inside(from, length, op.num_entries, in_place ? op.pool_rows : op.source_rows) ||
+      !inside(base, most, most, op.pool_rows)) {
+    if (first) complain(op.report, Fault::run, slot);
+    return;
+  }
   const bool everything = length <= budget;
   if (everything && in_place) return;
   int32_t* positions = op.position_pool + base;
@@ -92,6 +104,8 @@ __global__ void __launch_bounds__(kThreads) select_kernel(Event op) {
       positions[to + kept.before] = position;
     } else if (j < length && op.death && position >= 0 && position < op.num_tokens) {
       op.death[head * op.num_tokens + position] = static_cast<int32_t>(op.seen[slot]);
+    } else if (j < length && op.death) {
+      complain(op.report, Fault::position, slot);
     }
     __syncthreads();
     move_rows(from_keys, from_values, keys, values, shared.kept, kept.all, to, row_words, in_place);

@@ -243,6 +243,11 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   });
 }
 
+inline int atomicCAS(int* place, int expected, int value) {
+  const int was = *place;
+  if (was == expected) *place = value;
+  return was;
+}
 inline int atomicAdd(int* place, int value) { return (*place += value) - value; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __uint_as_float(unsigned u) {

@@ -15,18 +15,40 @@
 
 namespace sparse_rl {
 
+// What a kernel that cannot complain writes into the word `errors`, as ops/faults.py reads it.
+enum class Op : int32_t {
+  append = 1, decode_attention, window_importance, prefill_mass, key_redundancy, select_and_compact, select_and_store,
+  fork, summarize_pages, select_pages, page_attention
+};
+enum class Fault : int32_t { slot = 1, run, full, budget, position, pages };
+
+struct Report {
+  int32_t* word;  // null for none
+  Op op;
+};
+
+inline Report check_errors(const std::optional<Tensor>& errors, const Tensor& device_of, Op op) {
+  check_tensor("errors", errors, device_of, ScalarType::Int, {1});
+  return {pointer<int32_t>(errors), op};
+}
+
 struct Heads {
   const int64_t* slots;    // (B)
   const int64_t* offsets;  // (S, H) first row of each head
   const int32_t* lengths;  // (S, H) live entries
   int64_t num_rows, num_slots, num_heads;
+  Report report;
 
   int64_t index(int64_t b, int64_t h) const { return slots[b] * num_heads + h; }
 };
 
-inline Heads check_heads(const Tensor& slots, const Tensor& offsets, const Tensor& lengths, const Tensor& key_pool) {
+inline Heads check_heads(
+    const Tensor& slots, const Tensor& offsets, const Tensor& lengths, const Tensor& key_pool,
+    const std::optional<Tensor>& errors, Op op) {
   STD_TORCH_CHECK(offsets.dim() == 2, "offsets must be (slots, KV heads), got ", offsets.dim(), " dimensions");
-  Heads heads{nullptr, nullptr, nullptr, slots.dim() == 1 ? slots.size(0) : 0, offsets.size(0), offsets.size(1)};
+  const int64_t rows = slots.dim() == 1 ? slots.size(0) : 0;
+  const Report report = check_errors(errors, key_pool, op);
+  Heads heads{nullptr, nullptr, nullptr, rows, offsets.size(0), offsets.size(1), report};
   check_tensor("slots", slots, key_pool, ScalarType::Long, {heads.num_rows});
   check_tensor("offsets", offsets, key_pool, ScalarType::Long, {heads.num_slots, heads.num_heads});
   check_tensor("lengths", lengths, key_pool, ScalarType::Int, {heads.num_slots, heads.num_heads});

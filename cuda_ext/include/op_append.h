@@ -26,9 +26,10 @@ void append(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& cos,
     const std::optional<Tensor>& sin, const Tensor& slots, const Tensor& seen, const Tensor& offsets,
     const Tensor& capacities, const Tensor& key_pool, const Tensor& value_pool, const Tensor& position_pool,
-    const Tensor& lengths, const std::optional<Tensor>& query_ring) {
+    const Tensor& lengths, const std::optional<Tensor>& query_ring,
+    const std::optional<Tensor>& errors) {
   const PoolShape pool = Backend::check_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::append);
   const int64_t B = heads.num_rows, H = heads.num_heads, S = heads.num_slots, D = pool.dim;
   const int64_t Hq = query.dim() == 3 ? query.size(1) : 0;
   const int64_t A = query_ring.has_value() && query_ring->dim() == 4 ? query_ring->size(2) : 0;

@@ -13,6 +13,7 @@ struct Fork {
   int64_t ring_bytes, death_bytes;  // per slot and layer, per head
   char *key_pool, *value_pool, *ring, *death, *state_pool;  // the last three null for none
   int32_t *position_pool, *lengths;
+  Report report;
 };
 
 template <class Backend>
@@ -20,7 +21,7 @@ void fork(
     const Tensor& sources, const Tensor& destinations, const Tensor& offsets, const Tensor& capacities,
     const Tensor& key_pool, const Tensor& value_pool, const Tensor& position_pool, const Tensor& lengths,
     const std::optional<Tensor>& query_ring, const std::optional<Tensor>& death,
-    const std::optional<Tensor>& state_pool) {
+    const std::optional<Tensor>& state_pool, const std::optional<Tensor>& errors) {
   const PoolShape pool = Backend::check_pool(key_pool);
   const auto [L, S, H] = check_layers(offsets, key_pool);
   const int64_t B = sources.dim() == 1 ? sources.size(0) : 0;
@@ -41,7 +42,8 @@ void fork(
       pointer<int32_t>(capacities), L, B, S, H, pool.rows, row_bytes, state_pool ? state_pool->size(1) * 4 : 0,
       query_ring ? query_ring->size(2) * query_ring->size(3) * query_bytes : 0, death ? death->size(3) * 4 : 0,
       pointer<char>(key_pool), pointer<char>(value_pool), pointer<char>(query_ring), pointer<char>(death),
-      pointer<char>(state_pool), pointer<int32_t>(position_pool), pointer<int32_t>(lengths)};
+      pointer<char>(state_pool), pointer<int32_t>(position_pool), pointer<int32_t>(lengths),
+      check_errors(errors, key_pool, Op::fork)};
   Backend::run(op, key_pool);
 }
 

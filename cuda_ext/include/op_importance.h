@@ -55,10 +55,10 @@ void window_importance(
     const Tensor& queries, const Tensor& query_positions, const Tensor& key_pool, const Tensor& position_pool,
     const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double scale, int64_t window,
     bool exclude_window, StringHandle group_reduction, StringHandle query_reduction, StringHandle pooling,
-    int64_t kernel_size, const Tensor& scores, const Tensor& scratch) {
+    int64_t kernel_size, const Tensor& scores, const Tensor& scratch, const std::optional<Tensor>& errors) {
   const std::string over_group = taken(group_reduction), over_queries = taken(query_reduction), how = taken(pooling);
   const PoolShape pool = Backend::check_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::window_importance);
   const int64_t B = heads.num_rows, H = heads.num_heads, S = heads.num_slots;
   const int64_t Hq = queries.dim() == 4 ? queries.size(1) : 0, A = queries.dim() == 4 ? queries.size(2) : 0;
   const int64_t N = scores.dim() == 3 ? scores.size(2) : 0;

@@ -21,9 +21,10 @@ struct Mass {
 template <class Backend>
 void prefill_mass(
     const Tensor& queries, const Tensor& query_start, const Tensor& key_pool, const Tensor& slots,
-    const Tensor& offsets, const Tensor& lengths, double scale, const Tensor& mass, const Tensor& lse) {
+    const Tensor& offsets, const Tensor& lengths, double scale, const Tensor& mass, const Tensor& lse,
+    const std::optional<Tensor>& errors) {
   const PoolShape pool = Backend::check_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::prefill_mass);
   const int64_t B = heads.num_rows, H = heads.num_heads;
   const int64_t Hq = queries.dim() == 4 ? queries.size(1) : 0, C = queries.dim() == 4 ? queries.size(2) : 0;
   const int64_t N = mass.dim() == 3 ? mass.size(2) : 0;

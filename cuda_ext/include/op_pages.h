@@ -51,9 +51,9 @@ struct Summary {
 template <class Backend>
 void summarize_pages(
     const Tensor& key_pool, const Tensor& slots, const Tensor& offsets, const Tensor& lengths, int64_t page_size,
-    bool newest_only, const Tensor& summaries) {
+    bool newest_only, const Tensor& summaries, const std::optional<Tensor>& errors) {
   const PoolShape pool = Backend::check_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::summarize_pages);
   check_page_size(page_size);
   Backend::dispatch(pool.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -80,7 +80,7 @@ template <class Backend>
 void select_pages(
     const Tensor& query, const Tensor& summaries, const Tensor& slots, const Tensor& lengths, const Tensor& limits,
     int64_t page_size, int64_t num_first, int64_t num_last, bool group_max, const Tensor& scores,
-    const Tensor& pages) {
+    const Tensor& pages, const std::optional<Tensor>& errors) {
   STD_TORCH_CHECK(summaries.dim() == 5, "summaries must be (slots, heads, vectors, pages, head_dim)");
   const ScalarType dtype = summaries.scalar_type();
   Backend::dispatch(dtype, [](auto) {});
@@ -97,7 +97,8 @@ void select_pages(
   check_tensor("limits", limits, summaries, ScalarType::Int, {B});
   check_tensor("scores", scores, summaries, ScalarType::Float, {B, H, P});
   check_tensor("pages", pages, summaries, ScalarType::Int, {B, H, kAnySize});
-  const Heads heads{slots.const_data_ptr<int64_t>(), nullptr, lengths.const_data_ptr<int32_t>(), B, S, H};
+  const Heads heads{slots.const_data_ptr<int64_t>(), nullptr, lengths.const_data_ptr<int32_t>(), B, S, H,
+                    check_errors(errors, summaries, Op::select_pages)};
   Backend::dispatch(dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto kept = check_summaries<T>(summaries, summaries, dtype, S, H, D);
@@ -123,9 +124,9 @@ template <class Backend>
 void page_attention(
     const Tensor& query, const Tensor& key_pool, const Tensor& value_pool, const Tensor& slots, const Tensor& offsets,
     const Tensor& lengths, const Tensor& pages, int64_t page_size, double scale, const Tensor& out,
-    const std::optional<Tensor>& lse) {
+    const std::optional<Tensor>& lse, const std::optional<Tensor>& errors) {
   const PoolShape pool = Backend::check_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::page_attention);
   const int64_t B = heads.num_rows, H = heads.num_heads, D = pool.dim, Hq = query.dim() == 3 ? query.size(1) : 0;
   STD_TORCH_CHECK(H > 0 && Hq % H == 0, "query has ", Hq, " heads, expected a multiple of the ", H, " KV heads");
   check_page_size(page_size);

@@ -18,9 +18,9 @@ struct Redundancy {
 template <class Backend>
 void key_redundancy(
     const Tensor& key_pool, const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double threshold,
-    const Tensor& redundancy, const Tensor& scratch) {
+    const Tensor& redundancy, const Tensor& scratch, const std::optional<Tensor>& errors) {
   const PoolShape pool = Backend::check_pool(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::key_redundancy);
   const int64_t B = heads.num_rows, H = heads.num_heads, N = redundancy.dim() == 3 ? redundancy.size(2) : 0;
   check_tensor("redundancy", redundancy, key_pool, ScalarType::Float, {B, H, N});
   check_tensor("scratch", scratch, key_pool, ScalarType::Float, {B, H, 2, N});

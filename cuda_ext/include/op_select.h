@@ -15,6 +15,7 @@ struct Event {
   char *key_pool, *value_pool;
   int32_t *position_pool, *lengths, *death;  // death (L, S, H, T), null for none
   int64_t num_tokens;
+  Report report;
   // in place only: running state, null for none
   char* state_pool = nullptr;
   int64_t state_bytes = 0;  // per entry
@@ -32,7 +33,7 @@ template <class Backend>
 Event make_event(
     const Tensor& scores, const Tensor& budgets, int64_t num_sinks, int64_t window, const Tensor& slots,
     const Tensor& seen, const Tensor& offsets, const Tensor& key_pool, const Tensor& value_pool,
-    const Tensor& position_pool, const Tensor& lengths, const std::optional<Tensor>& death) {
+    const Tensor& position_pool, const Tensor& lengths, const std::optional<Tensor>& death, Report report) {
   const PoolShape pool = Backend::check_pool(key_pool);
   const auto [L, S, H] = check_layers(offsets, key_pool);
   const int64_t B = slots.dim() == 1 ? slots.size(0) : 0, N = scores.dim() == 4 ? scores.size(3) : 0;
@@ -51,7 +52,7 @@ Event make_event(
       pointer<float>(scores), pointer<int32_t>(budgets), num_sinks, window, pointer<int64_t>(slots),
       pointer<int64_t>(seen), pointer<int64_t>(offsets), L, B, S, H, N, pool.rows,
       pool.dim * static_cast<int64_t>(key_pool.element_size()), pointer<char>(key_pool), pointer<char>(value_pool),
-      pointer<int32_t>(position_pool), pointer<int32_t>(lengths), pointer<int32_t>(death), tokens};
+      pointer<int32_t>(position_pool), pointer<int32_t>(lengths), pointer<int32_t>(death), tokens, report};
 }
 
 template <class Backend>
@@ -59,9 +60,10 @@ void select_and_compact(
     const Tensor& scores, const Tensor& budgets, int64_t num_sinks, int64_t window, const Tensor& slots,
     const Tensor& seen, const Tensor& offsets, const Tensor& key_pool, const Tensor& value_pool,
     const Tensor& position_pool, const Tensor& lengths, const std::optional<Tensor>& death,
-    const std::optional<Tensor>& state_pool) {
+    const std::optional<Tensor>& state_pool, const std::optional<Tensor>& errors) {
   Event event = make_event<Backend>(
-      scores, budgets, num_sinks, window, slots, seen, offsets, key_pool, value_pool, position_pool, lengths, death);
+      scores, budgets, num_sinks, window, slots, seen, offsets, key_pool, value_pool, position_pool, lengths, death,
+      check_errors(errors, key_pool, Op::select_and_compact));
   check_tensor("state_pool", state_pool, key_pool, ScalarType::Float, {event.pool_rows, kAnySize});
   if (state_pool && state_pool->size(1) > 0) {
     event.state_pool = pointer<char>(state_pool);
@@ -76,9 +78,10 @@ void select_and_store(
     const Tensor& source_values, const Tensor& source_offsets, const Tensor& source_lengths, const Tensor& slots,
     const Tensor& seen, const Tensor& offsets, const Tensor& capacities, const Tensor& key_pool,
     const Tensor& value_pool, const Tensor& position_pool, const Tensor& lengths,
-    const std::optional<Tensor>& death) {
+    const std::optional<Tensor>& death, const std::optional<Tensor>& errors) {
   Event event = make_event<Backend>(
-      scores, budgets, num_sinks, window, slots, seen, offsets, key_pool, value_pool, position_pool, lengths, death);
+      scores, budgets, num_sinks, window, slots, seen, offsets, key_pool, value_pool, position_pool, lengths, death,
+      check_errors(errors, key_pool, Op::select_and_store));
   const int64_t L = event.num_layers, B = event.num_rows, H = event.num_heads, D = key_pool.size(1);
   event.source_rows = source_keys.dim() == 2 ? source_keys.size(0) : 0;
   check_tensor("source_keys", source_keys, key_pool, key_pool.scalar_type(), {event.source_rows, D});

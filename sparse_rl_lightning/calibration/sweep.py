@@ -63,7 +63,7 @@ class Sweep:
         if self.params.top_logprobs < 1:
             raise ValueError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
         if self.params.truncates:
-            raise ValueError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0.")
+            raise ValueError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
 
     @property
     def num_parts(self) -> int:

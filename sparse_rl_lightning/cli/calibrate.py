@@ -47,6 +47,7 @@ def calibrate(
     num_generations: PositiveInt = 8,
     max_completion_length: PositiveInt = 4096,
     temperature: float = 1.0,
+    chat_template_kwargs: dict[str, Any] | None = None,
     top_logprobs: PositiveInt = 20,
     bin_size: PositiveInt = 2000,
     min_tokens: PositiveInt = 200,
@@ -80,6 +81,7 @@ def calibrate(
         num_generations: Completions per prompt and budget.
         max_completion_length: Most tokens of a completion.
         temperature: As in training.
+        chat_template_kwargs: Arguments of the tokenizer's chat template, as in training.
         top_logprobs: The acceptance is bounded from so many most likely tokens; the whole vocabulary makes it exact.
         bin_size: Tokens per bin of lengths.
         min_tokens: A bin with fewer tokens is not judged.
@@ -117,7 +119,7 @@ def calibrate(
         top_logprobs=min(top_logprobs, model.config.vocab_size), seed=seed,
     )  # fmt: skip
     options = {"end_token_ids": ends, "num_slots": num_slots, "memory_limit": memory_limit}
-    prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows])
+    prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], chat_template_kwargs)
     keeps = compressor if retriever and compressor else FullKV()
     sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)
     binning = Binning(bin_size, min_tokens, resamples, seed)

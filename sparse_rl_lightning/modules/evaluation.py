@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -66,6 +67,9 @@ class Evaluation(GenerationModule):
         temperature: 0 is greedy.
         top_p: Draw from the smallest set of at least this probability.
         top_k: Draw from the k most likely tokens, 0 for all.
+        min_p: Draw from tokens at least this likely relative to the best.
+        repetition_penalty: Makes tokens of the prompt and of the completion so far less likely where above 1.
+        chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``.
         batch_size: Problems per rollout.
         num_slots: Sequences decoded at the same time, null for all of a rollout.
         end_tokens: Tokens that end a completion besides the model's own.
@@ -94,6 +98,9 @@ class Evaluation(GenerationModule):
         temperature: float = 0.8,
         top_p: float = 0.95,
         top_k: int = 0,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        chat_template_kwargs: dict[str, Any] | None = None,
         batch_size: int = 64,
         num_slots: int | None = None,
         end_tokens: list[str] | None = None,
@@ -117,10 +124,12 @@ class Evaluation(GenerationModule):
             policy, FullKV(), MathReward(check_workers), None,
             SamplingParams(
                 num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
-                top_p=top_p, top_k=top_k, stop_strings=as_texts(stop_strings), seed=seed,
+                top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+                stop_strings=as_texts(stop_strings), seed=seed,
             ),
             SamplerOptions(num_slots, as_texts(end_tokens), memory_limit, kv_dtype, cuda_graphs=cuda_graphs),
-            val_sampling=None, optimizer=default_optimizer, lr_scheduler=None, disable_dropout=True,
+            val_sampling=None, chat_template_kwargs=chat_template_kwargs, optimizer=default_optimizer,
+            lr_scheduler=None, disable_dropout=True,
         )  # fmt: skip
         self.num_samples_of = dict(num_samples_of or {})
         self.max_completion_length_of = dict(max_completion_length_of or {})
@@ -286,6 +295,7 @@ class Evaluation(GenerationModule):
         return fingerprint(
             weights=self._digest, cache=self.arms[arm], params=self.params(problems.name), questions=questions,
             end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype,
+            chat_template_kwargs=self.chat_template_kwargs,
             version=version("sparse-rl-lightning"),
         )  # fmt: skip
 

@@ -45,6 +45,7 @@ class GenerationModule(PolicyModule):
         val_sampling: As in SparseGRPO.
         val_max_completion_length: As in SparseGRPO.
         reward_timeout: As in SparseGRPO.
+        chat_template_kwargs: As in SparseGRPO.
         optimizer: As in SparseGRPO.
         lr_scheduler: As in SparseGRPO.
         disable_dropout: As in SparseGRPO.
@@ -63,6 +64,7 @@ class GenerationModule(PolicyModule):
         val_sampling: SamplingParams | None = None,
         val_max_completion_length: int | None = None,
         reward_timeout: float | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         optimizer: OptimizerCallable,
         lr_scheduler: LRSchedulerCallable | None,
         disable_dropout: bool,
@@ -82,6 +84,7 @@ class GenerationModule(PolicyModule):
         if reward_timeout is not None:
             check_number("reward_timeout", reward_timeout, above=0)
         self.reward_timeout = reward_timeout
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.sampling = sampling
         self.val_sampling = val_sampling or SamplingParams(
             max_completion_length=val_max_completion_length or sampling.max_completion_length,
@@ -172,7 +175,7 @@ class GenerationModule(PolicyModule):
         """The token ids of the rows' prompts."""
         self.configure_model()
         assert self.tokenizer is not None
-        return encode_prompts(self.tokenizer, [row["prompt"] for row in rows])
+        return encode_prompts(self.tokenizer, [row["prompt"] for row in rows], self.chat_template_kwargs)
 
     def sequence_ids(self, index: int, prompts: int, generations: int) -> list[int]:
         """The numbers of this rank's sequences of rollout ``index``, different in every rollout and rank."""

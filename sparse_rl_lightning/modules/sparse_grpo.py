@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -28,6 +28,7 @@ from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import check_rewards
 from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
 
@@ -53,6 +54,11 @@ class SparseGRPO(BlockModule):
         top_k: Draw from the k most likely tokens, 0 for all.
         top_p: Draw from the smallest set of at least this probability.
         min_p: Draw from tokens at least this likely relative to the best.
+        repetition_penalty: Makes tokens of the prompt and of the completion so far less likely where above 1. Log-probs
+            and the ratio xi are of the distribution without it.
+        generation_kwargs: The same settings by their names in transformers or vLLM, over those given here.
+        chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``; in
+            validation too.
         retriever: Which pages of the cache each query of a rollout reads, null for all; saves time, not memory.
         num_slots: Sequences decoded at the same time, null for all.
         end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
@@ -114,6 +120,9 @@ class SparseGRPO(BlockModule):
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        generation_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         retriever: Retriever | None = None,
         num_slots: int | None = None,
         end_tokens: list[str] | None = None,
@@ -149,24 +158,27 @@ class SparseGRPO(BlockModule):
         disable_dropout: bool = True,
     ) -> None:
         steps = partial_rollout_steps
-        super().__init__(
-            policy, compressor, reward_funcs, reward_weights,
+        sampling = with_generation_kwargs(
             SamplingParams(
                 num_generations=num_generations, max_completion_length=max_completion_length,
                 min_completion_length=min_completion_length, temperature=temperature, top_k=top_k, top_p=top_p,
-                min_p=min_p, top_logprobs=top_logprobs, stop_strings=as_texts(stop_strings), seed=seed,
-            ),
+                min_p=min_p, repetition_penalty=repetition_penalty, top_logprobs=top_logprobs,
+                stop_strings=as_texts(stop_strings), seed=seed,
+            ), generation_kwargs,
+        )  # fmt: skip
+        super().__init__(
+            policy, compressor, reward_funcs, reward_weights, sampling,
             SamplerOptions(num_slots, as_texts(end_tokens), memory_limit, kv_dtype, keep_pool, cuda_graphs),
             objective=Objective(
                 loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=epsilon,
                 epsilon_high=epsilon_high, delta=delta, denominator=denominator, beta=beta, kl_estimator=kl_estimator,
-                kl_on=kl_on, max_completion_length=max_completion_length,
+                kl_on=kl_on, max_completion_length=sampling.max_completion_length,
                 mask_truncated_completions=mask_truncated_completions,
             ),
             steps_per_generation=steps_per_generation, num_iterations=num_iterations, oversampling=oversampling,
             learner=learner, partial=None if steps is None else PartialRollouts(steps, partial_checkpoint),
             retriever=retriever, reward_timeout=reward_timeout, val_sampling=val_sampling,
-            val_max_completion_length=val_max_completion_length,
+            val_max_completion_length=val_max_completion_length, chat_template_kwargs=chat_template_kwargs,
             optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
@@ -174,7 +186,7 @@ class SparseGRPO(BlockModule):
                 f"num_generations must be at least 2, because a sample is judged against the others of its prompt; "
                 f"got num_generations={num_generations}."
             )
-        if temperature == 0:
+        if sampling.temperature == 0:
             raise ValueError("temperature must be above 0 in training: greedy samples of a prompt are all the same.")
         self.scale_rewards = scale_rewards
         self.rescore = rescore

@@ -25,6 +25,7 @@ class SupervisedWarmup(PolicyModule):
         optimizer: Makes the optimiser from the parameters.
         lr_scheduler: Makes the learning-rate schedule from the optimiser.
         disable_dropout: Set every dropout of the policy to zero.
+        chat_template_kwargs: Arguments of the tokenizer's chat template.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class SupervisedWarmup(PolicyModule):
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
         disable_dropout: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(policy, optimizer, lr_scheduler, disable_dropout)
         self.solution_column = solution_column
+        self.chat_template_kwargs = chat_template_kwargs
 
     def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
         """Mean negative log-likelihood of the batch's solution tokens."""
@@ -68,7 +71,7 @@ class SupervisedWarmup(PolicyModule):
                 raise ValueError(
                     f"solution_column={self.solution_column!r} is not among the columns of the data: {sorted(row)}."
                 )
-            prompt = encode_prompt(tokenizer, row["prompt"])
+            prompt = encode_prompt(tokenizer, row["prompt"], self.chat_template_kwargs)
             solution = tokenizer(row[self.solution_column], add_special_tokens=False)["input_ids"]
             solution = [*solution, tokenizer.eos_token_id]
             ids.append(torch.tensor(prompt + solution))

@@ -59,7 +59,7 @@ def flash_obstacle(key_pool: Tensor, probs: Tensor | None = None) -> str:
 
 def flash_attention(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, scale: float,
-    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None, *,
+    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None, errors: Tensor | None = None, *,
     forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward,
 ) -> None:  # fmt: skip
     """The op ``decode_attention`` on torch's flash attention for sequences of different lengths.

@@ -8,6 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.faults import fault
+
 
 @dataclass(frozen=True)
 class KVPools:
@@ -22,6 +24,7 @@ class KVPools:
     offsets: Tensor  # (L, S, H) or (S, H) int64, first row of each head
     capacities: Tensor  # the same shape, int32, rows of each head
     lengths: Tensor  # the same shape, int32, live entries
+    errors: Tensor | None = None  # (1) int32, where CUDA kernels say what they had to leave out
 
     @classmethod
     def uniform(
@@ -56,6 +59,7 @@ class KVPools:
             offsets=(ends - capacities.flatten()).view(capacities.shape),
             capacities=capacities,
             lengths=torch.zeros_like(capacities),
+            errors=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
     @classmethod
@@ -118,6 +122,18 @@ class KVPools:
         check("offsets", self.offsets, self.keys, torch.int64, heads)
         check("capacities", self.capacities, self.keys, torch.int32, heads)
         check("lengths", self.lengths, self.keys, torch.int32, heads)
+        check("errors", self.errors, self.keys, torch.int32, (1,))
+
+    def raise_errors(self) -> None:
+        """Raise what CUDA kernels had to leave out since the last time; waits for the device.
+
+        Raises:
+            RuntimeError: Naming the op, the slot and what was wrong; the first such case counts.
+        """
+        word = 0 if self.errors is None else int(self.errors)
+        if self.errors is not None and word:
+            self.errors.zero_()
+            raise RuntimeError(fault(word))
 
 
 def check(
@@ -149,6 +165,62 @@ def check(
         raise ValueError(f"{name} is on {tensor.device}, the pools are on {like.device}.")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous, pass {name}.contiguous().")
+
+
+def check_slots(slots: Tensor, per_slot: Tensor) -> None:
+    """For the references: refuse slots (B,) that are not there, as the compiled kernels do.
+
+    Args:
+        slots: (B) int64.
+        per_slot: (S, H) or (L, S, H).
+
+    Raises:
+        RuntimeError: With the slot.
+    """
+    count = per_slot.shape[-2]
+    wrong = slots[(slots < -1) | (slots >= count)]
+    if len(wrong):
+        raise RuntimeError(f"slots contains {int(wrong[0])}, expected 0 to {count - 1} or -1 for a row to skip.")
+
+
+def check_runs(slots: Tensor, offsets: Tensor, lengths: Tensor, limits: Tensor | int, pool_rows: int) -> None:
+    """For the references: refuse heads that hold too many entries or lie outside the pool, as compiled kernels do.
+
+    Args:
+        slots: (B) int64, -1 for a row to skip.
+        offsets: (S, H) or (L, S, H).
+        lengths: The same.
+        limits: The same, or one number: entries that a head may hold.
+        pool_rows: R.
+
+    Raises:
+        RuntimeError: With the first wrong number.
+    """
+    check_slots(slots, offsets)
+    used = slots[slots >= 0]
+    held, start = lengths[..., used, :], offsets[..., used, :]
+    most = torch.as_tensor(limits, device=held.device).expand_as(lengths)[..., used, :]
+    if bool(((held < 0) | (held > most)).any()):
+        wrong = held[(held < 0) | (held > most)]
+        raise RuntimeError(f"a head holds {int(wrong[0])} entries, allowed are 0 to {int(most.max())}.")
+    outside = (start < 0) | (start > pool_rows - held)
+    if bool(outside.any()):
+        raise RuntimeError(
+            f"a head of {int(held[outside][0])} entries starts at row {int(start[outside][0])}, outside the pool of "
+            f"{pool_rows} rows."
+        )
+
+
+def check_numbers(name: str, numbers: Tensor, limit: int | None = None) -> None:
+    """For the references: refuse numbers that are negative, or not below the limit.
+
+    Raises:
+        RuntimeError: With the first of them.
+    """
+    wrong = numbers[(numbers < 0) if limit is None else (numbers < 0) | (numbers >= limit)]
+    if len(wrong):
+        allowed = "0 or more" if limit is None else f"0 to {limit - 1}"
+        raise RuntimeError(f"{name} is {int(wrong[0])}, expected {allowed}: a number that is negative or too large.")
 
 
 def check_groups(name: str, queries: Tensor, pools: KVPools) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.ops.float8 import computing_dtype, to_stored
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_numbers, check_runs
 
 
 def append(
@@ -44,7 +44,7 @@ def append(
     call(
         "append", pools.keys, lambda: _check(pools, slots, seen, query, key, value, query_ring, cos, sin), query, key,
         value, cos, sin, slots, seen, pools.offsets, pools.capacities, pools.keys, pools.values, pools.positions,
-        pools.lengths, query_ring,
+        pools.lengths, query_ring, pools.errors,
     )  # fmt: skip
 
 
@@ -83,11 +83,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def append_reference(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None, slots: Tensor, seen: Tensor,
     offsets: Tensor, capacities: Tensor, key_pool: Tensor, value_pool: Tensor, position_pool: Tensor, lengths: Tensor,
-    query_ring: Tensor | None,
+    query_ring: Tensor | None, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``append`` in PyTorch."""
+    check_runs(slots, offsets, lengths, capacities, len(key_pool))
     rows = (slots >= 0).nonzero().squeeze(1)
     slots = slots[rows]
+    check_numbers("seen", seen[slots])
     at = lengths[slots]  # (B, H)
     if bool((at >= capacities[slots]).any()):
         raise RuntimeError("a slot is full: compress it before the next token.")

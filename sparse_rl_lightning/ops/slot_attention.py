@@ -8,7 +8,7 @@ from torch import Tensor
 from sparse_rl_lightning.ops.backends import flash_attention, overload_for
 from sparse_rl_lightning.ops.float8 import computing_dtype
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, check_runs, gather_heads
 
 
 def attend(
@@ -45,7 +45,7 @@ def attend(
     out = torch.empty_like(query)
     call(
         "decode_attention", pools.keys, lambda: _check(pools, slots, query, max_length, lse, probs), query, pools.keys,
-        pools.values, slots, pools.offsets, pools.lengths, scale, max_length, out, lse, probs,
+        pools.values, slots, pools.offsets, pools.lengths, scale, max_length, out, lse, probs, pools.errors,
         overload=overload_for(pools.keys, probs),
     )  # fmt: skip
     return out
@@ -67,12 +67,11 @@ def _check(
 
 def attention_reference(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, scale: float,
-    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None,
+    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``decode_attention`` in PyTorch."""
+    check_runs(slots, offsets, lengths, max_length, len(key_pool))
     held = lengths[slots.clamp(min=0)] * (slots >= 0)[:, None]  # (B, H)
-    if bool((held > max_length).any()):
-        raise RuntimeError(f"a head holds {int(held.max())} entries, max_length is {max_length}.")
     width = int(held.max()) if held.numel() else 0
     rows, live = gather_heads(offsets[slots.clamp(min=0)], held, width)
     result, total, shares = attend_rows(query, key_pool, value_pool, rows, live, scale)

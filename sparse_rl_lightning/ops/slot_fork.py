@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.ops.float8 import computing_dtype
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, check, gather_heads
+from sparse_rl_lightning.ops.pools import KVPools, check, check_runs, check_slots, gather_heads
 
 
 def fork(
@@ -47,15 +47,18 @@ def fork(
 
     call(
         "fork", pools.keys, check_all, sources, destinations, pools.offsets, pools.capacities, pools.keys,
-        pools.values, pools.positions, pools.lengths, query_ring, death, state_pool,
+        pools.values, pools.positions, pools.lengths, query_ring, death, state_pool, pools.errors,
     )  # fmt: skip
 
 
 def fork_reference(
     sources: Tensor, destinations: Tensor, offsets: Tensor, capacities: Tensor, key_pool: Tensor, value_pool: Tensor,
     position_pool: Tensor, lengths: Tensor, query_ring: Tensor | None, death: Tensor | None, state_pool: Tensor | None,
+    errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``fork`` in PyTorch."""
+    check_runs(sources, offsets, lengths, capacities, len(key_pool))
+    check_slots(destinations, offsets)
     used = ((sources >= 0) & (destinations >= 0) & (sources != destinations)).nonzero().squeeze(1)
     sources, destinations = sources[used], destinations[used]
     if bool(torch.isin(destinations, sources).any()):

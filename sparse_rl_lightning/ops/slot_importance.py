@@ -8,7 +8,7 @@ from torch import Tensor
 from sparse_rl_lightning.ops.float8 import computing_dtype, to_computed
 from sparse_rl_lightning.ops.importance import GroupReduction, Pooling, QueryReduction, window_importance
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, check_runs, gather_heads
 
 
 def score_importance(
@@ -68,7 +68,7 @@ def score_importance(
     call(
         "window_importance", pools.keys, check_all, queries, query_positions, pools.keys, pools.positions, slots,
         pools.offsets, pools.lengths, scale, window, exclude_window, group_reduction, query_reduction, pooling,
-        kernel_size, scores, scratch,
+        kernel_size, scores, scratch, pools.errors,
     )  # fmt: skip
     return scores
 
@@ -93,8 +93,10 @@ def importance_reference(
     queries: Tensor, query_positions: Tensor, key_pool: Tensor, position_pool: Tensor, slots: Tensor, offsets: Tensor,
     lengths: Tensor, scale: float, window: int, exclude_window: bool, group_reduction: GroupReduction,
     query_reduction: QueryReduction, pooling: Pooling, kernel_size: int, scores: Tensor, scratch: Tensor,
+    errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``window_importance`` in PyTorch."""
+    check_runs(slots, offsets, lengths, scores.shape[2], len(key_pool))
     if not scores.numel():
         return
     used = slots >= 0

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from sparse_rl_lightning.ops.float8 import computing_dtype
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, gather_heads
+from sparse_rl_lightning.ops.pools import (
+    KVPools,
+    accumulation_dtype,
+    check,
+    check_groups,
+    check_numbers,
+    check_runs,
+    gather_heads,
+)
 
 
 def accumulate_mass(
@@ -45,16 +53,18 @@ def accumulate_mass(
 
     call(
         "prefill_mass", pools.keys, check_all, queries, query_start, pools.keys, slots, pools.offsets, pools.lengths,
-        scale, mass, lse,
+        scale, mass, lse, pools.errors,
     )  # fmt: skip
     return lse
 
 
 def mass_reference(
     queries: Tensor, query_start: Tensor, key_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor,
-    scale: float, mass: Tensor, lse: Tensor,
+    scale: float, mass: Tensor, lse: Tensor, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``prefill_mass`` in PyTorch."""
+    check_runs(slots, offsets, lengths, mass.shape[2], len(key_pool))
+    check_numbers("query_start", query_start[slots >= 0])
     held = lengths[slots.clamp(min=0)] * (slots >= 0)[:, None]  # (B, H)
     rows, live = gather_heads(offsets[slots.clamp(min=0)], held, mass.shape[2])
     keys = key_pool[rows].to(lse.dtype)  # (B, H, N, D)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, check_runs
 from sparse_rl_lightning.ops.slot_attention import attend_rows
 from sparse_rl_lightning.ops.slot_pages import refuse_float8
 
@@ -57,7 +57,7 @@ def attend_pages(
 
     call(
         "page_attention", pools.keys, check_all, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths,
-        pages, page_size, scale, out, lse,
+        pages, page_size, scale, out, lse, pools.errors,
     )  # fmt: skip
     return out
 
@@ -65,8 +65,10 @@ def attend_pages(
 def page_attention_reference(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor,
     pages: Tensor, page_size: int, scale: float, out: Tensor, lse: Tensor | None,
+    errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``page_attention`` in PyTorch."""
+    check_runs(slots, offsets, lengths, len(key_pool), len(key_pool))
     at = slots.clamp(min=0)
     held = (lengths[at] * (slots >= 0)[:, None]).unsqueeze(-1)  # (B, H, 1)
     listed = (pages >= 0).cumprod(dim=-1).bool() & (slots >= 0)[:, None, None]

@@ -18,7 +18,15 @@ from sparse_rl_lightning.ops.pages import (
     page_means,
     page_scores,
 )
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups
+from sparse_rl_lightning.ops.pools import (
+    KVPools,
+    accumulation_dtype,
+    check,
+    check_groups,
+    check_numbers,
+    check_runs,
+    check_slots,
+)
 
 
 def summarize_pages(
@@ -48,7 +56,7 @@ def summarize_pages(
 
     call(
         "summarize_pages", pools.keys, check_all, pools.keys, slots, pools.offsets, pools.lengths, page_size,
-        newest_only, summaries,
+        newest_only, summaries, pools.errors,
     )  # fmt: skip
 
 
@@ -110,7 +118,7 @@ def select_pages(
 
     call(
         "select_pages", pools.keys, check_all, query, summaries, slots, pools.lengths, limits, page_size, num_first,
-        num_last, reduction == "max", scores, pages,
+        num_last, reduction == "max", scores, pages, pools.errors,
     )  # fmt: skip
     return pages, scores
 
@@ -139,10 +147,9 @@ def write_summaries(
     summaries: Tensor, summarize: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
     """The op ``summarize_pages`` in PyTorch, for any function from (..., page_size, D) keys to (..., C, D) vectors."""
+    check_runs(slots, offsets, lengths, summaries.shape[3] * page_size, len(key_pool))
     slots = slots[slots >= 0]
     held = lengths[slots].long()  # (B, H)
-    if bool((held > summaries.shape[3] * page_size).any()):
-        raise RuntimeError(f"a head holds {int(held.max())} entries, more than the {summaries.shape[3]} pages.")
     if newest_only:
         page = (held // page_size - 1).unsqueeze(-1)  # (B, H, 1)
         done = (page >= 0) & (held % page_size == 0).unsqueeze(-1)
@@ -157,7 +164,7 @@ def write_summaries(
 
 def summary_reference(
     key_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, page_size: int, newest_only: bool,
-    summaries: Tensor,
+    summaries: Tensor, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``summarize_pages`` in PyTorch."""
     summarize = page_means if summaries.shape[2] == 1 else page_bounds
@@ -166,9 +173,12 @@ def summary_reference(
 
 def select_reference(
     query: Tensor, summaries: Tensor, slots: Tensor, lengths: Tensor, limits: Tensor, page_size: int, num_first: int,
-    num_last: int, group_max: bool, scores: Tensor, pages: Tensor,
+    num_last: int, group_max: bool, scores: Tensor, pages: Tensor, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``select_pages`` in PyTorch."""
+    check_slots(slots, lengths)
+    check_numbers("a head's number of entries", lengths[slots[slots >= 0]])
+    check_numbers("limits", limits[slots >= 0])
     at, num_pages = slots.clamp(min=0), summaries.shape[3]
     counts = page_counts(lengths[at] * (slots >= 0)[:, None], page_size)  # (B, H)
     if bool((counts > num_pages).any()):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.ops.float8 import to_computed
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, gather_heads
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_runs, gather_heads
 from sparse_rl_lightning.ops.redundancy import key_redundancy
 
 
@@ -38,16 +38,17 @@ def score_redundancy(pools: KVPools, slots: Tensor, num_entries: int, threshold:
 
     call(
         "key_redundancy", pools.keys, check_all, pools.keys, slots, pools.offsets, pools.lengths, threshold,
-        redundancy, scratch,
+        redundancy, scratch, pools.errors,
     )  # fmt: skip
     return redundancy
 
 
 def redundancy_reference(
     key_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, threshold: float, redundancy: Tensor,
-    scratch: Tensor,
+    scratch: Tensor, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``key_redundancy`` in PyTorch."""
+    check_runs(slots, offsets, lengths, redundancy.shape[2], len(key_pool))
     used = slots >= 0
     slots = slots.clamp(min=0)
     rows, live = gather_heads(offsets[slots], lengths[slots] * used[:, None], redundancy.shape[2])

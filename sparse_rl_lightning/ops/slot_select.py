@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, check, gather_heads
+from sparse_rl_lightning.ops.pools import KVPools, check, check_numbers, check_runs, check_slots, gather_heads
 from sparse_rl_lightning.ops.select import compaction_order, select_entries
 
 
@@ -48,7 +48,7 @@ def select_and_compact(
 
     call(
         "select_and_compact", pools.keys, check_all, scores, budgets, num_sinks, window, slots, seen, pools.offsets,
-        pools.keys, pools.values, pools.positions, pools.lengths, death, state_pool,
+        pools.keys, pools.values, pools.positions, pools.lengths, death, state_pool, pools.errors,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def select_and_store(
     call(
         "select_and_store", pools.keys, check_all, scores, budgets, num_sinks, window, source.keys, source.values,
         source.offsets, source.lengths, slots, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
-        pools.positions, pools.lengths, death,
+        pools.positions, pools.lengths, death, pools.errors,
     )  # fmt: skip
 
 
@@ -113,9 +113,11 @@ def _check(
 def compact_reference(
     scores: Tensor, budgets: Tensor, num_sinks: int, window: int, slots: Tensor, seen: Tensor, offsets: Tensor,
     key_pool: Tensor, value_pool: Tensor, position_pool: Tensor, lengths: Tensor, death: Tensor | None,
-    state_pool: Tensor | None,
+    state_pool: Tensor | None, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``select_and_compact`` in PyTorch."""
+    check_runs(slots, offsets, lengths, scores.shape[3], len(key_pool))
+    check_numbers("a budget", budgets[:, slots >= 0])
     used = (slots >= 0).nonzero().squeeze(1)
     slots = slots[used]
     rows, live = gather_heads(offsets[:, slots], lengths[:, slots], scores.shape[3])  # (L, B, H, N)
@@ -135,9 +137,14 @@ def store_reference(
     scores: Tensor, budgets: Tensor, num_sinks: int, window: int, source_keys: Tensor, source_values: Tensor,
     source_offsets: Tensor, source_lengths: Tensor, slots: Tensor, seen: Tensor, offsets: Tensor, capacities: Tensor,
     key_pool: Tensor, value_pool: Tensor, position_pool: Tensor, lengths: Tensor, death: Tensor | None,
+    errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``select_and_store`` in PyTorch."""
+    check_slots(slots, offsets)
+    check_numbers("a budget", budgets[:, slots >= 0])
     used = (slots >= 0).nonzero().squeeze(1)
+    rows_read = torch.arange(len(used), device=used.device)
+    check_runs(rows_read, source_offsets[:, used], source_lengths[:, used], scores.shape[3], len(source_keys))
     slots = slots[used]
     rows, live = gather_heads(source_offsets[:, used], source_lengths[:, used], scores.shape[3])
     positions = torch.arange(scores.shape[3], dtype=torch.int32, device=scores.device).expand_as(rows)
@@ -165,8 +172,9 @@ def _record(death: Tensor | None, slots: Tensor, seen: Tensor, evicted: Tensor, 
     if death is None:
         return
     layer, row, head, entry = evicted.nonzero(as_tuple=True)
-    slot = slots[row]
-    death[layer, slot, head, positions[layer, row, head, entry].long()] = seen[slot].to(torch.int32)
+    slot, position = slots[row], positions[layer, row, head, entry].long()
+    check_numbers("a position in the death record", position, death.shape[3])
+    death[layer, slot, head, position] = seen[slot].to(torch.int32)
 
 
 register("select_and_compact", compact_reference)

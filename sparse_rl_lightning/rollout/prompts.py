@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +13,16 @@ Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text that is already rendered, or chat messages with ``role`` and ``content``."""
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+OWN_ARGUMENTS = (
+    "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that are settled here."""
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
     """The token ids of one prompt, ready for the assistant's first token.
 
     Messages go through the tokenizer's chat template. A string counts as already rendered: special tokens spelt
@@ -21,32 +32,45 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     Args:
         tokenizer: The policy's tokenizer.
         prompt: A string, or a non-empty list of messages.
+        chat_template_kwargs: More arguments for the template, such as Qwen3's ``enable_thinking``. A string does not
+            see them.
 
     Returns:
         At least one token id.
 
     Raises:
-        ValueError: If the prompt is empty or malformed, or holds messages that the tokenizer has no template for.
+        ValueError: If the prompt is empty or malformed, or holds messages that the tokenizer has no template for, or
+            the template does not read one of its arguments.
     """
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, valid_unicode(prompt))
     else:
-        ids = _encode_messages(tokenizer, prompt)
+        ids = _encode_messages(tokenizer, prompt, chat_template_kwargs or {})
     if not ids:
         raise ValueError(f"empty prompt: {prompt!r} has no tokens. Drop the row or fill in its prompt.")
     return ids
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
     """The token ids of several prompts; an error names the row.
 
     Raises:
         ValueError: See :func:`encode_prompt`.
     """
+    if chat_template_kwargs and all(isinstance(prompt, str) for prompt in prompts):
+        warnings.warn(
+            "chat_template_kwargs have no effect on prompts that are text: only lists of chat messages go through the "
+            "tokenizer's template.",
+            stacklevel=2,
+        )
     encoded = []
     for row, prompt in enumerate(prompts):
         try:
-            encoded.append(encode_prompt(tokenizer, prompt))
+            encoded.append(encode_prompt(tokenizer, prompt, chat_template_kwargs))
         except ValueError as error:
             raise ValueError(f"Prompt {row} of {len(prompts)}: {error}") from error
     return encoded
@@ -66,7 +90,9 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [bos, *ids] if normally_set and ids[:1] != [bos] else ids
 
 
-def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+def _encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
+) -> list[int]:
     if not messages:
         raise ValueError("empty prompt: the list of chat messages is empty. Drop the row or fill in its prompt.")
     for message in messages:
@@ -77,9 +103,27 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str
             f"the prompt is a list of chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
             "template. Use an instruct model's tokenizer, set tokenizer.chat_template, or give prompts as plain text."
         )
+    _check_arguments(tokenizer, arguments)
     clean = [message | {"content": valid_unicode(message["content"])} for message in messages]
     try:
-        ids = tokenizer.apply_chat_template(clean, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            clean, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+        )
     except Exception as error:  # templates raise what they like, e.g. for roles that do not alternate
         raise ValueError(f"the chat template refuses the messages {clean!r}: {error}") from error
     return cast("list[int]", ids)
+
+
+def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+    """A template ignores what it does not read, so a slip of the pen would change nothing and say nothing."""
+    own = [name for name in arguments if name in OWN_ARGUMENTS]
+    if own:
+        raise ValueError(f"chat_template_kwargs: {', '.join(own)} cannot be set, prompts are encoded in one way only.")
+    template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+    named = ("chat_template", "tools", "documents")
+    unread = [name for name in arguments if name not in named and not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        raise ValueError(
+            f"chat_template_kwargs: the chat template of {tokenizer.name_or_path!r} does not read {', '.join(unread)}. "
+            "Correct or remove it."
+        )

@@ -250,6 +250,7 @@ class Run:
         """Look at the device; copy out the sequences that have ended and free their slots."""
         if not self.slots:
             return []
+        self.cache.pools.raise_errors()
         ends, finished = self.tracks.ends.tolist(), self.tracks.finished.tolist()
         closed = []
         for slot, held in sorted(self.slots.items()):

@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature, top-k, top-p, min-p, greedy; randomness keyed by sequence, not by batch."""
+"""Drawing tokens: repetition penalty, temperature, top-k, top-p, min-p, greedy; randomness keyed by sequence."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class SamplingParams:
         top_k: Draw from the k most likely tokens, 0 for all.
         top_p: Draw from the smallest set of tokens with at least this probability, 1 for all.
         min_p: Draw from tokens at least this likely relative to the most likely one, None or 0 for all.
+        repetition_penalty: Tokens of the prompt and of the completion so far have positive logits divided and negative
+            ones multiplied by this, before the temperature; 1 for no penalty, above 1 makes them less likely.
         top_logprobs: Report this many of the most likely tokens at every position with their log-probabilities.
         stop_strings: Texts that end a completion; it is cut after the token that completes one. Needs a tokenizer.
         seed: The same seed, sequence number and step give the same random numbers in any batch.
@@ -41,6 +43,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float | None = None
+    repetition_penalty: float = 1.0
     top_logprobs: int = 0
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
@@ -57,6 +60,7 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a positive number, 1 for no penalty"),
             "top_logprobs": (self.top_logprobs >= 0, "0 (off) or more"),
             "stop_strings": (
                 not isinstance(self.stop_strings, str) and all(self.stop_strings),
@@ -76,8 +80,13 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
-        truncated = self.top_k > 0 or self.top_p < 1 or bool(self.min_p)
+        truncated = self.top_k > 0 or self.top_p < 1 or bool(self.min_p) or self.penalizes
         return self.temperature > 0 and (truncated or self.min_completion_length > 0)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that have occurred are drawn with other probabilities."""
+        return self.repetition_penalty != 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,14 @@ class Drawn:
     topk_logprobs: Tensor | None = None  # (n, K)
 
 
-def draw(logits: Tensor, params: SamplingParams, sequence_keys: Tensor, steps: Tensor, end_ids: Tensor) -> Drawn:
+def draw(
+    logits: Tensor,
+    params: SamplingParams,
+    sequence_keys: Tensor,
+    steps: Tensor,
+    end_ids: Tensor,
+    occurred: Tensor | None = None,
+) -> Drawn:
     """Draw one token per sequence by the Gumbel-max rule with numbers keyed by (sequence, step, token).
 
     Args:
@@ -100,18 +116,23 @@ def draw(logits: Tensor, params: SamplingParams, sequence_keys: Tensor, steps: T
         sequence_keys: (n,) int64.
         steps: (n,) tokens the completion has so far.
         end_ids: (E,) ids forbidden before ``min_completion_length``.
+        occurred: (n, V) bool, the tokens that each sequence holds already; needed with a repetition penalty.
 
     Raises:
         RuntimeError: If ``top_logprobs`` exceeds the vocabulary.
     """
-    logprobs = torch.log_softmax(logits.float() / (params.temperature or 1.0), dim=-1)
+    wide, temperature = logits.float(), params.temperature or 1.0
+    logprobs = torch.log_softmax(wide / temperature, dim=-1)
     top = logprobs.topk(params.top_logprobs, dim=-1) if params.top_logprobs else None
     topk_ids, topk_logprobs = (None, None) if top is None else (top.indices, top.values)
     allowed = logprobs
+    if params.penalizes:
+        assert occurred is not None, "the penalty is on tokens that have occurred"
+        allowed = torch.log_softmax(penalize(wide, occurred, params.repetition_penalty) / temperature, dim=-1)
     if params.min_completion_length > 0 and len(end_ids):
         too_early = steps < params.min_completion_length
         is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        is_end[end_ids] = True
+        is_end.index_fill_(0, end_ids, True)
         allowed = allowed.masked_fill(too_early[:, None] & is_end, -torch.inf)
     if params.temperature == 0:
         tokens = allowed.argmax(dim=-1)
@@ -123,6 +144,24 @@ def draw(logits: Tensor, params: SamplingParams, sequence_keys: Tensor, steps: T
     tokens = (allowed - race.log()).argmax(dim=-1)
     behavior = _at(torch.log_softmax(allowed, dim=-1), tokens) if params.truncates else None
     return Drawn(tokens, _at(logprobs, tokens), behavior, topk_ids, topk_logprobs)
+
+
+def penalize(logits: Tensor, occurred: Tensor, penalty: float) -> Tensor:
+    """Make tokens that have occurred less likely, as transformers and vLLM do (arXiv 1909.05858).
+
+    Args:
+        logits: (n, V).
+        occurred: (n, V) bool.
+        penalty: Divides positive logits and multiplies negative ones.
+    """
+    return torch.where(occurred, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def occurring(tokens: Tensor, lengths: Tensor, vocabulary: int) -> Tensor:
+    """Which tokens occur in the first ``lengths`` (n,) of these sequences (n, T): (n, V) bool."""
+    held = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    found = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
+    return found.scatter_(1, tokens.where(held, vocabulary), True)[:, :vocabulary]
 
 
 def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.decoder import Decoder
-from sparse_rl_lightning.rollout.sampling import SamplingParams, draw
+from sparse_rl_lightning.rollout.sampling import SamplingParams, draw, occurring
 from sparse_rl_lightning.rollout.tracks import Tracks
 
 
@@ -66,7 +66,7 @@ class Step:
             cache.pages.begin_step(places, positions)
         hidden = self.decoder(cache.tokens[places, positions], positions, attend)
         cache.seen[places] = positions + 1
-        cache.seen[-1] = 0  # padding stays at its first token
+        cache.seen[-1:].zero_()  # padding stays at its first token
         if paid:
             self.compression.note_attention(cache, rows.used, paid)
         self.tracks.held[places, positions] = cache.held(rows.slots.clamp(min=0))
@@ -79,7 +79,8 @@ class Step:
         cache, tracks = self.cache, self.tracks
         at = cache.seen[places]
         steps = at - cache.prompt_lengths[places]
-        drawn = draw(logits, self.params, cache.sequence_keys[places], steps, self.end_ids)
+        occurred = occurring(cache.tokens[places], at, logits.shape[-1]) if self.params.penalizes else None
+        drawn = draw(logits, self.params, cache.sequence_keys[places], steps, self.end_ids, occurred)
         cache.tokens[places, at] = drawn.tokens
         tracks.logprobs[places, at] = drawn.logprobs
         if tracks.behavior is not None and drawn.behavior is not None:

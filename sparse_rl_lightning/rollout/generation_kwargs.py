@@ -1,0 +1,82 @@
+"""TRL's ``generation_kwargs``: what transformers and vLLM call the settings of drawing, applied over the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sparse_rl_lightning.rollout.sampling import SamplingParams
+
+HONOURED = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "min_new_tokens": "min_completion_length",
+    "min_tokens": "min_completion_length",
+    "stop_strings": "stop_strings",
+    "stop": "stop_strings",
+    "seed": "seed",
+}
+"""Keys of transformers' GenerationConfig and vLLM's SamplingParams, and what they are called here."""
+
+ELSEWHERE = {
+    "eos_token_id": "end_tokens",
+    "stop_token_ids": "end_tokens",
+    "num_return_sequences": "num_generations",
+    "n": "num_generations",
+    "max_length": "max_completion_length",
+}
+OFF: dict[str, Any] = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, "stop_strings": (),
+}  # fmt: skip
+"""What null means there."""
+
+
+def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | None) -> SamplingParams:
+    """These settings with TRL's ``generation_kwargs`` over them.
+
+    ``do_sample`` false is greedy. A key that is null switches its setting off, as does ``top_k`` of -1.
+
+    Args:
+        params: Settings by their own names.
+        kwargs: Settings by the names of transformers or vLLM; None for none.
+
+    Raises:
+        ValueError: Naming a key that is not honoured and those that are, a setting that is given by two names, or a
+            value that is out of range.
+    """
+    changes: dict[str, Any] = {}
+    for key, value in (kwargs or {}).items():
+        name, value = _setting(key, value)
+        if name in changes:
+            raise ValueError(f"generation_kwargs gives {name} twice, the second time as {key}: remove one of them.")
+        if name is not None:
+            changes[name] = value
+    try:
+        return replace(params, **changes)
+    except TypeError as error:
+        raise ValueError(f"generation_kwargs: a value of {dict(kwargs or {})} has the wrong type ({error}).") from error
+
+
+def _setting(key: str, value: Any) -> tuple[str | None, Any]:
+    """What a key is called here and its value; no name where it changes nothing."""
+    if key == "do_sample":
+        if not isinstance(value, bool):
+            raise ValueError(f"generation_kwargs: do_sample must be true or false, got {value!r}.")
+        return (None if value else "temperature"), 0.0
+    if key not in HONOURED:
+        advice = f"set {ELSEWHERE[key]} instead" if key in ELSEWHERE else "remove it"
+        raise ValueError(
+            f"generation_kwargs: {key} is not honoured, {advice}. Honoured are {', '.join(['do_sample', *HONOURED])}."
+        )
+    name = HONOURED[key]
+    if value is None or (name == "top_k" and value == -1):
+        return (name if name in OFF else None), OFF.get(name)
+    if name == "stop_strings":
+        return name, (value,) if isinstance(value, str) else tuple(value)
+    return name, value
