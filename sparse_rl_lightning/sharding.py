@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.replaced import is_replaced, refusal
+
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
@@ -77,7 +79,7 @@ class ShadowPolicy:
         dtype: Type of the copy, None for the policy's own.
 
     Raises:
-        ValueError: If the policy has adapters.
+        ValueError: If the policy has adapters, or modules with a ``forward`` of somebody else's, which a copy has not.
     """
 
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
@@ -86,6 +88,9 @@ class ShadowPolicy:
                 "LoraPolicy is not supported where weights are sharded (ZeRO-3, FSDP2): few weights are trained, so "
                 "ZeRO-2 shards all that is large. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
             )
+        for module in policy.modules():
+            if is_replaced(module):
+                raise ValueError(f"{refusal(module)} Where weights are sharded no module's forward may be replaced.")
         self.policy = policy
         self.version: int | None = None  # of the weights inside, None when there are none
         self.model = _twin(policy, dtype)

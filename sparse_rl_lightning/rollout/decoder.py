@@ -8,7 +8,7 @@ layers are walked by hand: every norm, embedding, rotary embedding and activatio
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.replaced import is_changed, is_replaced, refusal
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.projections import Projection, join
 
@@ -53,9 +54,20 @@ class _Layer:
     key_norm: nn.Module | None
     project_out: Projection
     mlp_norm: nn.Module
+    mlp: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _GatedMLP:
+    """A feed-forward block, its projections made for decoding."""
+
     gate_and_up: Projection
     activation: nn.Module
     down: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_and_up(x)
+        return self.down(self.activation(gate) * up)[0]
 
 
 class Decoder:
@@ -64,6 +76,9 @@ class Decoder:
     Args:
         model: Of a family in :data:`~sparse_rl_lightning.rollout.geometry.FAMILIES`.
         geometry: Its sizes and compute type.
+
+    Raises:
+        ValueError: If what is walked by hand has a ``forward`` of somebody else's.
     """
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
@@ -72,7 +87,7 @@ class Decoder:
         self._signature = _signature(model)
         self._made_in_inference_mode = torch.is_inference_mode_enabled()
         self._projections: list[Projection] = []
-        _warn_of_hooks(decoder.layers)
+        _check_walked(decoder)
         self.embedding: nn.Module = decoder.embed_tokens
         self.final_norm: nn.Module = decoder.norm
         self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
@@ -90,9 +105,13 @@ class Decoder:
                 key_norm=getattr(layer.self_attn, "k_norm", None),
                 project_out=joined(layer.self_attn.o_proj),
                 mlp_norm=layer.post_attention_layernorm,
-                gate_and_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
-                activation=layer.mlp.act_fn,
-                down=joined(layer.mlp.down_proj),
+                mlp=layer.mlp
+                if is_changed(layer.mlp)
+                else _GatedMLP(
+                    gate_and_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+                    activation=layer.mlp.act_fn,
+                    down=joined(layer.mlp.down_proj),
+                ),
             )
             for layer in decoder.layers
         ]
@@ -118,8 +137,7 @@ class Decoder:
                 query, key = layer.query_norm(query), layer.key_norm(key)
             attended = attend(index, query, key, value, cos, sin)
             x = x + layer.project_out(attended.flatten(1))[0]
-            gate, up = layer.gate_and_up(layer.mlp_norm(x))
-            x = x + layer.down(layer.activation(gate) * up)[0]
+            x = x + layer.mlp(layer.mlp_norm(x))
         out: Tensor = self.final_norm(x)
         return out
 
@@ -136,7 +154,7 @@ class Decoder:
             projection.refresh()
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
-        """Whether this still is the model: the same modules, weights where they were, no new hooks."""
+        """Whether this still is the model: the same modules, hooks and forwards, weights where they were."""
         own = self.geometry
         same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
         # copies made under inference_mode cannot be written outside of it
@@ -152,19 +170,29 @@ class Decoder:
 
 
 def _signature(model: PreTrainedModel) -> tuple[object, ...]:
-    """Changes where modules are replaced or wrapped, hooks come or go, or weights move."""
-    modules = ((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
+    """Changes where modules or their forwards are replaced or wrapped, hooks come or go, or weights move."""
+    modules = (
+        (id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    )
     return (*modules, *(parameter.data_ptr() for parameter in model.parameters()))
 
 
-def _warn_of_hooks(layers: Iterable[Any]) -> None:
-    """The layers are walked by hand: hooks of what holds the projections are not called."""
-    for layer in layers:
-        for module in (layer, layer.self_attn, layer.mlp):
-            if module._forward_hooks or module._forward_pre_hooks:
-                warnings.warn(
-                    f"Forward hooks of {type(module).__name__} are not called in rollouts, which walk the layers "
-                    "themselves. Hooks of linear layers, norms and embeddings are.",
-                    stacklevel=2,
-                )
-                return
+def _check_walked(decoder: Any) -> None:
+    """The decoder, its rotary embedding, layers and attention are walked by hand: what hangs on them is not called.
+
+    Raises:
+        ValueError: If one has a replaced forward; hooks, which mostly look on, are a warning.
+    """
+    parts = (module for layer in decoder.layers for module in (layer, layer.self_attn))
+    walked: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
+    for module in walked:
+        if is_replaced(module):
+            raise ValueError(refusal(module))
+    for module in walked:
+        if module._forward_hooks or module._forward_pre_hooks:
+            warnings.warn(
+                f"Forward hooks of {type(module).__name__} are not called in rollouts, which walk the layers "
+                "themselves. Hooks of feed-forward blocks, linear layers, norms and embeddings are.",
+                stacklevel=2,
+            )
+            return
