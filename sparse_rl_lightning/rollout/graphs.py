@@ -35,7 +35,7 @@ class GraphedStep:
 
     def __init__(self, step: Step, enabled: bool) -> None:
         self.step = step
-        on_gpu, has_state = step.cache.geometry.device.type == "cuda", step.cache.state_pool is not None
+        on_gpu, has_state = step.cache.geometry.device.type == "cuda", step.cache.size.has_state
         self.enabled = enabled and on_gpu and not has_state
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
         self._pool: Any = None  # memory that all graphs share
