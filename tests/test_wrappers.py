@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import update_of
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
@@ -159,7 +160,7 @@ def test_parts_have_running_sums_of_their_own() -> None:
     layer = random_layer(state_fields=mixture.state_fields)
     before = {name: tensor.clone() for name, tensor in layer.state.items()}
     mass = torch.rand(3, 2, 14)
-    mixture.update_state(layer, mass)
+    mixture.update_state(update_of(layer, mass[:, :, None]))
     for name in mixture.state_fields:
         torch.testing.assert_close(layer.state[name], before[name] + mass, equal_nan=True)
     first = replace(layer, state={"mass": layer.state["0.mass"]})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,9 @@ ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when 
 class Attend(Protocol):
     """The attention of one layer, which also takes keys and values into the cache."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -37,6 +40,7 @@ class Attend(Protocol):
             value: (R, H, D).
             cos: (R, D), of the queries' and keys' positions, at least float32.
             sin: (R, D).
+            hidden: (R, E), what query, key and value were projected from.
 
         Returns:
             (R, Hq, D).
@@ -85,7 +89,6 @@ class Decoder:
         decoder: Any = model.get_decoder()
         self.model, self.geometry = model, geometry
         self._signature = _signature(model)
-        self._made_in_inference_mode = torch.is_inference_mode_enabled()
         self._projections: list[Projection] = []
         _check_walked(decoder)
         self.embedding: nn.Module = decoder.embed_tokens
@@ -131,11 +134,12 @@ class Decoder:
         x: Tensor = self.embedding(ids)
         cos, sin = self._rotation(positions, x.dtype)
         for index, layer in enumerate(self.layers):
-            query, key, value = layer.project_in(layer.norm(x))
+            hidden = layer.norm(x)
+            query, key, value = layer.project_in(hidden)
             query, key, value = (t.view(len(x), -1, g.head_dim) for t in (query, key, value))
             if layer.query_norm is not None and layer.key_norm is not None:
                 query, key = layer.query_norm(query), layer.key_norm(key)
-            attended = attend(index, query, key, value, cos, sin)
+            attended = attend(index, query, key, value, cos, sin, hidden)
             x = x + layer.project_out(attended.flatten(1))[0]
             x = x + layer.mlp(layer.mlp_norm(x))
         out: Tensor = self.final_norm(x)
@@ -152,14 +156,22 @@ class Decoder:
         """Take over what an optimiser has changed in weights that are kept as copies."""
         for projection in self._projections:
             projection.refresh()
+        self.__dict__.pop("output_weights", None)
+
+    @cached_property
+    def output_weights(self) -> list[Tensor]:
+        """(L) of (Hq, D, E), at least float32: what each head's output is multiplied with, adapters included."""
+        g = self.geometry
+        unit = torch.eye(g.num_heads * g.head_dim, dtype=g.dtype, device=g.device)
+        none, shape = torch.zeros_like(unit[:1]), (g.num_heads, g.head_dim, -1)
+        products = [layer.project_out(unit)[0] - layer.project_out(none)[0] for layer in self.layers]
+        return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
         """Whether this still is the model: the same modules, hooks and forwards, weights where they were."""
         own = self.geometry
         same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
-        # copies made under inference_mode cannot be written outside of it
-        writable = torch.is_inference_mode_enabled() or not self._made_in_inference_mode
-        return same and writable and self._signature == _signature(model)
+        return same and self._signature == _signature(model)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines (R, D), rounded as transformers rounds them to the type of the hidden states."""
