@@ -244,6 +244,7 @@ class SparseGRPO(BlockModule):
     def _score(self, scored: ScoredRollout) -> None:
         start, rollout = time.perf_counter(), scored.rollout
         rollout.rewards = self.reward(scored)
+        self.tell_none(scored)
         trainer = self.trainer if self._world_size > 1 else None
         rollout.advantages = advantages_of_rank(rollout.rewards, self.num_generations, self.scale_rewards, trainer)
         rollout.keep = rollout.completion_mask.clone()
