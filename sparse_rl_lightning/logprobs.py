@@ -11,11 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl_lightning.chunked_head import ChunkedLogprobs, logprobs_of_ids, logprobs_of_logits
+from sparse_rl_lightning.sharding import has_own_hooks, in_one_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,9 +98,14 @@ def logprobs_at(
     if ids.ndim != 3 or ids.shape[:2] != sequences.shape:
         raise ValueError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
     hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
-    logits_of = _head(model.get_output_embeddings(), head_in_float32)
-    pairs = zip(torch.split(hidden, chunk_size), torch.split(ids[mask], chunk_size), strict=True)
-    found = torch.cat([logprobs_of_ids(logits_of(rows), asked, temperature) for rows, asked in pairs])
+    lm_head = model.get_output_embeddings()
+
+    def found_by(hidden: Tensor, ids: Tensor) -> Tensor:
+        logits_of = _head(lm_head, head_in_float32)
+        pairs = zip(torch.split(hidden, chunk_size), torch.split(ids, chunk_size), strict=True)
+        return torch.cat([logprobs_of_ids(logits_of(rows), asked, temperature) for rows, asked in pairs])
+
+    found = in_one_call(lm_head, found_by, hidden, ids[mask])
     logprobs = found.new_zeros(ids.shape)
     logprobs[mask] = found
     return logprobs
@@ -135,7 +142,8 @@ def token_logprobs(
 
     A plain ``nn.Linear`` is differentiated by hand (:class:`~sparse_rl_lightning.chunked_head.ChunkedLogprobs`).
     Any other head (LoRA, a quantised layer, one with hooks) is called as it is, and its chunks are checkpointed:
-    the same numbers, a little more memory and time.
+    the same numbers, a little more memory and time. However many chunks there are, ZeRO-3 gathers the head once,
+    since ranks have different numbers of them.
 
     Args:
         lm_head: Maps (n, C) to logits (n, V).
@@ -149,24 +157,21 @@ def token_logprobs(
         Two (N,) tensors, at least float32.
 
     Raises:
-        ValueError: If ``temperature`` or ``chunk_size`` is not positive.
+        ValueError: If ``temperature`` or ``chunk_size`` is not positive, or ZeRO-3 shards a head that is no plain
+            ``nn.Linear``.
     """
     _check_settings(temperature, chunk_size)
-    if _is_plain_linear(lm_head):
+    if not _is_plain_linear(lm_head):
+        return _checkpointed(lm_head, hidden, targets, temperature, chunk_size, head_in_float32)
+
+    def found_by(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else _product_dtype(hidden)
-        weight, bias = lm_head.weight, lm_head.bias
-        logprobs, entropy = ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, temperature, chunk_size, dtype
+        found: tuple[Tensor, Tensor] = ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, lm_head.weight, lm_head.bias, targets, temperature, chunk_size, dtype
         )
-        return logprobs, entropy
-    function = _call_in_float32 if head_in_float32 else _call
-    chunks = [
-        checkpoint(function, lm_head, rows, ids, temperature, use_reentrant=False, preserve_rng_state=False)
-        for rows, ids in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
-    ]
-    columns = zip(*chunks, strict=True)
-    logprobs, entropy = (torch.cat(column) for column in columns)
-    return logprobs, entropy
+        return found
+
+    return in_one_call(lm_head, found_by, hidden, targets)
 
 
 def _check_mask(sequences: Tensor, mask: Tensor) -> None:
@@ -186,10 +191,26 @@ def _check_settings(temperature: float, chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
 
 
+def _checkpointed(
+    lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, chunk_size: int, head_in_float32: bool
+) -> tuple[Tensor, Tensor]:
+    """Chunk by chunk through a head of any kind."""
+    function = _call_in_float32 if head_in_float32 else _call
+
+    def found_by(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        chunks = [
+            checkpoint(function, lm_head, rows, ids, temperature, use_reentrant=False, preserve_rng_state=False)
+            for rows, ids in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
+        ]
+        logprobs, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
+        return logprobs, entropy
+
+    return in_one_call(lm_head, found_by, hidden, targets)
+
+
 def _is_plain_linear(module: nn.Module) -> bool:
     """Whether calling the module is one product with its weight and nothing else."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and not any(hooks)
+    return type(module) is nn.Linear and not has_own_hooks(module)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -210,17 +231,18 @@ def _call_in_float32(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temper
 
 
 def _head(lm_head: nn.Module, head_in_float32: bool) -> Callable[[Tensor], Tensor]:
-    """From hidden states to logits; weights of a narrower type are copied once."""
+    """From hidden states to logits; weights of a narrower type are copied once. Hooks of ZeRO-3 are not called."""
+    plain = _is_plain_linear(lm_head)
     if not head_in_float32:
-        return lm_head
+        return partial(nn.Linear.forward, lm_head) if plain else lm_head
     wide = {
         name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in lm_head.named_parameters()
     }
-    return partial(_logits_in_float32, lm_head, wide)
+    if plain:
+        return partial(_logits_in_float32, lambda states: F.linear(states, **wide))
+    return partial(_logits_in_float32, lambda states: functional_call(lm_head, wide, (states,)))
 
 
-def _logits_in_float32(lm_head: nn.Module, wide: dict[str, Tensor], hidden: Tensor) -> Tensor:
+def _logits_in_float32(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
-        states = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        logits: Tensor = functional_call(lm_head, wide, (states,))
-    return logits
+        return logits_of(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
