@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.replaced import is_replaced, refusal
 
+Found = TypeVar("Found")
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
@@ -43,6 +44,43 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
 
     context: AbstractContextManager[Any] = zero.GatheredParameters(parameters, modifier_rank=modifier)
     return context
+
+
+def in_one_call(module: nn.Module, function: Callable[..., Found], *inputs: Tensor) -> Found:
+    """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
+
+    It takes the place of the module's forward. Calling the module itself would gather in every call, and ranks that
+    call it a different number of times wait for each other for ever.
+
+    Args:
+        module: Whose weights the function multiplies with.
+        function: Reads the weights and does not call the module.
+        *inputs: Of the function; the first that carries gradient ends the weights' stay in backward.
+
+    Raises:
+        ValueError: If the weights are sharded by ZeRO-3, and the module is no plain ``nn.Linear``.
+    """
+    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        return function(*inputs)
+    if type(module) is not nn.Linear or has_own_hooks(module) or is_replaced(module):
+        raise ValueError(
+            f"The policy's output head is a {type(module).__name__} with hooks or a forward of its own: ZeRO-3 knows "
+            "plain nn.Linear heads only. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
+        )
+    module.forward = function  # type: ignore[assignment,method-assign]
+    try:
+        found: Found = module(*inputs)
+    finally:
+        del module.forward
+    return found
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether calling the module calls hooks, ZeRO-3's not counted."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(
+        not getattr(hook, "__module__", "").startswith("deepspeed.") for hooks in kinds for hook in hooks.values()
+    )
 
 
 def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) -> None:
