@@ -231,9 +231,7 @@ def _checkpointed(
 
     def found_by(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         chunks = [
-            checkpoint(
-                function, lm_head, rows, ids, temperature, scaling, use_reentrant=False, preserve_rng_state=False
-            )
+            checkpoint(call, rows, ids, temperature, scaling, use_reentrant=False, preserve_rng_state=False)
             for rows, ids in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
         ]
         logprobs, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
