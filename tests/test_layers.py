@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "logprobs",
         "losses",
         "metrics",
+        "pretrained",
         "rewards",
         "rollout",
         "sharding",

@@ -121,7 +121,7 @@ def _batch(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> dict[str, list[Any]]:
-    reserved = [name for name in _ARGUMENTS if name in columns]
+    reserved = [name for name in (*_ARGUMENTS, "self") if name in columns]
     if reserved:
         raise ValueError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
     named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
