@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from _methods import SlotSizes
 from _quality import Problems, Task
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning import Rollout, RolloutSampler, SamplingParams, testing
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
+from sparse_rl_lightning.pretrained import load_pretrained
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,8 +53,8 @@ def default_stories() -> Path:
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A Hugging Face folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_pretrained(str(folder), torch.float32)
+    return model.eval(), tokenizer
 
 
 def toy() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "logprobs",
         "losses",
         "metrics",
+        "pretrained",
         "replaced",
         "rewards",
         "rollout",

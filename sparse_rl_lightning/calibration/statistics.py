@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.statistics import QueryMoments, QueryStatistics
+from sparse_rl_lightning.pretrained import load_pretrained
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.rollout.prompts import encode_prompt
@@ -128,10 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch_size", type=int, default=8, help="texts per forward pass (default: 8)")
     given = parser.parse_args(arguments)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(given.policy)
+        model, tokenizer = load_pretrained(given.policy)
         ids, lengths = pad(read_texts(given.texts, tokenizer, given.max_length))
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(given.policy, dtype="auto", use_safetensors=True)
         model.to(device)  # type: ignore[arg-type]  # transformers wraps the signature away
         gather_statistics(model, ids, lengths, given.batch_size).save(given.statistics)
     except (ValueError, OSError) as error:

@@ -27,7 +27,13 @@ import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.cli.calibrate import main as calibrate
-from sparse_rl_lightning.cli.checks import check_callbacks, check_checkpoint, check_folders, warn_of_earlier_run
+from sparse_rl_lightning.cli.checks import (
+    check_callbacks,
+    check_checkpoint,
+    check_folders,
+    check_process_seed,
+    warn_of_earlier_run,
+)
 from sparse_rl_lightning.cli.export import ExportingTrainer
 from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, is_own, own_error
 from sparse_rl_lightning.cli.quiet import quiet
@@ -57,6 +63,11 @@ class SparseRLCLI(LightningCLI):
             "--num_threads", type=PositiveInt | None, default=None, help="CPU threads of torch, null: default"
         )
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse; the seed of the process is set before anything else could look at it."""
+        super().parse_arguments(parser, args)
+        check_process_seed(self.config[self.config.subcommand] if "subcommand" in self.config else self.config)
+
     def before_instantiate_classes(self) -> None:
         """Check folders and checkpoint, and apply what concerns the whole process.
 
@@ -79,6 +90,10 @@ class SparseRLCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+        except RuntimeError as error:
+            if "more than one stateful callback" not in str(error):
+                raise
+            raise ValueError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
 
     def before_fit(self) -> None:
         """Warn of what will be overwritten."""

@@ -15,10 +15,24 @@ from lightning.pytorch.utilities import rank_zero_warn
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.files import replaced
 from sparse_rl_lightning.cli.messages import imported
+from sparse_rl_lightning.ranges import check_number
 
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
 """What Lightning's ``ckpt_path`` may say instead of a path, ``last`` apart."""
+
+
+def check_process_seed(config: Any) -> None:
+    """Refuse a seed that numpy does not take.
+
+    Args:
+        config: The parsed configuration of a subcommand.
+
+    Raises:
+        ValueError: If ``seed_everything`` is negative or has more than 32 bits.
+    """
+    if not isinstance(config.seed_everything, bool):
+        check_number("seed_everything", config.seed_everything, least=0, most=2**32 - 1)
 
 
 def check_folders(config: Any) -> None:
@@ -151,8 +165,8 @@ def _check_writable(folder: Any, argument: str) -> None:
     if folder is None or "://" in str(folder):
         return
     path = Path(folder).expanduser()
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     try:
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:

@@ -112,11 +112,15 @@ def _raised_by(error: BaseException, package: str) -> bool:
 
 def _suggestion(message: str) -> list[str]:
     if found := re.search(r"Expected a dot import path string: (\w+)", message):
+        if found[1] == "None":
+            return []
         hint = _did_you_mean(found[1], _class_names())
         own = f"A class of your own is named with its module, such as mine.{found[1]}."
         return [f"There is no class {found[1]!r}. {hint or own}"]
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
         hint = _did_you_mean(found[2], _argument_names(imported(found[1])))
+    elif found := re.search(r"class_path '[\w.]+':\s+Option '(\w+)\.[\w.]+' is not accepted", message):
+        hint = f"What belongs to a class stands below its init_args, {found[1]!r} too."
     elif found := re.search(r"does not accept option '([\w.]+)'", message):
         options = ["model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
         hint = _did_you_mean(
@@ -124,6 +128,8 @@ def _suggestion(message: str) -> list[str]:
         )
     else:
         hint = ""
+    if "Expected an instantiatable class" in message:
+        hint = "Give a class_path, and its options below init_args."
     return [hint] * bool(hint)
 
 

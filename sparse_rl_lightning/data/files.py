@@ -21,13 +21,14 @@ def read_table(path: str, config: str | None = None, split: str = "train") -> li
     Raises:
         ValueError: If there is no such file or dataset, or a line is not a JSON object (names file and line).
     """
+    path = str(Path(path).expanduser()) if path.startswith("~") else path
     if not is_local(path):
         return _read_with_datasets(path, config, split)
     if not Path(path).is_file():
         raise ValueError(f"There is no data file {path!r} (looked in {Path.cwd()}). Check the path.")
     if path.endswith(LINE_SUFFIXES):
         return read_json_lines(path)
-    return _read_with_datasets("parquet", None, "train", data_files=path)
+    return _read_parquet(path)
 
 
 def is_local(path: str) -> bool:
@@ -57,6 +58,20 @@ def read_json_lines(path: str) -> list[tuple[str, dict[str, Any]]]:
             raise ValueError(f"{where} holds a JSON {type(row).__name__}; expected one object per line.")
         rows.append((where, row))
     return rows
+
+
+def _read_parquet(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """A parquet file; what datasets does not read, no rows and equal names, is looked for first."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_metadata, read_schema
+
+        names, num_rows = read_schema(path).names, read_metadata(path).num_rows
+    except (ImportError, ArrowException):  # said by datasets
+        return _read_with_datasets("parquet", None, "train", data_files=path)
+    if doubles := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{path} has more than one column {doubles[0]!r}. Rename or drop one.")
+    return _read_with_datasets("parquet", None, "train", data_files=path) if num_rows else []
 
 
 def _read_with_datasets(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from string import Formatter
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -12,6 +13,9 @@ from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import is_local, read_table
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
+
+MOST_LEVELS = 50
+"""Levels of lists and objects that a column may have: all that hold a row walk through them."""
 
 GSM8K_PATTERN = r"####\s*(\S.*)"
 
@@ -138,7 +142,7 @@ class JsonlPrompts(PromptDataModule):
                 raise ValueError(
                     f"{where} has no column {column!r} ({argument}). Its columns are: {', '.join(map(repr, record))}."
                 )
-        row = {name: _clean(value) for name, value in record.items()}
+        row = {name: _clean(value, f"{where}, column {name!r}") for name, value in record.items()}
         if self.solution_column is not None:
             row["solution"] = row[self.solution_column]
         answer = "" if self.answer_column is None else self._answer(where, row[self.answer_column])
@@ -200,6 +204,9 @@ def _check_template(template: str | None) -> None:
     if template is None:
         return
     try:
+        fields = [field for _, field, form, conversion in Formatter().parse(template) if form or conversion]
+        if fields:
+            raise ValueError(f"{fields[0]!r} is formatted")
         complete = "\0" in template.format(prompt="\0")
     except (LookupError, ValueError, AttributeError) as error:
         raise ValueError(
@@ -210,12 +217,14 @@ def _check_template(template: str | None) -> None:
         raise ValueError(f"prompt_template={template!r} does not contain {{prompt}}.")
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: Any, where: str, level: int = 0) -> Any:
     """The value with every text inside it turned into valid Unicode, so that it can be tokenized and printed."""
+    if level > MOST_LEVELS:
+        raise ValueError(f"{where} is nested more than {MOST_LEVELS} levels deep. Drop it, or store it as text.")
     if isinstance(value, str):
         return valid_unicode(value)
     if isinstance(value, list):
-        return [_clean(item) for item in value]
+        return [_clean(item, where, level + 1) for item in value]
     if isinstance(value, dict):
-        return {name: _clean(item) for name, item in value.items()}
+        return {name: _clean(item, where, level + 1) for name, item in value.items()}
     return value

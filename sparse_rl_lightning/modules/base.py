@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
+from sparse_rl_lightning.pretrained import check_finite
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.sharding import is_sharded, shard_fully, whole_weights
 
@@ -166,7 +167,7 @@ class PolicyModule(LightningModule):
         """Refuse a checkpoint of another model before a single tensor is overwritten.
 
         Raises:
-            ValueError: If names or shapes of the weights differ.
+            ValueError: If names or shapes of the weights differ, or one is NaN or infinite.
         """
         self.configure_model()
         own, other = self.state_dict(), checkpoint.get("state_dict", {})
@@ -181,6 +182,7 @@ class PolicyModule(LightningModule):
                 f"{len(shapes)} weights of another shape, for example {example!r}. Give the checkpoint of the policy "
                 "named under model.policy, or change model.policy."
             )
+        check_finite(other.items(), "ckpt_path: this checkpoint")
 
     def export(self, folder: str | Path) -> None:
         """Write policy and tokenizer as a plain Hugging Face folder (safetensors).

@@ -294,7 +294,11 @@ class GenerationModule(PolicyModule):
     def on_fit_start(self) -> None:
         """Build the sampler, so that what it refuses is refused before the first rollout."""
         super().on_fit_start()
-        self.sampler()
+        if not self.sampler().end_token_ids and not self.sampling.stop_strings:
+            rank_zero_warn(
+                "Neither the policy nor its tokenizer names a token that ends a completion: every one will have "
+                "max_completion_length tokens. Set model.end_tokens or model.stop_strings."
+            )
 
     def teardown(self, stage: str) -> None:
         """End the processes of the reward functions."""

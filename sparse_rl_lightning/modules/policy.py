@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning import testing
 from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
+from sparse_rl_lightning.pretrained import check_finite, load_pretrained
 
 
 class PolicySource(ABC):
@@ -53,8 +54,8 @@ class PretrainedPolicy(PolicySource):
         """Load from safetensors only.
 
         Raises:
-            ValueError: If the path does not hold a model, the hub does not have it, or its attention needs a package
-                that is missing.
+            ValueError: If the path does not hold a model, whole, with finite weights and a tokenizer, the hub does not
+                have it, or its attention needs a package that is missing.
         """
         check_attention(self.attn_implementation)
         looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
@@ -64,13 +65,7 @@ class PretrainedPolicy(PolicySource):
                 f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "
                 "such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run configs/warmup.yaml first."
             )
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=self.dtype, attn_implementation=self.attn_implementation, use_safetensors=True
-            )
-            return model, AutoTokenizer.from_pretrained(path)
-        except OSError as error:  # no such name on the hub, no network, or a folder that lacks files
-            raise ValueError(f"policy: {self.path!r} cannot be loaded. {error}") from error
+        return load_pretrained(path, self.dtype, self.attn_implementation)
 
 
 class TinyPolicy(PolicySource):
@@ -133,7 +128,12 @@ class LoadedPolicy(PolicySource):
         self.tokenizer = tokenizer
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The objects given."""
+        """The objects given.
+
+        Raises:
+            ValueError: If a weight is NaN or infinite.
+        """
+        check_finite(self.model.named_parameters(), "policy: the model given")
         return self.model, self.tokenizer
 
     def load_reference(self) -> PreTrainedModel:

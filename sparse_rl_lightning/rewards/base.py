@@ -91,7 +91,7 @@ def reward_batch(
     Raises:
         ValueError: If a column has the name of an argument, or another number of entries.
     """
-    reserved = [name for name in _ARGUMENTS if name in columns]
+    reserved = [name for name in (*_ARGUMENTS, "self") if name in columns]
     if reserved:
         raise ValueError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
     named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
