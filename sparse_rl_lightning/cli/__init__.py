@@ -57,6 +57,9 @@ class SparseRLCLI(LightningCLI):
             "--num_threads", type=PositiveInt | None, default=None, help="CPU threads of torch, null: default"
         )
 
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: Lightning would have a checkpoint's ``hyper_parameters`` change the configuration, its classes too."""
+
     def before_instantiate_classes(self) -> None:
         """Check folders and checkpoint, and apply what concerns the whole process.
 

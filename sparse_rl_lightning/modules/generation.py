@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import chdir
 from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -200,14 +201,15 @@ class GenerationModule(PolicyModule):
         repeated = [row for row in scored.rows for _ in range(scored.num_generations)]
         columns = {name: [row.get(name) for row in repeated] for name in columns_of(scored.rows)}
         functions = [GuardedReward(function, self.reward_timeout) for function in self.reward_funcs]
-        rewards, table = compute_rewards(
-            functions,
-            self.reward_weights,
-            [row["prompt"] for row in repeated],
-            scored.completions,
-            completion_ids(scored.rollout),
-            columns,
-        )
+        with chdir("."):  # a function that changes the folder would take the run's relative paths along
+            rewards, table = compute_rewards(
+                functions,
+                self.reward_weights,
+                [row["prompt"] for row in repeated],
+                scored.completions,
+                completion_ids(scored.rollout),
+                columns,
+            )
         scored.reward_table = {reward_name(f): table[:, i] for i, f in enumerate(self.reward_funcs)}
         scored.reward_counters = reward_counters(self.reward_funcs)
         scored.reward_failures = {function.__name__: function.failed for function in functions}
