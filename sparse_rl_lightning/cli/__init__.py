@@ -58,7 +58,7 @@ class SparseRLCLI(LightningCLI):
         )
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: Lightning would have a checkpoint's ``hyper_parameters`` change the configuration, its classes too."""
+        """Nothing: Lightning would let a checkpoint's ``hyper_parameters`` change the configuration and its classes."""
 
     def before_instantiate_classes(self) -> None:
         """Check folders and checkpoint, and apply what concerns the whole process.
