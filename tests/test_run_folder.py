@@ -120,6 +120,12 @@ class FullDisk(Callback):
             self.limit = file_size_limit(self.size)
             self.limit.__enter__()
 
+    def on_fit_end(self, *_: Any) -> None:
+        self.lift()
+
+    def on_exception(self, *_: Any) -> None:
+        self.lift()
+
     def lift(self) -> None:
         if self.limit is not None:
             self.limit.__exit__(None, None, None)
