@@ -30,14 +30,15 @@ class LogGuard(Callback):
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if "save" in vars(logger):
                 continue  # of an earlier fit
-            expendable = Expendable(f"The log of {type(logger).__name__}")
             if isinstance(logger, CSVLogger) and "://" not in str(logger.log_dir):
                 logger.experiment.save = partial(save_metrics, logger.experiment)
             for name in WRITING:
-                setattr(logger, name, _guarded(getattr(logger, name), expendable))
+                setattr(logger, name, _guarded(getattr(logger, name), f"The log of {type(logger).__name__}"))
 
 
-def _guarded(write: Callable[..., None], expendable: Expendable) -> Callable[..., None]:
+def _guarded(write: Callable[..., None], owner: str) -> Callable[..., None]:
+    expendable = Expendable(owner)
+
     @wraps(write)
     def guarded(*args: Any, **kwargs: Any) -> None:
         expendable(lambda: write(*args, **kwargs))

@@ -68,6 +68,9 @@ class SparseRLCLI(LightningCLI):
         super().parse_arguments(parser, args)
         check_process_seed(self.config[self.config.subcommand] if "subcommand" in self.config else self.config)
 
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: Lightning would let a checkpoint's ``hyper_parameters`` change the configuration and its classes."""
+
     def before_instantiate_classes(self) -> None:
         """Check folders and checkpoint, and apply what concerns the whole process.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,22 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
+from sparse_rl_lightning.modules.resuming import (
+    KEY,
+    Configured,
+    check_optimizer,
+    check_parts,
+    forward,
+    schedule_change,
+    take_over,
+)
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
 from sparse_rl_lightning.pretrained import check_finite
 from sparse_rl_lightning.ranges import check_number
@@ -26,7 +38,7 @@ def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own 
     return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_numbers(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimiser whose numbers would ruin the weights: NaN, infinite, or a learning rate below 0.
 
     Raises:
@@ -50,6 +62,9 @@ class PolicyModule(LightningModule):
         without_dropout: Set every dropout of the policy to zero.
     """
 
+    resumed_parts: tuple[str, ...] = ()
+    """What a checkpoint must have besides Lightning's own parts, if training is to go on from it."""
+
     def __init__(
         self,
         policy: str | PolicySource,
@@ -66,6 +81,8 @@ class PolicyModule(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
         self._random_state_of_training: dict[str, Any] | None = None  # while a validation draws numbers of its own
+        self._description: Configured | None = None
+        self._resumed: tuple[int, list[str]] | None = None  # steps done, and what was changed since
 
     def setup(self, stage: str) -> None:
         """Check the trainer's numbers; have single-file checkpoints written durably, unless it has a way of its own.
@@ -147,16 +164,21 @@ class PolicyModule(LightningModule):
         Raises:
             ValueError: If the optimiser or this module refuses one of its numbers.
         """
+        optimizer, schedule = self._configured()
+        self._description = Configured.of(optimizer, schedule)
+        if schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _configured(self) -> tuple[torch.optim.Optimizer, Any]:
+        """An optimiser and its schedule, None if there is none, as they are before the first step."""
         groups = self.parameter_groups()
         try:
             optimizer = self.optimizer_factory(groups)
         except ValueError as error:
             raise ValueError(f"model.optimizer: {error}") from error
-        check_optimizer(optimizer)
-        if self.lr_scheduler_factory is None:
-            return optimizer
-        schedule = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        check_numbers(optimizer)
+        return optimizer, None if self.lr_scheduler_factory is None else self.lr_scheduler_factory(optimizer)
 
     def parameter_groups(self) -> list[Any]:
         """What the optimiser gets: the trainable parameters, or groups of them with their own settings."""
@@ -164,15 +186,55 @@ class PolicyModule(LightningModule):
         return [p for p in self.policy.parameters() if p.requires_grad]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model before a single tensor is overwritten.
+        """Refuse a checkpoint of another model before a single tensor is overwritten; in ``fit``, of another optimiser.
 
         Raises:
-            ValueError: If names or shapes of the weights differ, or one is NaN or infinite.
+            ValueError: If names or shapes of the weights differ, one is NaN or infinite, or training cannot go on from
+                it.
         """
         self.configure_model()
-        own, other = self.state_dict(), checkpoint.get("state_dict", {})
-        if not other:
-            return  # sharded strategies bring their own checks
+        other = checkpoint.get("state_dict", {})
+        if other:  # sharded strategies bring their own checks
+            self._check_weights(other)
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._check_resumed(checkpoint)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store what was configured, by which a resumed run knows what was changed."""
+        if self._description is not None:
+            checkpoint[KEY] = asdict(self._description)
+
+    def on_train_start(self) -> None:
+        """Of a resumed run, apply what was changed in the configuration of optimiser and schedule."""
+        if self._resumed is None:
+            return
+        (steps, changes), self._resumed = self._resumed, None
+        optimizer, schedule = self._configured()
+        forward(schedule, steps)
+        changes = take_over(self.trainer.optimizers[0], optimizer) + changes
+        if schedule is not None:
+            self.trainer.lr_scheduler_configs[0].scheduler.load_state_dict(schedule.state_dict())
+        if changes:
+            rank_zero_info(f"Resumed as configured now, not as the checkpoint was: {', '.join(changes)}.")
+
+    def _check_resumed(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse what training cannot go on from, and note what was configured otherwise."""
+        own = ["optimizer_states"] if self.trainer.strategy.lightning_restore_optimizer else []
+        check_parts(checkpoint, ["loops", "lr_schedulers", *own, *self.resumed_parts])
+        if type(self).configure_optimizers is not PolicyModule.configure_optimizers:
+            return  # a user's own way
+        optimizer, schedule = self._configured()
+        check_optimizer(checkpoint, optimizer)
+        was, now = checkpoint.get(KEY, {}), Configured.of(optimizer, schedule)
+        if was == asdict(now) and now.is_told_apart:
+            return  # everything is the checkpoint's, bit by bit
+        states = checkpoint["lr_schedulers"]
+        steps = states[0].get("last_epoch") if states else None
+        self._resumed = (checkpoint["global_step"] if steps is None else steps), schedule_change(was, now)
+        checkpoint["lr_schedulers"] = []  # of another schedule: on_train_start has it
+
+    def _check_weights(self, other: dict[str, Any]) -> None:
+        own = self.state_dict()
         unknown, missing = sorted(other.keys() - own.keys()), sorted(own.keys() - other.keys())
         shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
         if unknown or missing or shapes:

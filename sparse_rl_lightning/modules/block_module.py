@@ -44,6 +44,8 @@ class BlockModule(GenerationModule):
     trains_whole_policy = True
     """Whether every step has a gradient for every trainable weight."""
 
+    resumed_parts = ("sparse_rl",)
+
     replays = False
     """Whether the learner attends under the sampler's evictions."""
 
@@ -160,6 +162,7 @@ class BlockModule(GenerationModule):
 
     def on_train_start(self) -> None:
         """Partial rollouts must know the longest prompt, and that all rows can be stored, before the first one."""
+        super().on_train_start()
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):  # a resumed one would save again after the first micro-batch
                 callback._last_global_step_saved = self.trainer.global_step
@@ -188,6 +191,7 @@ class BlockModule(GenerationModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store block, unfinished sequences, number of rollouts and random state, as tensors, numbers and texts."""
+        super().on_save_checkpoint(checkpoint)
         if self.block is not None and self.block.cursor % self._accumulate:
             rank_zero_warn(
                 "This checkpoint falls between two optimiser steps: the gradient accumulated so far is not in it. For "

@@ -1,0 +1,131 @@
+"""What a resumed run takes from its checkpoint, and what from its configuration: settings of optimiser and schedule.
+
+The state of an optimiser (momenta) is the checkpoint's. Its learning rate, weight decay and so on, and the schedule,
+are the configuration's: of a schedule, what it gives after the steps that were done. A checkpoint keeps a description
+of what was configured, so that where nothing was changed nothing is touched, and a run goes on bitwise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+KEY = "sparse_rl_optimizer"
+
+
+@dataclass(frozen=True)
+class Configured:
+    """An optimiser and its schedule as a configuration makes them, in words that compare."""
+
+    optimizer: str
+    groups: list[str]
+    schedule: str
+    schedule_settings: str
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, schedule: LRScheduler | None) -> Configured:
+        """Of what was just made."""
+        groups = [repr({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+        settings = "" if schedule is None else repr(schedule.state_dict())
+        return cls(_name(optimizer), groups, "" if schedule is None else _name(schedule), settings)
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether an equal description means equal settings: not of a schedule that is a function."""
+        return "lr_lambdas" not in self.schedule_settings
+
+
+def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
+    """Refuse to go on with training from a checkpoint that lacks what that needs.
+
+    Raises:
+        ValueError: If a part is missing.
+    """
+    missing = [part for part in parts if part not in checkpoint]
+    if missing:
+        raise ValueError(
+            f"ckpt_path: this checkpoint has no {', '.join(map(repr, missing))}, so training cannot go on from it: it "
+            "is of another module, or was written with save_weights_only. Give another, or start anew from its "
+            "weights: sparse-rl export, and model.policy."
+        )
+
+
+def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
+    """Refuse the state of another optimiser than the configured one.
+
+    Args:
+        checkpoint: Lightning's; strategies that shard keep the state elsewhere.
+        optimizer: As configured.
+
+    Raises:
+        ValueError: If it is of another class, or of other groups of parameters.
+    """
+    was, now = checkpoint.get(KEY, {}).get("optimizer"), _name(optimizer)
+    groups = (checkpoint.get("optimizer_states") or [{}])[0].get("param_groups")
+    if was is None and groups and not set(optimizer.defaults) <= set(groups[0]):
+        was = "another optimizer"  # the checkpoint is from before names were kept
+    if was is not None and was != now:
+        raise ValueError(
+            f"ckpt_path: this checkpoint is of {was}, model.optimizer is {now}, and neither knows the other's state. "
+            "Resume with the same, or start anew from the checkpoint's weights: sparse-rl export, and model.policy."
+        )
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if groups is not None and [len(group["params"]) for group in groups] != sizes:
+        raise ValueError(
+            "ckpt_path: this checkpoint's optimizer has other groups of parameters: it trained another part of the "
+            "policy. Resume with the configuration it was trained with."
+        )
+
+
+def forward(schedule: LRScheduler | None, steps: int) -> None:
+    """Bring a schedule that was just made to where it is after some steps, its optimiser's settings with it."""
+    if schedule is None:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before optimizer.step, as is meant
+        for _ in range(steps):
+            schedule.step()
+
+
+def take_over(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
+    """Give an optimiser the settings of another of its class, group by group.
+
+    Returns:
+        What was changed, in words.
+    """
+    changes: dict[str, None] = {}
+    for group, other in zip(optimizer.param_groups, wanted.param_groups, strict=True):
+        for name, value in other.items():
+            if name == "params":
+                continue
+            old, new = _plain(group.get(name)), _plain(value)
+            if old != new and name != "initial_lr":
+                changes[f"{name} was {old} and is {new}"] = None
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(new)  # graphs have read its address
+            else:
+                group[name] = value
+    return list(changes)
+
+
+def schedule_change(was: Mapping[str, Any], now: Configured) -> list[str]:
+    """What a checkpoint's description says of another schedule than the configured one, in words."""
+    if not was or (was["schedule"], was["schedule_settings"]) == (now.schedule, now.schedule_settings):
+        return []
+    if was["schedule"] == now.schedule:
+        return [f"{now.schedule.rpartition('.')[2]} has other settings"]
+    return [f"the schedule was {was['schedule'] or 'none'} and is {now.schedule or 'none'}"]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

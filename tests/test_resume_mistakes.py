@@ -1,0 +1,197 @@
+"""What may be wrong with a checkpoint to resume from is one sentence: no traceback, and no advice to unpickle."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_run import config, contents, run_console, write
+
+from sparse_rl_lightning.checkpoints.reading import read_checkpoint
+from sparse_rl_lightning.cli.checks import last_checkpoint
+
+LAST = Path("runs/own/checkpoints/last.ckpt")
+
+
+class Planted:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("PWNED"),)
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut off": (lambda data: data[: len(data) // 2], "not as it was written .*cut off"),
+    "one bit": (flipped, r"not as it was written \(.*data/"),
+    "empty": (lambda _: b"", "is empty"),
+    "zeros": (lambda data: bytes(len(data)), "is no checkpoint"),
+    "a text": (lambda _: b"lr: 0.1\n", "is no checkpoint"),
+    "a bare pickle": (lambda _: pickle.dumps(Planted()), "is no checkpoint"),
+}
+OBJECTS: dict[str, tuple[Any, str]] = {
+    "planted code": ({"state_dict": {}, "x": Planted()}, "holds pickled objects, .*is not read"),
+    "a tensor": (torch.zeros(3), "no checkpoint of Lightning: it has no 'state_dict'"),
+    "a list": ([1, 2], "no checkpoint of Lightning"),
+    "weights alone": ({"w": torch.zeros(3)}, "no checkpoint of Lightning"),
+}
+
+
+@pytest.mark.parametrize("name", [*BYTES, *OBJECTS, "safetensors", "a legacy file"])
+def test_a_file_that_is_no_checkpoint_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"w": torch.arange(100.0)}, "global_step": 1, "pytorch-lightning_version": "2"}, path)
+    assert read_checkpoint(path)["global_step"] == 1
+    said = "is no checkpoint"
+    if name in BYTES:
+        change, said = BYTES[name]
+        path.write_bytes(change(path.read_bytes()))
+    elif name in OBJECTS:
+        value, said = OBJECTS[name]
+        torch.save(value, path)
+    elif name == "safetensors":
+        save_file({"w": torch.zeros(3)}, path)
+    else:
+        torch.save({"x": Planted()}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=f"ckpt_path='{path}' .*{said}") as error:
+        read_checkpoint(path)
+    assert "\n" not in str(error.value)
+    assert not [word for word in ("weights_only", "torch.load", "trust") if word in str(error.value)]
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+    assert not Path("PWNED").exists()
+
+
+@dataclass
+class Mistake:
+    """What is changed, and what is said."""
+
+    says: list[str]
+    changes: dict[str, Any] = field(default_factory=dict)
+    checkpoint: Callable[[dict[str, Any]], object] | None = None
+    args: tuple[str, ...] = ("fit",)
+
+
+def listed(*kinds: str) -> dict[str, Any]:
+    return {"trainer.callbacks": [{"class_path": kind} for kind in kinds]}
+
+
+MODEL, DATA = "model.init_args", "data.init_args"
+MISTAKES = {
+    "other data": Mistake(["place in the data fits another run", "was 16 and is 24"], {f"{DATA}.num_train": 24}),
+    "prompts": Mistake(["prompts per rollout was 4 and is 2"], {f"{DATA}.prompts_per_rollout": 2}),
+    "micro-batches": Mistake(["steps per rollout was 2 and is 4"], {f"{MODEL}.steps_per_generation": 4}),
+    "optimizer": Mistake(
+        ["of torch.optim.adamw.AdamW, model.optimizer is torch.optim.sgd.SGD", "weights"],
+        {f"{MODEL}.optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}},
+    ),
+    "optimizer, of a checkpoint without its name": Mistake(
+        ["is of another optimizer, model.optimizer is torch.optim.adagrad.Adagrad"],
+        {f"{MODEL}.optimizer": {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}},
+        lambda checkpoint: checkpoint.pop("sparse_rl_optimizer"),
+    ),
+    "no loops": Mistake(["has no 'loops'", "training cannot go on"], checkpoint=lambda c: c.pop("loops")),
+    "no block": Mistake(["has no 'sparse_rl'"], checkpoint=lambda c: c.pop("sparse_rl")),
+    "weights only": Mistake(["has no 'optimizer_states'"], checkpoint=lambda c: c.pop("optimizer_states")),
+    "no version": Mistake(["'pytorch-lightning_version'"], checkpoint=lambda c: c.pop("pytorch-lightning_version")),
+    "code, when validating": Mistake(
+        ["pickled objects"], checkpoint=lambda c: c.update(x=Planted()), args=("validate",)
+    ),
+    "code, when exporting": Mistake(
+        ["pickled objects"], checkpoint=lambda c: c.update(x=Planted()), args=("export", "--folder=policy")
+    ),
+    "two reports": Mistake(["RunSummary is listed twice"], listed("RunSummary", "RunSummary")),
+    "two guards": Mistake(["StepGuard is listed twice"], listed("StepGuard", "StepGuard")),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_resume_that_cannot_be_is_one_sentence(
+    name: str, used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake = MISTAKES[name]
+    path = write(config(max_steps=8), mistake.changes)
+    if mistake.checkpoint is not None:
+        checkpoint = torch.load(LAST, weights_only=True)
+        mistake.checkpoint(checkpoint)
+        torch.save(checkpoint, LAST)
+    before = contents(used_folder / "runs")
+    command, *rest = mistake.args
+    # two callbacks are refused before a checkpoint is looked for, and these have none that could be
+    resume = [] if "two" in name else [f"--ckpt_path={LAST if command == 'export' else 'last'}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        status = run_console(monkeypatch, command, "--config", path, *resume, *rest)
+    shown = capsys.readouterr().err
+    assert status == 1, shown
+    message = shown.partition("error: ")[2]
+    assert [part for part in mistake.says if part not in message] == [], shown
+    assert len(message.splitlines()) == 1, shown
+    assert "Traceback" not in shown
+    assert "weights_only" not in message.replace("save_weights_only", "")
+    after = contents(used_folder / "runs")
+    assert [path for path, content in before.items() if after.get(path) != content] == []
+    assert not Path("PWNED").exists()
+
+
+def test_a_checkpoint_changes_no_configuration(used_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = torch.load(LAST, weights_only=True)
+    checkpoint["hyper_parameters"] = {"_class_path": "SparseGRPO", "reward_funcs": "os.system", "policy": "./planted"}
+    torch.save(checkpoint, LAST)
+    args = ["fit", "--config", write(config()), f"--ckpt_path={LAST}"]
+    assert run_console(monkeypatch, *args) is None
+
+
+# ---------------------------------------------------------------- which file is the last
+
+
+def test_last_is_the_file_of_that_name(tmp_path: Path) -> None:
+    for name in ("last.ckpt", "lastweek.ckpt", "last-v1.ckpt", "epoch=0-step=4.ckpt"):
+        (tmp_path / name).touch()
+    with pytest.warns(UserWarning, match=r"Beside it is last-v1.ckpt, of a run that was started anew"):
+        assert last_checkpoint([tmp_path]) == str(tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt").unlink()
+    with pytest.raises(ValueError, match=r"there is no last.ckpt in .*, but there are .*lastweek.ckpt.* to start anew"):
+        last_checkpoint([tmp_path, tmp_path])
+    (tmp_path / "last.ckpt").mkdir()  # DeepSpeed's
+    (tmp_path / "last-v1.ckpt").unlink()
+    assert last_checkpoint([tmp_path / "none", tmp_path]) == str(tmp_path / "last.ckpt")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "last.ckpt").touch()
+    with pytest.raises(ValueError, match=r"there are .*/last.ckpt and .*/other/last.ckpt. Give the path of the one"):
+        last_checkpoint([tmp_path, tmp_path / "other"])
+
+
+@pytest.mark.parametrize("target", ["gone.ckpt", "last.ckpt"])
+def test_a_link_that_leads_nowhere_starts_nothing_anew(
+    target: str, used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LAST.unlink()
+    LAST.symlink_to(target)
+    before = sorted(map(str, (used_folder / "runs").rglob("*")))
+    assert run_console(monkeypatch, "fit", "--config", write(config(max_steps=8)), "--ckpt_path=last") == 1
+    assert f"last.ckpt is a link to {target!r}, which is not there" in capsys.readouterr().err
+    assert sorted(map(str, (used_folder / "runs").rglob("*"))) == before
+
+
+def test_last_is_not_what_only_begins_so(
+    used_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest file beside it is a copy of an older checkpoint."""
+    shutil.copy(LAST, LAST.with_name("last-v1.ckpt"))
+    checkpoint = torch.load(LAST, weights_only=True)
+    assert run_console(monkeypatch, "fit", "--config", write(config(max_steps=5)), "--ckpt_path=last") is None
+    assert torch.load(LAST, weights_only=True)["global_step"] == checkpoint["global_step"] + 1
+    assert f"Restoring states from the checkpoint path at {LAST}" in caplog.text

@@ -1,0 +1,131 @@
+"""What was changed in a configuration counts when a run is resumed; what was not goes on bit by bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_grpo import fit, module, weights
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
+
+Schedule = Callable[[Any], Any] | None
+STOP, STEPS = 2, 5
+
+
+class Rates(Callback):
+    """The learning rate, and the weight decay, of every step."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[float, float]] = {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        group = trainer.optimizers[0].param_groups[0]
+        self.seen[trainer.global_step] = float(group["lr"]), group["weight_decay"]
+
+
+def run(
+    folder: Path, steps: int, lr: float, schedule: Schedule = None, ckpt_path: str | None = None, decay: float = 0.01
+) -> tuple[dict[int, tuple[float, float]], torch.Tensor]:
+    """Train with AdamW and keep the last checkpoint."""
+    grpo, rates = (
+        module(optimizer=lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=decay), lr_scheduler=schedule),
+        Rates(),
+    )
+    saves = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+    fit(grpo, steps, [rates, saves], enable_checkpointing=True, ckpt_path=ckpt_path)
+    return rates.seen, weights(grpo)
+
+
+def warmup(steps: int, step: int) -> float:
+    return min(1.0, (step + 1) / steps)
+
+
+def cosine(length: int) -> Schedule:
+    return lambda optimizer: CosineAnnealingLR(optimizer, length)
+
+
+def warm_then_linear(optimizer: Any) -> SequentialLR:
+    parts = [LambdaLR(optimizer, functools.partial(warmup, 3)), LinearLR(optimizer, 1.0, 0.1, 10)]
+    return SequentialLR(optimizer, parts, [3])
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "none": None,
+    "cosine": cosine(10),
+    "partial": lambda optimizer: LambdaLR(optimizer, functools.partial(warmup, 4)),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),
+    "several": warm_then_linear,
+}
+
+
+def fast(names: Iterable[str], *chosen: str) -> list[Any]:
+    """All names, those that were not chosen marked as slow."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", fast(SCHEDULES, "cosine", "partial"))
+def test_nothing_changed_goes_on_bitwise(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    schedule = SCHEDULES[name]
+    whole, end = run(tmp_path / "whole", STEPS, 0.01, schedule)
+    run(tmp_path / "cut", STOP, 0.01, schedule)
+    caplog.clear()
+    rest, again = run(tmp_path / "cut", STEPS, 0.01, schedule, str(tmp_path / "cut" / "last.ckpt"))
+    assert rest == {step: rate for step, rate in whole.items() if step >= STOP}
+    assert torch.equal(end, again)
+    assert "Resumed as configured now" not in caplog.text
+
+
+CHANGES: dict[str, tuple[Schedule, Schedule, float, str]] = {
+    "constant": (None, None, 0.001, "lr was 0.01 and is 0.001"),
+    "base of a schedule": (cosine(10), cosine(10), 0.001, "lr was 0.00"),
+    "length of a schedule": (cosine(10), cosine(6), 0.01, "CosineAnnealingLR has other settings"),
+    "a schedule instead of none": (None, cosine(10), 0.01, "the schedule was none and is torch.optim.lr_scheduler.Cos"),
+    "none instead of a schedule": (cosine(10), None, 0.01, "the schedule was torch.optim.lr_scheduler.CosineAnn"),
+    "another schedule": (cosine(10), lambda o: StepLR(o, 3, 0.5), 0.01, "is torch.optim.lr_scheduler.StepLR"),
+    "of functions": (SCHEDULES["partial"], lambda o: LambdaLR(o, functools.partial(warmup, 9)), 0.01, "lr was 0.0"),
+    "to functions": (cosine(10), SCHEDULES["lambda"], 0.01, "is torch.optim.lr_scheduler.LambdaLR"),
+    "with momentum": (None, lambda o: OneCycleLR(o, 0.1, 20), 0.01, "betas was (0.9, 0.999) and is (0.9"),
+}
+
+
+@pytest.mark.parametrize("name", fast(CHANGES, "constant", "length of a schedule", "none instead of a schedule"))
+def test_what_was_changed_counts_and_is_said(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From the step it is resumed at, the run has the learning rates of one that was configured so from its start."""
+    before, after, lr, said = CHANGES[name]
+    run(tmp_path / "cut", STOP, 0.01, before)
+    whole, _ = run(tmp_path / "whole", STEPS, lr, after)
+    caplog.clear()
+    rest, _ = run(tmp_path / "cut", STEPS, lr, after, str(tmp_path / "cut" / "last.ckpt"))
+    assert rest == {step: rate for step, rate in whole.items() if step >= STOP}
+    lines = [record.getMessage() for record in caplog.records if "Resumed as configured now" in record.getMessage()]
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_other_settings_of_the_optimizer_count_too(tmp_path: Path) -> None:
+    run(tmp_path, STOP, 0.01)
+    rest, _ = run(tmp_path, STEPS, 0.01, ckpt_path=str(tmp_path / "last.ckpt"), decay=0.5)
+    assert set(rest.values()) == {(0.01, 0.5)}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_a_description_takes_the_configuration(tmp_path: Path) -> None:
+    """Of a version that kept none: nothing changed is bitwise the same, and a change counts."""
+    whole, end = run(tmp_path / "whole", STEPS, 0.01, cosine(10))
+    run(tmp_path / "cut", STOP, 0.01, cosine(10))
+    path = tmp_path / "cut" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["sparse_rl_optimizer"]
+    torch.save(checkpoint, path)
+    rest, again = run(tmp_path / "again", STEPS, 0.01, cosine(10), str(path))
+    assert rest == {step: rate for step, rate in whole.items() if step >= STOP}
+    assert torch.equal(end, again)
+    rest, _ = run(tmp_path / "other", STEPS, 0.02, cosine(10), str(path))
+    assert rest[STOP][0] == pytest.approx(0.01 * (1 + math.cos(math.pi * STOP / 10)))
