@@ -33,7 +33,7 @@ class SlotBytes:
     queries: int  # the ring of recent queries
     deaths: int  # the record of evictions
     rows: int  # tokens, counters and logs
-    fixed: int  # beside the slots: one more row, where rows that only pad a batch write
+    fixed: int  # beside the slots: one more row, where rows that only pad a batch write, and what stands there once
     arithmetic: str  # what a slot takes in words, one term after the other
     pages: int = 0  # vectors that a retriever keeps of pages
 
@@ -106,7 +106,8 @@ def slot_bytes(
         "pages": "vectors of the pages",
     }
     arithmetic = " + ".join(f"{sizes[name]:,} for {how[name]}" for name in sizes if sizes[name] or name != "pages")
-    fixed = tokens + log_fixed + record + (0 if layout is None else layout.fixed_bytes)
+    # and the word of errors of the pools
+    fixed = tokens + log_fixed + record + (0 if layout is None else layout.fixed_bytes) + INT32
     return SlotBytes(**sizes, fixed=fixed, arithmetic=arithmetic)
 
 
