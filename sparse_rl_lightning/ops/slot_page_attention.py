@@ -40,7 +40,7 @@ def attend_pages(
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
-        RuntimeError: If a list names a page that is not there, on a GPU by ``pools.raise_errors``; on the CPU also if it
+        RuntimeError: If a list names a page that is not there, by ``pools.raise_errors`` on a GPU; on the CPU too if it
             does not ascend.
     """
     out = torch.empty_like(query)
