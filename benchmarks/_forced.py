@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.compression import Compression
+from sparse_rl_lightning.rollout.decoder import Decoder
 from sparse_rl_lightning.rollout.forced import force
 from sparse_rl_lightning.rollout.sampling import SamplingParams
 from sparse_rl_lightning.rollout.tracks import Tracks
@@ -28,11 +29,12 @@ class Clock:
 
     events: int = 0  # one slot cut in all its layers and heads
     cuts: list[float] = field(default_factory=list)  # seconds per slot, of each time slots were cut
-    notes: list[float] = field(default_factory=list)  # seconds per slot and step, where there is running state
+    notes: list[float] = field(default_factory=list)  # seconds per slot, layer and step, where there is running state
+    num_layers: int = 1
 
     def events_per_second(self, steps: int) -> float:
         """Events per second, each with the running state of so many steps."""
-        return 1 / (median(self.cuts) + steps * median(self.notes or [0.0]))
+        return 1 / (median(self.cuts) + steps * self.num_layers * median(self.notes or [0.0]))
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,13 @@ class TimedCompression(Compression):
         self.clock.cuts.append((time.perf_counter() - start) / len(slots))
         self.clock.events += len(slots)
 
-    def note_attention(self, cache: SlotCache, slots: list[int], probs: list[Tensor]) -> None:
-        """Of every step, where a compressor has state."""
+    def note_step(
+        self, cache: SlotCache, decoder: Decoder, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
+        hidden: Tensor,
+    ) -> None:  # fmt: skip
+        """Of every step and layer, where a compressor has state."""
         start = time.perf_counter()
-        super().note_attention(cache, slots, probs)
+        super().note_step(cache, decoder, layer, slots, positions, probs, hidden)
         self.clock.notes.append((time.perf_counter() - start) / len(slots))
 
 
@@ -84,7 +89,8 @@ def forced_logits(
         seed: With the ids it fixes the lots of random eviction.
     """
     count, length = texts.shape
-    compression = TimedCompression(compressor, model.config.num_hidden_layers)
+    num_layers = model.config.num_hidden_layers
+    compression = TimedCompression(compressor, num_layers, Clock(num_layers=num_layers))
     kept = torch.zeros(count, length, model.config.vocab_size)
 
     def note(tracks: Tracks, slots: Tensor, at: Tensor, logits: Tensor) -> None:

@@ -127,8 +127,7 @@ class Recipe:
             torch.bfloat16, torch.bfloat16, torch.device("cpu"),
         )  # fmt: skip
         capacities = Trigger(compressor, s.num_layers).capacities(PROMPT, length)
-        queries = compressor.num_queries if compressor.evicts else 0
-        size = CacheSize(self.num_slots, capacities, queries, length, compressor.state_fields, retriever=retriever)
+        size = CacheSize.of(compressor, geometry, self.num_slots, capacities, length, retriever)
         params = SamplingParams(max_completion_length=self.settings["max_completion_length"])
         return slot_bytes(geometry, size, params).of(self.num_slots)
 

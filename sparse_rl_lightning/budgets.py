@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.select import rank_entries
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
 
 __all__ = ["Adaptive", "BudgetRule", "LengthSchedule", "PublishedSchedule", "Pyramid", "ScheduleFile", "Uniform"]
@@ -80,8 +81,7 @@ class Pyramid(BudgetRule):
     """
 
     def __init__(self, beta: float = 20) -> None:
-        if beta < 1:
-            raise ValueError(f"Pyramid: beta must be at least 1 (1 gives every layer the same), got beta={beta}.")
+        check_number("beta", beta, least=1, owner="Pyramid")  # 1 gives every layer the same
         self.beta = beta
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:

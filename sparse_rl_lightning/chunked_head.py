@@ -1,7 +1,8 @@
 """Log-probabilities of an output head whose logits exist for a few rows at a time, differentiated by hand.
 
-Letters: N rows, C width, V vocabulary, n rows of a chunk; z = (h W' + b) / temperature one row of scaled logits,
-p = softmax(z), H its entropy, t the target. The gradients of a row's log p_t and H with respect to z are
+Letters: N rows, C width, V vocabulary, n rows of a chunk; z = s(h W' + b) / temperature one row of scaled logits, s the
+model's own scaling, p = softmax(z), H its entropy, t the target. The gradients of a row's log p_t and H with respect to
+z are
 
     d log p_t / dz = onehot(t) - p            dH / dz = -p (log p + H)
 
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from sparse_rl_lightning.logit_scaling import PLAIN, LogitScaling
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -32,6 +35,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         temperature: Divides the logits.
         chunk_size: n.
         dtype: What the products are computed in; softmax and sums are in float32 at least.
+        scaling: From the product to logits.
 
     Returns:
         Two (N,) tensors, at least float32.
@@ -47,6 +51,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
         dtype: torch.dtype,
+        scaling: LogitScaling = PLAIN,
     ) -> tuple[Tensor, Tensor]:
         """Both, chunk by chunk."""
         wide = torch.promote_types(dtype, torch.float32)
@@ -54,11 +59,11 @@ class ChunkedLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             head = _cast(weight, bias, dtype)
             for rows in _chunks(len(hidden), chunk_size):
-                logits = F.linear(hidden[rows].to(dtype), *head)
+                logits = scaling(F.linear(hidden[rows].to(dtype), *head).to(wide))
                 found = logprobs_of_logits(logits, targets[rows], temperature, overwrite=True)
                 logprobs[rows], entropy[rows], peaks[rows], log_totals[rows] = found
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, peaks, log_totals)
-        ctx.temperature, ctx.chunk_size, ctx.dtype = temperature, chunk_size, dtype
+        ctx.temperature, ctx.chunk_size, ctx.dtype, ctx.scaling = temperature, chunk_size, dtype, scaling
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -75,10 +80,13 @@ class ChunkedLogprobs(torch.autograd.Function):
             head = _cast(weight, bias, ctx.dtype)
             for rows in _chunks(len(hidden), ctx.chunk_size):
                 states = hidden[rows].to(ctx.dtype)
-                logits = F.linear(states, *head).to(wide)
+                logits = ctx.scaling(F.linear(states, *head).to(wide))
+                slope = None if ctx.scaling.is_plain else ctx.scaling.slope(logits)
                 logs = logits.sub_(peaks[rows, None]).div_(ctx.temperature).sub_(log_totals[rows, None])
                 own = (None if grad is None else grad[rows, None] for grad in (grad_logprobs, grad_entropy))
                 gradient = _of_logits(logs, targets[rows, None], entropy[rows, None], *own).div_(ctx.temperature)
+                if slope is not None:
+                    gradient = gradient.mul_(slope)
                 if grad_bias is not None:
                     grad_bias += gradient.sum(dim=0)
                 gradient = gradient.to(ctx.dtype)
@@ -88,7 +96,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                     _add_product(grad_weight, gradient.T, states)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def logprobs_of_logits(

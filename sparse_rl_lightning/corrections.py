@@ -21,6 +21,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ranges import check_number
+
 WeightMode = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
 ]
@@ -131,10 +133,9 @@ def off_policy_sequences(
         (B,) bool, False where the sequence goes.
 
     Raises:
-        ValueError: If ``delta`` is negative.
+        ValueError: If ``delta`` is negative or not finite.
     """
-    if delta < 0:
-        raise ValueError(f"delta must be 0 or more (a mean difference of log-probs), got delta={delta}.")
+    check_number("delta", delta, least=0)
     difference = torch.where(mask, old_logprobs - logprobs, 0.0).detach()
     return ~((advantages < 0) & (_of_sequences(difference, mask, "geometric").squeeze(1) > delta))
 
@@ -166,7 +167,7 @@ def importance_weights(
         (B, T), detached, 0 outside ``mask``.
 
     Raises:
-        ValueError: If ``mode`` is unknown or the bounds contradict each other.
+        ValueError: If ``mode`` is unknown, a bound is not finite or negative, or the two contradict each other.
     """
     _check_mode(mode, clip_min, clip_max)
     level, treatment = mode.split("_")
@@ -254,5 +255,9 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
     if mode not in get_args(WeightMode):
         raise ValueError(f"mode must be one of {get_args(WeightMode)}, got mode={mode!r}.")
+    if clip_min is not None:
+        check_number("clip_min", clip_min, least=0)
+    if clip_max is not None:
+        check_number("clip_max", clip_max, above=0)
     if clip_min is not None and clip_max is not None and clip_min > clip_max:
         raise ValueError(f"clip_min must not exceed clip_max, got clip_min={clip_min}, clip_max={clip_max}.")

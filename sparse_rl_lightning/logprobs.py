@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl_lightning.chunked_head import ChunkedLogprobs, logprobs_of_ids, logprobs_of_logits
+from sparse_rl_lightning.logit_scaling import PLAIN, LogitScaling
+from sparse_rl_lightning.replaced import check_reachable, is_replaced
+from sparse_rl_lightning.sharding import has_own_hooks, in_one_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +41,7 @@ def sequence_logprobs(
 
     Args:
         model: A causal language model of transformers whose logits are its output embedding applied to the last
-            hidden state (Qwen2, Qwen3, Llama), or one wrapped by peft.
+            hidden state, scaled or capped as its configuration says (Granite, Cohere, Gemma 2), or one wrapped by peft.
         sequences: (B, T) token ids, right-padded.
         mask: (B, T) bool, the tokens to return. The first column is False: nothing comes before it.
         temperature: Divides the logits; 1 for tokens that were drawn greedily.
@@ -51,12 +55,14 @@ def sequence_logprobs(
         entropy costs nothing where nobody asks for it.
 
     Raises:
-        ValueError: If a token to return has nothing before it, or shapes, temperature or chunk size are wrong.
+        ValueError: If a token to return has nothing before it, shapes, temperature or chunk size are wrong, or the
+            model's own forward does something that is passed over here (soft prompts, a replaced ``forward``).
     """
     _check_mask(sequences, mask)
+    scaling = LogitScaling.of(model.config)
     hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
     logprobs, entropy = token_logprobs(
-        model.get_output_embeddings(), hidden, sequences[mask], temperature, chunk_size, head_in_float32
+        output_head(model), hidden, sequences[mask], temperature, chunk_size, head_in_float32, scaling
     )
     empty = logprobs.new_zeros(mask.shape)
     return empty.masked_scatter(mask, logprobs), empty.masked_scatter(mask, entropy)
@@ -96,9 +102,15 @@ def logprobs_at(
     if ids.ndim != 3 or ids.shape[:2] != sequences.shape:
         raise ValueError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
     hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
-    logits_of = _head(model.get_output_embeddings(), head_in_float32)
-    pairs = zip(torch.split(hidden, chunk_size), torch.split(ids[mask], chunk_size), strict=True)
-    found = torch.cat([logprobs_of_ids(logits_of(rows), asked, temperature) for rows, asked in pairs])
+    lm_head, scaling = output_head(model), LogitScaling.of(model.config)
+    plain = _is_plain_linear(lm_head)
+
+    def found_by(hidden: Tensor, ids: Tensor) -> Tensor:
+        product_of = _head(lm_head, plain, head_in_float32)
+        pairs = zip(torch.split(hidden, chunk_size), torch.split(ids, chunk_size), strict=True)
+        return torch.cat([logprobs_of_ids(scaling(product_of(rows)), asked, temperature) for rows, asked in pairs])
+
+    found = in_one_call(lm_head, found_by, hidden, ids[mask])
     logprobs = found.new_zeros(ids.shape)
     logprobs[mask] = found
     return logprobs
@@ -114,13 +126,32 @@ def hidden_states(model: PreTrainedModel, sequences: Tensor, **attention_kwargs:
 
     Returns:
         (B, T, C), after the final norm.
+
+    Raises:
+        ValueError: If the model's own forward does something before or after its decoder.
     """
+    check_reachable(model)
     positions = torch.arange(sequences.shape[1], device=sequences.device).unsqueeze(0)
     outputs = model.get_decoder()(
         input_ids=sequences, position_ids=positions, use_cache=False, return_dict=True, **attention_kwargs
     )
     states: Tensor = outputs.last_hidden_state
     return states
+
+
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """What turns hidden states into logits.
+
+    Raises:
+        ValueError: If the model has none.
+    """
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"{type(model).__name__} has no output head, so there are no probabilities of tokens. Load the model with "
+            "AutoModelForCausalLM."
+        )
+    return head
 
 
 def token_logprobs(
@@ -130,43 +161,43 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 512,
     head_in_float32: bool = False,
+    scaling: LogitScaling = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, ``chunk_size`` rows of logits at a time.
 
     A plain ``nn.Linear`` is differentiated by hand (:class:`~sparse_rl_lightning.chunked_head.ChunkedLogprobs`).
     Any other head (LoRA, a quantised layer, one with hooks) is called as it is, and its chunks are checkpointed:
-    the same numbers, a little more memory and time.
+    the same numbers, a little more memory and time. However many chunks there are, ZeRO-3 gathers the head once,
+    since ranks have different numbers of them.
 
     Args:
-        lm_head: Maps (n, C) to logits (n, V).
+        lm_head: Maps (n, C) to (n, V).
         hidden: (N, C) states that predict the targets.
         targets: (N,) token ids.
         temperature: Divides the logits.
         chunk_size: Rows whose logits exist at the same time. With gradient they are computed again in backward.
         head_in_float32: Multiply in float32, also under autocast. Weights of a narrower type are copied for it.
+        scaling: From what the head returns to logits.
 
     Returns:
         Two (N,) tensors, at least float32.
 
     Raises:
-        ValueError: If ``temperature`` or ``chunk_size`` is not positive.
+        ValueError: If ``temperature`` or ``chunk_size`` is not positive, or ZeRO-3 shards a head that is no plain
+            ``nn.Linear``.
     """
     _check_settings(temperature, chunk_size)
-    if _is_plain_linear(lm_head):
+    if not _is_plain_linear(lm_head):
+        return _checkpointed(lm_head, hidden, targets, temperature, chunk_size, head_in_float32, scaling)
+
+    def found_by(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else _product_dtype(hidden)
-        weight, bias = lm_head.weight, lm_head.bias
-        logprobs, entropy = ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, temperature, chunk_size, dtype
+        found: tuple[Tensor, Tensor] = ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, lm_head.weight, lm_head.bias, targets, temperature, chunk_size, dtype, scaling
         )
-        return logprobs, entropy
-    function = _call_in_float32 if head_in_float32 else _call
-    chunks = [
-        checkpoint(function, lm_head, rows, ids, temperature, use_reentrant=False, preserve_rng_state=False)
-        for rows, ids in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
-    ]
-    columns = zip(*chunks, strict=True)
-    logprobs, entropy = (torch.cat(column) for column in columns)
-    return logprobs, entropy
+        return found
+
+    return in_one_call(lm_head, found_by, hidden, targets)
 
 
 def _check_mask(sequences: Tensor, mask: Tensor) -> None:
@@ -186,10 +217,32 @@ def _check_settings(temperature: float, chunk_size: int) -> None:
         raise ValueError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
 
 
+def _checkpointed(
+    lm_head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    head_in_float32: bool,
+    scaling: LogitScaling,
+) -> tuple[Tensor, Tensor]:
+    """Chunk by chunk through a head of any kind."""
+    call = partial(_call_in_float32 if head_in_float32 else _call, lm_head)
+
+    def found_by(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        chunks = [
+            checkpoint(call, rows, ids, temperature, scaling, use_reentrant=False, preserve_rng_state=False)
+            for rows, ids in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
+        ]
+        logprobs, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
+        return logprobs, entropy
+
+    return in_one_call(lm_head, found_by, hidden, targets)
+
+
 def _is_plain_linear(module: nn.Module) -> bool:
     """Whether calling the module is one product with its weight and nothing else."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and not any(hooks)
+    return type(module) is nn.Linear and not has_own_hooks(module) and not is_replaced(module)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
@@ -200,27 +253,33 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _call(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits: Tensor = lm_head(hidden)
-    return logprobs_of_logits(logits, targets, temperature)[:2]
+def _call(
+    lm_head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, scaling: LogitScaling
+) -> tuple[Tensor, Tensor]:
+    return logprobs_of_logits(scaling(lm_head(hidden)), targets, temperature)[:2]
 
 
-def _call_in_float32(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    return logprobs_of_logits(_head(lm_head, head_in_float32=True)(hidden), targets, temperature)[:2]
+def _call_in_float32(
+    lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, scaling: LogitScaling
+) -> tuple[Tensor, Tensor]:
+    return _call(_head(lm_head, False, head_in_float32=True), hidden, targets, temperature, scaling)
 
 
-def _head(lm_head: nn.Module, head_in_float32: bool) -> Callable[[Tensor], Tensor]:
-    """From hidden states to logits; weights of a narrower type are copied once."""
+def _head(lm_head: nn.Module, plain: bool, head_in_float32: bool) -> Callable[[Tensor], Tensor]:
+    """From hidden states to the head's product; weights of a narrower type are copied once.
+
+    A ``plain`` head is multiplied with and not called: under ZeRO-3 its forward is what calls this.
+    """
     if not head_in_float32:
-        return lm_head
+        return partial(nn.Linear.forward, cast(nn.Linear, lm_head)) if plain else lm_head
     wide = {
         name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in lm_head.named_parameters()
     }
-    return partial(_logits_in_float32, lm_head, wide)
+    if plain:
+        return partial(_logits_in_float32, lambda states: F.linear(states, **wide))
+    return partial(_logits_in_float32, lambda states: functional_call(lm_head, wide, (states,)))
 
 
-def _logits_in_float32(lm_head: nn.Module, wide: dict[str, Tensor], hidden: Tensor) -> Tensor:
+def _logits_in_float32(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
-        states = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        logits: Tensor = functional_call(lm_head, wide, (states,))
-    return logits
+        return logits_of(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))

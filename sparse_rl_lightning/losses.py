@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import MAX_LOG_RATIO
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.types import LossOutput
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo"]
@@ -86,11 +87,11 @@ def policy_loss(
         ``kept_fraction``.
 
     Raises:
-        ValueError: If an option is unknown or does not fit the others, or shapes differ.
+        ValueError: If an option is unknown, out of range or does not fit the others, or shapes differ.
     """
     _check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, keep=keep, weights=weights)
     _check_shapes(mask[:, 0], advantages=advantages)
-    _check_options(loss_type, importance_sampling_level, epsilon_high, delta)
+    check_options(loss_type, importance_sampling_level, epsilon, epsilon_high, delta)
     kept = _kept(mask, keep)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask, importance_sampling_level)
     metrics = _clip_metrics(log_ratio.detach().exp(), advantages, mask, loss_type, epsilon, epsilon_high)
@@ -250,9 +251,19 @@ def _clip_metrics(
     }
 
 
-def _check_options(loss_type: str, level: str, epsilon_high: float | None, delta: float | None) -> None:
+def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: float | None, delta: float | None) -> None:
+    """Refuse options of :func:`policy_loss` that are unknown, out of range or do not fit each other.
+
+    Raises:
+        ValueError: If one is.
+    """
     _check_choice("loss_type", loss_type, get_args(LossType))
     _check_choice("importance_sampling_level", level, get_args(ImportanceSamplingLevel))
+    check_number("epsilon", epsilon, least=0)
+    if epsilon_high is not None:
+        check_number("epsilon_high", epsilon_high, least=0)
+    if delta is not None:
+        check_number("delta", delta, above=0)
     if loss_type == "cispo" and epsilon_high is None:
         raise ValueError("loss_type='cispo' caps the ratio at epsilon_high itself: pass epsilon_high, e.g. 5.0.")
     if loss_type == "cispo" and delta is not None:

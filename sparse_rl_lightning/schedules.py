@@ -21,6 +21,8 @@ import torch
 import yaml
 from torch import Tensor
 
+from sparse_rl_lightning.files import write_whole
+
 DATA = "published_schedules.json"
 GROWTH_OF_ONE = Fraction(5, 4)  # by which a schedule of a single budget is raised
 
@@ -110,7 +112,7 @@ class LengthSchedule:
         """
         lines = [f"# {line}".rstrip() for line in comment.splitlines()]
         lines += ["class_path: LengthSchedule", "init_args:", f"  starts: {list(self.starts)}"]
-        Path(path).write_text("\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]), encoding="utf-8")
+        write_whole(Path(path), "\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]))
 
     # ---------------------------------------------------------------- what it says
 

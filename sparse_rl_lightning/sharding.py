@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.replaced import is_replaced, refusal
+
+Found = TypeVar("Found")
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
@@ -41,6 +44,43 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
 
     context: AbstractContextManager[Any] = zero.GatheredParameters(parameters, modifier_rank=modifier)
     return context
+
+
+def in_one_call(module: nn.Module, function: Callable[..., Found], *inputs: Tensor) -> Found:
+    """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
+
+    It takes the place of the module's forward. Calling the module itself would gather in every call, and ranks that
+    call it a different number of times wait for each other for ever.
+
+    Args:
+        module: Whose weights the function multiplies with.
+        function: Reads the weights and does not call the module.
+        *inputs: Of the function; the first that carries gradient ends the weights' stay in backward.
+
+    Raises:
+        ValueError: If the weights are sharded by ZeRO-3, and the module is no plain ``nn.Linear``.
+    """
+    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        return function(*inputs)
+    if type(module) is not nn.Linear or has_own_hooks(module) or is_replaced(module):
+        raise ValueError(
+            f"The policy's output head is a {type(module).__name__} with hooks or a forward of its own: ZeRO-3 knows "
+            "plain nn.Linear heads only. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
+        )
+    module.forward = function  # type: ignore[assignment,method-assign]
+    try:
+        found: Found = module(*inputs)
+    finally:
+        del module.forward
+    return found
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether calling the module calls hooks, ZeRO-3's not counted."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(
+        not getattr(hook, "__module__", "").startswith("deepspeed.") for hooks in kinds for hook in hooks.values()
+    )
 
 
 def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -77,7 +117,7 @@ class ShadowPolicy:
         dtype: Type of the copy, None for the policy's own.
 
     Raises:
-        ValueError: If the policy has adapters.
+        ValueError: If the policy has adapters, or modules with a ``forward`` of somebody else's, which a copy has not.
     """
 
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
@@ -86,6 +126,9 @@ class ShadowPolicy:
                 "LoraPolicy is not supported where weights are sharded (ZeRO-3, FSDP2): few weights are trained, so "
                 "ZeRO-2 shards all that is large. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
             )
+        for module in policy.modules():
+            if is_replaced(module):
+                raise ValueError(f"{refusal(module)} Where weights are sharded no module's forward may be replaced.")
         self.policy = policy
         self.version: int | None = None  # of the weights inside, None when there are none
         self.model = _twin(policy, dtype)

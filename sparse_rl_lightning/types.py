@@ -45,11 +45,62 @@ class LayerState:
     state: Mapping[str, Tensor] = field(
         default_factory=dict
     )  # each (S, H, N) float32, named by Compressor.state_fields
+    head_state: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # each (S, H, C) float32, named by Compressor.head_state_fields
 
     @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.queries.shape[1] // self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class StateUpdate:
+    """What :meth:`Compressor.update_state` gets: one layer's running numbers, and Q tokens per sequence that came in.
+
+    While decoding Q is 1. A prompt comes in blocks of Q tokens, from its first to its last, before anything of it is
+    evicted; where it is cut may not make a difference. The new tokens are the last Q live entries of every head.
+    """
+
+    state: Mapping[str, Tensor]  # each (S, H, N) float32, to be written in place; 0 for new tokens, anything behind
+    head_state: Mapping[str, Tensor]  # each (S, H, C) float32, to be written in place; 0 before the prompt
+    lengths: Tensor  # (S, H) live entries, new tokens included
+    positions: Tensor  # (S, Q) true positions of the new tokens
+    keys: Tensor  # (S, H, Q, D) of the new tokens, post-RoPE
+    values: Tensor  # (S, H, Q, D)
+    prompt_lengths: Tensor  # (S,)
+    layer_index: int
+    asked: Mapping[str, Tensor] = field(default_factory=dict)  # what the compressor has declared that it needs
+
+    @property
+    def entries(self) -> Tensor:
+        """(S, H, Q) where the new tokens stand among the N entries, for gather and scatter."""
+        count = self.positions.shape[1]
+        return self.lengths.unsqueeze(-1).long() - count + torch.arange(count, device=self.lengths.device)
+
+    @property
+    def mass(self) -> Tensor:
+        """(S, H, Q, N) float32, the attention that each new token pays to each entry, summed over its group's heads.
+
+        0 for what it does not see: later tokens of its block, and free memory.
+        """
+        return self._asked("mass", "needs_attention")
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """(S, Q, E) of the model's type, what the layer's attention reads: behind the norm, before the projections."""
+        return self._asked("hidden_states", "needs_hidden_states")
+
+    @property
+    def output_norms(self) -> Tensor:
+        """(S, Hq, Q) float32 |W v|_1: how much each new token's value can move the layer's output, for each head."""
+        return self._asked("output_norms", "needs_output_norms")
+
+    def _asked(self, name: str, declaration: str) -> Tensor:
+        if name not in self.asked:
+            raise ValueError(f"update_state reads {name}, which the compressor does not ask for: {declaration} = True.")
+        return self.asked[name]
 
 
 @dataclass

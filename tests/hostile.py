@@ -116,7 +116,7 @@ def braces() -> Iterator[tuple[str, str]]:
             r"\boxed5",
             r"\boxed(5)",
             r"\boxed[5]",
-            r"\\boxed{5}",
+            r"\\ boxed{5}",
         ),
         *(
             r"\boxed{}",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.testing import random_layer
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.types import LayerState, StateUpdate
 
 HEADS, GROUP, ENTRIES, DIM = 2, 2, 14, 16
 
@@ -267,3 +267,12 @@ KVPRESS: dict[str, list[list[float]]] = {
         ],
     ],
 }
+
+
+def update_of(layer: LayerState, mass: Tensor) -> StateUpdate:
+    """What a compressor hears of the last tokens of a layer, which pay (S, H, Q, N) attention."""
+    new = slice(layer.valid.shape[-1] - mass.shape[2], None)
+    return StateUpdate(
+        layer.state, layer.head_state, layer.lengths, layer.positions[:, 0, new], layer.keys[:, :, new],
+        layer.values[:, :, new], layer.prompt_lengths, layer.layer_index, {"mass": mass},
+    )  # fmt: skip

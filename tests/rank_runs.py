@@ -12,18 +12,27 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tiny_grpo import Recorder, Rows, likes_a, module
 from torch.distributed.tensor import DTensor
 
-from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback, SparsityAwareRejection, ZeroSharding
-from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning import modules
+from sparse_rl_lightning.callbacks import (
+    AcceptanceMonitor,
+    ImportanceReweighting,
+    MismatchSplit,
+    RolloutCallback,
+    SparsityAwareRejection,
+    ZeroSharding,
+)  # fmt: skip
+from sparse_rl_lightning.modules import Learner, SparseGRPO
 from sparse_rl_lightning.sharding import whole_weights
 from sparse_rl_lightning.strategies import SparseRLDeepSpeed, zero_config
 from sparse_rl_lightning.types import Rollout, ScoredRollout
@@ -106,6 +115,27 @@ class FullDisk(Callback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
+class Uneven(RolloutCallback):
+    """Completions of 2 tokens on one rank and of 12 on the others, by turns; the short ones lose all their tokens."""
+
+    edits = True
+
+    def __init__(self, rejects: bool) -> None:
+        self.rejects = rejects
+
+    def on_rollout_start(self, trainer: Trainer, module: Any, rows: list[dict[str, Any]]) -> None:
+        length = 2 if self.is_short(trainer, module.num_rollouts) else 12
+        module.sampling = replace(module.sampling, min_completion_length=length, max_completion_length=length)
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        if self.rejects and self.is_short(trainer, scored.index):
+            assert scored.rollout.keep is not None
+            scored.rollout.keep.zero_()
+
+    def is_short(self, trainer: Trainer, index: int) -> bool:
+        return index % trainer.world_size == trainer.global_rank
+
+
 class Poison(RolloutCallback):
     """Spoils one sequence of the first rollout on the last rank only."""
 
@@ -146,9 +176,10 @@ def strategy(name: str, world_size: int) -> Any:
 
 def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     """Train one job in this process; all ranks call it."""
-    options = {**SETTINGS, **job.get("settings", {})}
+    options = {**SETTINGS, **job.get("settings", {}), "learner": Learner(**job.get("learner", {}))}
     reward = letters if job.get("letters") else likes_a
-    grpo = module(reward, kind=Recorded if job.get("record") else SparseGRPO, lr=job.get("lr", 0.5), **options)
+    kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
+    grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
     if isinstance(grpo, Recorded):
         grpo.record = torch.load(job["record"], weights_only=True)
     tap, sampled = Tap(), Sampled()
@@ -157,6 +188,8 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     ]  # fmt: skip
     if job.get("poison"):
         callbacks.append(Poison())
+    if job.get("uneven"):
+        callbacks += [Uneven(**job["uneven"]), AcceptanceMonitor(1), MismatchSplit(1)]
     for name, kind in (("terminate", Terminate), ("full_disk", FullDisk)):
         if name in job:
             callbacks.append(kind(job[name]))

@@ -23,8 +23,8 @@ from sparse_rl_lightning.callbacks import (
     SparsityAwareRejection,
 )
 from sparse_rl_lightning.callbacks.completions import completion_columns
-from sparse_rl_lightning.callbacks.folders import write_whole
 from sparse_rl_lightning.corrections import normalize_weights
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules import LoadedPolicy, SupervisedWarmup
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from sparse_rl_lightning.types import Rollout, ScoredRollout
@@ -192,7 +192,10 @@ def test_truncated_sampling_is_warned_of_once(kind: Any, trainer: Trainer) -> No
         (lambda: ImportanceReweighting("token"), "mode='token'"),
         (lambda: ImportanceReweighting(clip_min=2, clip_max=1), "clip_min=2"),
         (lambda: ImportanceReweighting(normalize="rollout"), "normalize='rollout'"),
-        (lambda: ImportanceReweighting(normalize_clip_max=1.5), "normalize_clip_max=1.5 with normalize='none'"),
+        (
+            lambda: ImportanceReweighting(normalize_clip_max=1.5),
+            "normalize_clip_max=1.5 needs .*, got normalize='none'",
+        ),
         (lambda: CompletionsTable(every_n_rollouts=0), "every_n_rollouts=0"),
         (lambda: CompletionsTable(width=3), "width=3"),
         (lambda: RunSummary(batch_size=0), "batch_size=0"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import DIM, KVPRESS, prompt, whole_prompt
+from published import DIM, KVPRESS, prompt, update_of, whole_prompt
 from torch import Tensor
 
 from sparse_rl_lightning.compressors import (
@@ -82,7 +82,7 @@ def test_scores_are_those_of_kvpress(name: str, compressor: Compressor, num_quer
     layer = whole_prompt(keys, values, queries, num_queries)
     if name == "H2O":
         layer = replace(layer, state={"mass": torch.zeros(layer.valid.shape, dtype=torch.float64)})
-        compressor.update_state(layer, attention.sum(dim=2).view(1, 2, 2, -1).sum(dim=2))
+        compressor.update_state(update_of(layer, attention.unflatten(1, (2, 2)).sum(dim=2)))
     scores = compressor.score(layer)
     factor = {"SnapKV": 4, "H2O": 2}.get(name, 1)  # kvpress takes means over the queries, over the group
     torch.testing.assert_close(
@@ -337,7 +337,7 @@ def test_h2o_adds_up_over_a_decode_with_evictions(age_normalized: bool, value_we
         shares[: len(held)] = torch.rand(len(held), generator=g).softmax(dim=0)
         table[held] += shares[: len(held)].double()
         layer = one_slot(keys, values, held, mass)
-        compressor.update_state(layer, shares.view(1, 1, 14))
+        compressor.update_state(update_of(layer, shares.view(1, 1, 1, 14)))
         if len(held) == 14:
             expected = table[held].clone()
             if age_normalized:
@@ -368,4 +368,4 @@ def test_h2o_declares_its_sums() -> None:
     assert H2O(20).state_fields == ("mass",)
     assert H2O(20).num_queries == 0
     with pytest.raises(NotImplementedError, match="KNorm has state_fields, so it needs update_state"):
-        KNorm(20).update_state(layer_of(), torch.zeros(1))
+        KNorm(20).update_state(update_of(layer_of(), torch.zeros(1, 2, 1, 14)))

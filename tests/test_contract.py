@@ -27,7 +27,7 @@ from sparse_rl_lightning.compressors import (
 )
 from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
 from sparse_rl_lightning.testing.contract import RULES
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.types import LayerState, StateUpdate
 
 SMALL: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
 OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place of defaults that do not fit
@@ -104,8 +104,12 @@ class FractionOfQueries(KNorm):
 
 
 class Unheard(KNorm):
-    def update_state(self, layer: LayerState, mass: Tensor) -> None:
-        layer.state["mass"].add_(mass)
+    def update_state(self, update: StateUpdate) -> None:
+        update.state["mass"].add_(update.mass.sum(dim=2))
+
+
+class HeadFieldsAsATable(H2O):
+    head_state_fields = {"count": 1}  # type: ignore[assignment]
 
 
 class OneHead(Compressor):
@@ -186,13 +190,37 @@ class MixedTypes(Compressor):
 
 
 class MeanOverSlots(H2O):
-    def update_state(self, layer: LayerState, mass: Tensor) -> None:
-        layer.state["mass"].add_(mass.mean(dim=0))
+    def update_state(self, update: StateUpdate) -> None:
+        update.state["mass"].add_(update.mass.sum(dim=2).mean(dim=0))
 
 
 class Silent(H2O):
-    def update_state(self, layer: LayerState, mass: Tensor) -> None:
-        layer.state["mass"] + mass
+    def update_state(self, update: StateUpdate) -> None:
+        update.state["mass"] + update.mass.sum(dim=2)
+
+
+class NotAsked(H2O):
+    needs_attention = False
+
+
+class Undecayed(H2O):
+    def update_state(self, update: StateUpdate) -> None:
+        update.state["mass"].mul_(0.9).add_(update.mass.sum(dim=2))
+
+
+class CountsCalls(H2O):
+    def head_state_fields(self, head_dim: int) -> dict[str, int]:
+        return {"calls": 1}
+
+    def update_state(self, update: StateUpdate) -> None:
+        super().update_state(update)
+        update.head_state["calls"].add_(1)
+
+
+class RemembersMass(H2O):
+    def update_state(self, update: StateUpdate) -> None:
+        super().update_state(update)
+        self.last = update.mass
 
 
 class Lambda(KNorm):
@@ -215,6 +243,7 @@ BROKEN = [
     (OwnArguments, "constructor", "TypeError: .*unexpected keyword argument 'budget'", "check an instance"),
     (FractionOfQueries, "declarations", "num_queries is 0.5", "whole number"),
     (Unheard, "declarations", "state_fields is empty, so nobody calls it", "state_fields"),
+    (HeadFieldsAsATable, "declarations", "head_state_fields is .*not a method", "head_state_fields"),
     (OneHead, "shape", r"shape \(3, 14\) for slots, KV heads, entries = \(3, 2, 14\)", "one floating-point number"),
     (WholeNumbers, "shape", "torch.int64", "floating-point"),
     (Crash, "shape", "AttributeError: .*key_norms", "traceback above"),
@@ -229,8 +258,17 @@ BROKEN = [
     (Overflow, "half precision", "float16: scores are not finite", r"keys.float\(\)"),
     (Cancels, "half precision", "bfloat16: scores are off by", r"keys.float\(\)"),
     (MixedTypes, "half precision", "RuntimeError: expected.*dtype", r"keys.float\(\)"),
-    (MeanOverSlots, "running state", r"layer.state\['mass'\] of a sequence depends on the others", "same slot"),
-    (Silent, "running state", "changed nothing in layer.state", "in place"),
+    (RemembersMass, "running state", "update_state changed self.last", "state_fields"),
+    (MeanOverSlots, "running state", r"update.state\['mass'\] of a sequence depends on the others", "same slot"),
+    (Silent, "running state", "changed nothing in update.state", "in place"),
+    (NotAsked, "running state", "reads mass, which the compressor does not ask for: needs_attention = True", "place"),
+    (
+        Undecayed,
+        "reading",
+        r"update.state\['mass'\] after blocks of \[9\] tokens differs",
+        "power of the tokens behind",
+    ),
+    (CountsCalls, "reading", r"update.head_state\['calls'\] after blocks of \[9\] tokens", "count .*positions.shape"),
     (Lambda, "copies", "pickle does not work: .*lambda", "no lambdas"),
     (Fades, "replay", r"log-probs differ by up to \d", "keys or values were changed"),
 ]

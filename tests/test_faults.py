@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import struct
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from rank_runs import start
+from slow_rewards import BACKTRACKING, hurry
 from tiny_grpo import Recorder, fit, likes_a, module, weights
 
 from sparse_rl_lightning.callbacks import (
@@ -27,7 +29,6 @@ from sparse_rl_lightning.callbacks import (
     rank_watch,
 )
 from sparse_rl_lightning.callbacks.rank_watch import STATUS
-from sparse_rl_lightning.rewards.guarded import GuardedReward
 from sparse_rl_lightning.types import ScoredRollout
 
 
@@ -213,12 +214,15 @@ def picky(prompts: list[str], completions: list[str], **columns: Any) -> list[fl
 
 def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
     if any(text.startswith("a") for text in completions):
-        time.sleep(0.5)
+        re.match(BACKTRACKING, "a" * 40 + "b")
     return likes_a(prompts, completions, **columns)
 
 
-@pytest.mark.parametrize(("reward", "timeout"), [(picky, None), (slow, 0.05)])
-def test_samples_that_a_reward_function_fails_on_are_counted(reward: Any, timeout: float | None) -> None:
+@pytest.mark.parametrize(("reward", "timeout"), [(picky, None), (slow, 60.0)])
+def test_samples_that_a_reward_function_fails_on_are_counted(
+    reward: Any, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch, lambda text: text.startswith("a"))
     recorder = Recorder()
     trainer = fit(module(reward, reward_timeout=timeout), 3, [recorder])
     scored = next(s for s in recorder.scored if any(text.startswith("a") for text in s.completions))
@@ -227,32 +231,6 @@ def test_samples_that_a_reward_function_fails_on_are_counted(reward: Any, timeou
     assert float(scored.rollout.advantages[failed].abs().sum()) == 0
     assert scored.reward_failures == {reward.__name__: int(failed.sum())}
     assert f"rewards/{reward.__name__}/failed" in trainer.callback_metrics
-
-
-def test_reward_function_that_always_hangs_is_given_up() -> None:
-    calls = []
-
-    def hangs(completions: list[str], **_: Any) -> list[float | None]:
-        calls.append(list(completions))
-        time.sleep(2)
-        return [1.0] * len(completions)
-
-    began = time.monotonic()
-    with pytest.raises(TimeoutError, match="no answer within"):
-        GuardedReward(hangs, timeout=0.05)(completions=[*"abcdefghi"])
-    assert time.monotonic() - began < 1
-    assert calls == [[*"abcdefghi"], ["a"], ["d"], ["g"]]
-
-
-def test_hanging_on_one_prompt_is_no_reason_to_give_up() -> None:
-    def hangs(completions: list[str], **_: Any) -> list[float | None]:
-        if "a" in completions:
-            time.sleep(2)
-        return [float(ord(text)) for text in completions]
-
-    guarded = GuardedReward(hangs, timeout=0.05)
-    assert guarded(completions=[*"aaaabcde"]) == [None] * 4 + [98.0, 99.0, 100.0, 101.0]
-    assert guarded.failed == 4
 
 
 def test_reward_function_that_always_fails_ends_the_run() -> None:
@@ -340,7 +318,7 @@ def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
         (lambda: EmptyRollouts(0), "EmptyRollouts: warn_after must be at least 1"),
         (lambda: EmptyRollouts(few=1.5), "EmptyRollouts: few must be between 0 and 1"),
         (lambda: RankWatch(1), "RankWatch: timeout must be at least 3 seconds"),
-        (lambda: module(reward_timeout=0.0), "reward_timeout must be positive or null"),
+        (lambda: module(reward_timeout=0.0), "reward_timeout must be above 0, got"),
     ],
 )
 def test_bad_arguments(make: Any, message: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import DIM, prompt, whole_prompt
+from published import DIM, prompt, update_of, whole_prompt
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
@@ -91,7 +91,7 @@ def both(name: str, seed: int) -> tuple[Compressor, LayerState, Tensor, Tensor]:
     layer = whole_prompt(keys, values, queries, compressor.num_queries)
     if compressor.state_fields:
         layer = replace(layer, state={"mass": torch.zeros(layer.valid.shape, dtype=torch.float64)})
-        compressor.update_state(layer, attention.sum(dim=2).view(3, 2, 2, -1).sum(dim=2))
+        compressor.update_state(update_of(layer, attention.unflatten(1, (2, 2)).sum(dim=2)))
     theirs = press.score(MODULE, torch.zeros(3, LENGTH, 64), keys, values, attention, {})
     return compressor, layer, compressor.score(layer).double() / UNITS.get(name, 1), theirs
 

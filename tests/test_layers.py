@@ -25,9 +25,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "calibration",
         "chunked_head",
         "corrections",
+        "logit_scaling",
         "logprobs",
         "losses",
         "metrics",
+        "replaced",
         "rewards",
         "rollout",
         "sharding",
@@ -36,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("budgets", "compressors", "retrievers", "schedules"),
     ("ops",),
-    ("evictions", "page_record", "printable", "types"),
+    ("evictions", "files", "page_record", "printable", "ranges", "types"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "strategies"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

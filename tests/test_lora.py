@@ -143,7 +143,7 @@ def test_training_moves_adapters_only_and_exports_a_plain_model(tmp_path: Path) 
 
 
 def test_adapters_that_would_train_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"lora_alpha above 0.*lora_alpha=0"):
+    with pytest.raises(ValueError, match=r"lora_alpha must be above 0.*lora_alpha=0"):
         LoraPolicy(TINY, lora_alpha=0)
     with pytest.raises(ValueError, match=r"r must be at least 1.*r=0"):
         LoraPolicy(TINY, r=0)

@@ -24,6 +24,12 @@ PIECES = {  # one or more for each pattern: what it repeats, so that it may be r
     "matrices": (r"\begin{matrix}", r"\begin{array}{c", r"\end{matrix}", r"\begin{pmatrix}1\\", "&"),
     "boxes": (r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed ", "{}", "}{"),
     "tokens": (r"\frac{d}{d", r"\partial", "|", "!", "_", "^", "-", "+", "<", "=", r"\in ", r"\cup ", r"\pm", "np."),
+    "lists": ("70 000", " 000", "000 ", "1, 000", "$ , ", "1$,$", "70,110", r"\text{ and }"),
+    "doubled": (r"\\frac{1}{2}", r"\\(", r"\\[", r"\\[2pt]", "\\\\\n", "\\\n", r"\cr", r"\\boxed{", r"\(", r"\]"),
+    "conditions": (r"\text{ for all }", r"\text{ for all real n}", r"\text{for all", "n,", r"n\ge2"),
+    "segments": (r"\frac{AB}{CD}", "AB/", "AB:", r"\overline{AB}^2", "[ABC]", r"\mathbb E[k]", r"\mathbb{E}(", "AB="),
+    "products": ("2^6 ", "2^{6}3", "1!2", r"(-2)^k", r"(-x)^{n}", r"\binom{9999}{4999}", r"\sqrt{2}+2^{-900}"),
+    "announced": (r"\text{The answer is }\boxed{", "the final answer is ", "answer: ", r"\text{So the answer}"),
     "periods": ("0.", r"\overline{1", r"\dot{1}", r"0.\overline{", "1am", "a.m"),
 }  # fmt: skip
 STARTS = ("", "5", r"\text{", "(")

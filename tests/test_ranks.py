@@ -39,6 +39,7 @@ def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
             {"name": f"rest-{name}", **last},
             {"name": f"poison-{name}", "strategy": name, "poison": True, "trainer": {"max_steps": 3}},
         ]
+    jobs += [uneven(name, "ReplayGRPO", replay_objective="mixed") for name in STRATEGIES]
     kept = {"checkpoints": str(folder / "ddp-kept"), "trainer": {"max_steps": 3}}
     jobs += [
         {"name": "kept", "strategy": "ddp", **kept},
@@ -46,6 +47,14 @@ def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         {"name": "three-to-two", "strategy": "zero2", "ckpt_path": str(folder / "zero3-parts" / "last.ckpt")},
     ]
     return run(jobs, folder, 2) | {"folder": {"path": str(folder)}}
+
+
+def uneven(strategy: str, module: str, **settings: Any) -> dict[str, Any]:
+    """Everything that runs the policy, on ranks whose completions differ in length in every rollout."""
+    return {
+        "name": f"uneven-{module}-{strategy}", "strategy": strategy, "module": module, "settings": settings,
+        "uneven": {"rejects": True}, "learner": {"head_chunk_size": 4}, "trainer": {"max_steps": 6},
+    }  # fmt: skip
 
 
 def test_the_comparison_means_something(alone: dict[str, Any]) -> None:
@@ -147,6 +156,17 @@ def test_checkpoint_folder(together: Outcomes) -> None:
     want = together["rest-zero3"]["weights"]
     assert weights.keys() == want.keys()
     assert all(torch.equal(weights[key], value) for key, value in want.items())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_need_not_have_as_many_tokens(name: str, together: Outcomes) -> None:
+    """Chunks of the output head differ in number, in learning, rescoring, replay and acceptance; no rank waits."""
+    outcome, ddp = together[f"uneven-ReplayGRPO-{name}"], together["uneven-ReplayGRPO-ddp"]
+    assert (outcome["global_step"], outcome["num_rollouts"]) == (6, 3)
+    assert [one["rollout"]["completion_mask"].sum().item() for one in outcome["sampled"]] == [16, 96, 16]
+    for own, want in zip(outcome["gradients"][:2], ddp["gradients"][:2], strict=True):  # of the first rollout
+        for key, value in want.items():
+            torch.testing.assert_close(own[key], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
 
 
 def text(together: Outcomes) -> str:

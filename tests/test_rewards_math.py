@@ -224,7 +224,10 @@ def test_wrong(answer: str, gold: str) -> None:
         (r"\boxed{5", None),
         (r"\boxed{\{5}", r"\{5"),
         (r"\boxed{5\}", None),
-        (r"\\boxed{5}", None),  # a line break and plain text
+        (r"\\boxed{5}", "5"),  # escaped once too often
+        (r"\\\\boxed{5}", "5"),
+        (r"\\ boxed{5}", None),  # a line break and plain text
+        (r"\boxed{5} then \\boxed{6", None),
         ("boxed{5}", None),
         (r"\boxed5", None),
         ("the answer is 5", None),

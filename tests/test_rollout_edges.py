@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
@@ -12,15 +11,6 @@ from sparse_rl_lightning.types import NEVER
 
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 PARAMS = SamplingParams(max_completion_length=12, seed=1)
-
-
-def test_a_cache_of_inference_mode_is_not_reused_outside() -> None:
-    sampler = RolloutSampler(tiny_model(), RKV(**SMALL))
-    with torch.inference_mode():
-        inside = sampler.generate([[3, 4, 5]], PARAMS)
-    outside = sampler.generate([[3, 4, 5]], PARAMS)
-    assert (inside.sequences == outside.sequences).all()
-    assert not outside.sampler_logprobs.is_inference()
 
 
 def test_the_pool_stays_when_shorter_prompts_are_stored_whole() -> None:

@@ -81,8 +81,11 @@ def test_a_hook_that_comes_later_is_called() -> None:
     assert not torch.equal(plain.sampler_logprobs[:, :9], sampler.generate(PROMPTS, PARAMS).sampler_logprobs[:, :9])
     handle.remove()
     assert_same(plain, sampler.generate(PROMPTS, PARAMS))
-    policy.get_decoder().layers[0].mlp.register_forward_hook(lambda m, args, out: out)
-    with pytest.warns(UserWarning, match="Forward hooks of Qwen2MLP are not called"):
+    handle = policy.get_decoder().layers[0].mlp.register_forward_hook(lambda m, args, out: out + 0.5)
+    assert not torch.equal(plain.sampler_logprobs[:, :9], sampler.generate(PROMPTS, PARAMS).sampler_logprobs[:, :9])
+    handle.remove()
+    policy.get_decoder().layers[0].self_attn.register_forward_hook(lambda m, args, out: out)
+    with pytest.warns(UserWarning, match="Forward hooks of Qwen2Attention are not called"):
         sampler.generate(PROMPTS, PARAMS)
 
 

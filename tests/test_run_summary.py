@@ -22,10 +22,10 @@ from tiny_run import config
 
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, RunSummary
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
-from sparse_rl_lightning.callbacks.folders import write_whole
 from sparse_rl_lightning.callbacks.run_facts import flattened
 from sparse_rl_lightning.callbacks.worst_completions import WorstCompletions
 from sparse_rl_lightning.cli import console
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, page, read_run
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.types import Rollout, ScoredRollout

@@ -166,8 +166,8 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     ("options", "match"),
     [
         ({"num_generations": 1}, "num_generations must be at least 2"),
-        ({"beta": -1.0}, "beta must be 0 or more"),
-        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"beta": -1.0}, "beta must be at least 0, got"),
+        ({"temperature": -1.0}, "temperature must be a finite number, 0"),
         ({"temperature": 0.0}, "temperature must be above 0 in training"),
         ({"top_p": 0.0}, "top_p must be in"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers for 1"),

@@ -15,6 +15,7 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Method, Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of, tail
 from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.retrievers import Retriever
 
 DENSE, CHECK = "dense", "schedule"
@@ -120,8 +121,8 @@ class Calibration:
         """Write ``schedule.yaml``, ``table.csv`` and ``calibration.json``."""
         title = f"5th percentile of the acceptance at least {self.target:.4f} (ceiling {self.ceiling:.4f})"
         self.schedule.save(folder / "schedule.yaml", "\n".join([title, *self.notes]))
-        (folder / "table.csv").write_text(self.csv(), encoding="utf-8")
-        (folder / "calibration.json").write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / "table.csv", self.csv())
+        write_whole(folder / "calibration.json", json.dumps(self.summary(), indent=2) + "\n")
 
 
 def calibrate(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_rl_lightning.calibration.table import Cell
+from sparse_rl_lightning.files import write_files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,8 @@ def draw(found: Calibration, path: Path, title: str = "") -> None:
     _budgets(right, found)
     if title:
         figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    kind = Path(path).suffix.removeprefix(".") or "png"
+    write_files({Path(path): lambda new: figure.savefig(new, dpi=130, format=kind)})
 
 
 def _tails(ax: Axes, found: Calibration) -> None:

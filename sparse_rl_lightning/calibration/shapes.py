@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from sparse_rl_lightning.files import write_whole
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -95,7 +97,7 @@ class Hardware:
 
     def save(self, path: str | Path, **notes: str) -> None:
         """Write a JSON file, with notes on how the numbers came about."""
-        Path(path).write_text(json.dumps({**asdict(self), **notes}, indent=2) + "\n", encoding="utf-8")
+        write_whole(Path(path), json.dumps({**asdict(self), **notes}, indent=2) + "\n")
 
 
 H200 = Hardware(bandwidth=4.3e12, flops=790e12)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.files import write_files, write_whole
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.types import Rollout
@@ -87,9 +87,7 @@ class Sweep:
         own = self._fingerprint(method)
         path = self.folder / FINGERPRINT
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with _whole(path) as temporary:
-                temporary.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+            write_whole(path, json.dumps(own, indent=2) + "\n")
             return
         found = json.loads(path.read_text(encoding="utf-8"))
         other = [name for name in own if found.get(name) != own[name]]
@@ -116,9 +114,8 @@ class Sweep:
             path = self._file(name, part)
             if not path.exists():
                 found = self._draw(sampler, part, progress)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with _whole(path) as temporary:
-                    save_file({key: tensor.contiguous() for key, tensor in vars(found).items()}, temporary)
+                tensors = {key: tensor.contiguous() for key, tensor in vars(found).items()}
+                write_files({path: partial(save_file, tensors)})
             parts.append(Acceptances(**load_file(path)))
         found = Acceptances.cat(parts)
         if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
@@ -176,11 +173,3 @@ class Sweep:
 
 _ANY_BUDGET = 2**24
 """Tokens or pages in the fingerprint, where the budget does not count."""
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A name to write under; the file gets its own when it is complete, so that nobody ever reads half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    yield temporary
-    temporary.replace(path)

@@ -8,6 +8,8 @@ from sparse_rl_lightning.callbacks.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.dry_run import DryRun
 from sparse_rl_lightning.callbacks.empty_rollouts import EmptyRollouts
 from sparse_rl_lightning.callbacks.export import ExportPolicy
+from sparse_rl_lightning.callbacks.last_save import LastSave
+from sparse_rl_lightning.callbacks.log_guard import LogGuard
 from sparse_rl_lightning.callbacks.mismatch_split import MismatchSplit
 from sparse_rl_lightning.callbacks.opsm import OPSM
 from sparse_rl_lightning.callbacks.preemption import Preemption
@@ -24,6 +26,7 @@ from sparse_rl_lightning.callbacks.progress import RolloutProgress
 from sparse_rl_lightning.callbacks.rank_watch import RankWatch
 from sparse_rl_lightning.callbacks.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.reweighting import ImportanceReweighting
+from sparse_rl_lightning.callbacks.run_lock import RunLock
 from sparse_rl_lightning.callbacks.step_guard import StepGuard
 from sparse_rl_lightning.callbacks.step_times import StepTimes
 from sparse_rl_lightning.callbacks.summary import RunSummary
@@ -42,11 +45,14 @@ __all__ = [
     "GeometricTIS",
     "IcePop",
     "ImportanceReweighting",
+    "LastSave",
+    "LogGuard",
     "MismatchSplit",
     "Preemption",
     "RankWatch",
     "RolloutCallback",
     "RolloutProgress",
+    "RunLock",
     "RunSummary",
     "SequenceMIS",
     "SequenceMaskTIS",

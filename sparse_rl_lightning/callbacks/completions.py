@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import writable_folder, write_parquet
+from sparse_rl_lightning.callbacks.folders import Expendable, writable_folder, write_parquet
+from sparse_rl_lightning.files import append, own_folder
 from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report.text import number, prompt_text, table
 from sparse_rl_lightning.types import ScoredRollout
@@ -63,6 +66,8 @@ class CompletionsTable(RolloutCallback):
         self.parquet = parquet
         self.width = width
         self.loggers = loggers
+        self._parquet = Expendable("CompletionsTable: a table")
+        self._logged = Expendable("CompletionsTable: the table of a logger")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out before training that the folder can be written."""
@@ -77,10 +82,10 @@ class CompletionsTable(RolloutCallback):
         if self.console and self.num_samples:
             say(f"\nRollout {scored.index}\n{_table(columns, self.num_samples, self.width)}\n")
         if self.parquet:
-            write_parquet(self._folder(trainer) / f"completions_{scored.index:05d}.parquet", columns)
-        if self.loggers:
-            for logger in trainer.loggers:
-                log_table(logger, columns, trainer.global_step)
+            folder, name = self._folder(trainer), f"completions_{scored.index:05d}.parquet"
+            self._parquet(lambda: write_parquet(own_folder(folder) / name, columns))
+        for logger in trainer.loggers if self.loggers else ():
+            self._logged(partial(log_table, logger, columns, trainer.global_step))
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(self.folder or trainer.default_root_dir).expanduser() / "completions"
@@ -129,10 +134,21 @@ def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:
 
 
 def _append_csv(path: Path, names: list[str], rows: list[list[Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        csv.writer(file).writerows([names] * is_new + rows)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([csv_cell(value) for value in row] for row in [names] * (not path.exists()) + rows)
+    append(path, text.getvalue())
+
+
+def csv_cell(value: Any) -> Any:
+    r"""Text as a cell of one line that takes over neither a terminal nor, being no formula, a spreadsheet.
+
+    >>> csv_cell("=cmd|'/c calc'!A1"), csv_cell("a\x1b[2Jb"), csv_cell(-1.5)
+    ("'=cmd|'/c calc'!A1", 'a\\x1b[2Jb', -1.5)
+    """
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
 def _numbers(values: Tensor | None) -> list[float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -18,9 +19,25 @@ class CorrectionCallback(RolloutCallback):
     """A callback that edits a rollout by the ratio xi of dense to sparse probability."""
 
     edits = True
+    weighs = False
+    """Whether it multiplies ``weights``, of which one callback is enough: two would weigh by the ratio twice."""
 
     def __init__(self) -> None:
         self._warned = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a second one of its kind.
+
+        Raises:
+            ValueError: If there is.
+        """
+        others = [c for c in trainer.callbacks if isinstance(c, CorrectionCallback) and c is not self]  # type: ignore[attr-defined]
+        for other in others:
+            if type(other) is type(self) or (other.weighs and self.weighs):
+                raise ValueError(
+                    f"trainer.callbacks: {type(other).__name__} and {type(self).__name__} are two corrections of one "
+                    "kind, which would be applied one after the other. Keep one of them."
+                )
 
     def log_ratio(self, rollout: Rollout) -> Tensor:
         """Log xi (B, T) of the rollout, 0 outside the completions.

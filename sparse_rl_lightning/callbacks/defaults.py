@@ -1,17 +1,30 @@
-"""Callbacks that every run with rollouts has, unless its trainer has its own."""
+"""Callbacks that modules bring to every run, unless its trainer has its own."""
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 
 from sparse_rl_lightning.callbacks.dry_run import DryRun
 from sparse_rl_lightning.callbacks.empty_rollouts import EmptyRollouts
+from sparse_rl_lightning.callbacks.last_save import LastSave
+from sparse_rl_lightning.callbacks.log_guard import LogGuard
 from sparse_rl_lightning.callbacks.preemption import Preemption
 from sparse_rl_lightning.callbacks.rank_watch import RankWatch
+from sparse_rl_lightning.callbacks.run_lock import RunLock
 from sparse_rl_lightning.callbacks.step_guard import StepGuard
 from sparse_rl_lightning.callbacks.step_times import StepTimes
 from sparse_rl_lightning.callbacks.zero_sharding import ZeroSharding
 
+EVERY_RUN: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
+"""Of all modules."""
+
 CALLBACKS: tuple[type[Callback], ...] = (
-    DryRun, ZeroSharding, StepTimes, EmptyRollouts, StepGuard, RankWatch, Preemption
+    DryRun, ZeroSharding, StepTimes, EmptyRollouts, StepGuard, RankWatch, Preemption, *EVERY_RUN
 )  # fmt: skip
+"""Of modules that roll out."""
+
+
+def added_to(trainer: Trainer, kinds: tuple[type[Callback], ...]) -> list[Callback]:
+    """One of each kind that the trainer was not given."""
+    given = trainer.callbacks  # type: ignore[attr-defined]
+    return [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in given)]

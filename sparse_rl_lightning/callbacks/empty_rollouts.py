@@ -18,15 +18,19 @@ CUT_OFF = (
     "The others are of completions that were cut off, which mask_truncated_completions leaves out: raise "
     "max_completion_length, or name the tokens or strings that end an answer (end_tokens, stop_strings)."
 )
+UNREWARDED = (
+    "The others got no reward: the reward functions returned None for them or failed. Look at "
+    "rewards/{function}/failed and at the columns that the functions read."
+)
 
 
 class EmptyRollouts(RolloutCallback):
     """Count rollouts that leave the loss no token, on any rank, and warn where it sees few, with advice.
 
-    Tokens go by rejection, and with ``mask_truncated_completions`` where a completion was cut off. A policy that learns
-    from the few samples that are left can lose in a few steps what it knew. Steps on nothing have a policy loss of
-    zero, so momentum, weight decay and the KL penalty alone move the weights. ``empty_rollouts`` is logged, the number
-    so far. Modules that roll out add this callback themselves.
+    Tokens go by rejection, where a completion got no reward, and with ``mask_truncated_completions`` where one was cut
+    off. A policy that learns from the few samples that are left can lose in a few steps what it knew. Steps on nothing
+    have a policy loss of zero, so momentum, weight decay and the KL penalty alone move the weights. ``empty_rollouts``
+    is logged, the number so far. Modules that roll out add this callback themselves.
 
     Args:
         warn_after: Empty rollouts in a row, or rollouts with few tokens, after which to warn, once per row.
@@ -48,17 +52,18 @@ class EmptyRollouts(RolloutCallback):
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         """Count, and warn."""
-        whole, finished, kept = _tokens(trainer, module, scored.rollout)
+        whole, finished, rewarded, kept = _tokens(trainer, module, scored.rollout)
         self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
         self.few_in_a_row = self.few_in_a_row + 1 if 0 < kept < self.few * whole else 0
         self.count += kept == 0
         empty = self.in_a_row == self.warn_after
         if empty or self.few_in_a_row == self.warn_after:
             seen = "no token" if empty else f"less than {self.few:.0%} of the tokens"
+            gone = {CUT_OFF: whole - finished, UNREWARDED: finished - rewarded, REJECTED: rewarded - kept}
             warn_of_run(
                 trainer,
                 f"The loss saw {seen} of each of the last {self.warn_after} rollouts, and what is left can ruin the "
-                f"policy. {CUT_OFF if finished < self.few * whole else REJECTED}",
+                f"policy. {max(gone, key=gone.__getitem__)}",
             )
 
     def on_train_batch_end(
@@ -78,10 +83,11 @@ class EmptyRollouts(RolloutCallback):
 
 
 def _tokens(trainer: Trainer, module: Any, rollout: Rollout) -> list[float]:
-    """Completion tokens of all ranks, those of completions that count, and of these the ones that rejection left."""
+    """Tokens of all ranks: of completions, of those that count, of these with a reward, and what rejection left."""
     mask = module.objective.mask(rollout)
-    kept = mask if rollout.keep is None else mask & rollout.keep
-    counts = torch.stack([rollout.completion_mask.sum(), mask.sum(), kept.sum()]).float()
+    rewarded = mask if rollout.rewards is None else mask & ~rollout.rewards.isnan()[:, None]
+    kept = rewarded if rollout.keep is None else rewarded & rollout.keep
+    counts = torch.stack([part.sum() for part in (rollout.completion_mask, mask, rewarded, kept)]).float()
     if trainer.world_size > 1:
         counts = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
     found: list[float] = counts.tolist()

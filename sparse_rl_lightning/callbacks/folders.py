@@ -1,12 +1,38 @@
-"""Writing files so that an unwritable folder is found at once and a half-written file never."""
+"""Folders that are found unwritable at once, tables, and writes whose failure is no reason to end a run."""
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from sparse_rl_lightning.files import write_files
+
+
+class Expendable:
+    """Writes what a run can do without: a full disk or a removed folder is told of once, until it is mended.
+
+    Args:
+        owner: What writes, for the message.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self._is_failing = False
+
+    def __call__(self, write: Callable[[], object]) -> None:
+        """Write; the next time is another attempt."""
+        try:
+            write()
+        except OSError as error:
+            if not self._is_failing:
+                rank_zero_warn(f"{self.owner} cannot be written: {error}. The run goes on.")
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
 
 def writable_folder(folder: str | Path, argument: str) -> Path:
@@ -34,27 +60,14 @@ def writable_folder(folder: str | Path, argument: str) -> Path:
     return path
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name and rename it, so that nobody ever sees half of it."""
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def write_parquet(path: Path, columns: Mapping[str, list[Any]]) -> None:
-    """Write columns under a temporary name first; text that is no valid Unicode gets escapes."""
+    """Write columns, all or none; text that is no valid Unicode gets escapes."""
     import pyarrow
     from pyarrow import parquet
 
     clean = {name: [_valid(value) for value in values] for name, values in columns.items()}
-    temporary = path.with_name(f".{path.name}")
-    parquet.write_table(pyarrow.table(clean), temporary)
-    temporary.replace(path)
+    content = pyarrow.table(clean)
+    write_files({path: lambda new: parquet.write_table(content, new)})
 
 
 def _valid(value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.rollout.replay import drawn_by_several
 from sparse_rl_lightning.types import Rollout, ScoredRollout
@@ -42,11 +43,8 @@ class MismatchSplit(RolloutCallback):
     """
 
     def __init__(self, every_n_rollouts: int = 10, tolerance: float = 0.1) -> None:
-        if every_n_rollouts < 1 or tolerance <= 0:
-            raise ValueError(
-                "every_n_rollouts must be at least 1 and tolerance above 0, got "
-                f"every_n_rollouts={every_n_rollouts} and tolerance={tolerance}."
-            )
+        check_number("every_n_rollouts", every_n_rollouts, least=1)
+        check_number("tolerance", tolerance, above=0)
         self.every_n_rollouts = every_n_rollouts
         self.tolerance = tolerance
         self._warned = False

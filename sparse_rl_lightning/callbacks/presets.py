@@ -75,6 +75,8 @@ class SequenceMIS(ImportanceReweighting):
 class _Both(CorrectionCallback):
     """A rejection and a reweighting, one after the other."""
 
+    weighs = True
+
     def __init__(self, rejection: SparsityAwareRejection, reweighting: ImportanceReweighting) -> None:
         super().__init__()
         self.parts = (rejection, reweighting)

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.metrics import rejection_rate
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.rollout import Progress
 from sparse_rl_lightning.types import ScoredRollout
 
@@ -37,11 +38,8 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
 
     def __init__(self, refresh_seconds: float = 0.2, line_seconds: float = 10.0) -> None:
         super().__init__(refresh_rate=1)
-        if refresh_seconds < 0 or line_seconds < 0:
-            raise ValueError(
-                "refresh_seconds and line_seconds must not be negative, got "
-                f"refresh_seconds={refresh_seconds}, line_seconds={line_seconds}."
-            )
+        check_number("refresh_seconds", refresh_seconds, least=0)
+        check_number("line_seconds", line_seconds, least=0)
         self.refresh_seconds = refresh_seconds
         self.line_seconds = line_seconds
         self._numbers: dict[str, str] = {}  # of the last rollout

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.correction import NO_TOKENS, CorrectionCallback
 from sparse_rl_lightning.corrections import WeightMode, importance_weights, normalize_weights
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.types import ScoredRollout
 
 Normalization = Literal["none", "batch", "micro_batch"]
@@ -43,8 +44,10 @@ class ImportanceReweighting(CorrectionCallback):
             min(ratio, that number), as the authors' code does.
 
     Raises:
-        ValueError: If an option is unknown or the bounds contradict each other.
+        ValueError: If an option is unknown, a bound out of range, or the two contradict each other.
     """
+
+    weighs = True
 
     def __init__(
         self,
@@ -58,11 +61,13 @@ class ImportanceReweighting(CorrectionCallback):
         importance_weights(*NO_TOKENS, mode, clip_min, clip_max)
         if normalize not in get_args(Normalization):
             raise ValueError(f"normalize must be one of {get_args(Normalization)}, got normalize={normalize!r}.")
-        if normalize_clip_max is not None and (normalize == "none" or normalize_clip_max <= 0):
-            raise ValueError(
-                "normalize_clip_max must be a positive number and needs normalize='batch' or 'micro_batch', got "
-                f"normalize_clip_max={normalize_clip_max} with normalize={normalize!r}."
-            )
+        if normalize_clip_max is not None:
+            check_number("normalize_clip_max", normalize_clip_max, above=0)
+            if normalize == "none":
+                raise ValueError(
+                    f"normalize_clip_max={normalize_clip_max} needs normalize='batch' or 'micro_batch', got "
+                    f"normalize={normalize!r}."
+                )
         self.mode, self.clip_min, self.clip_max = mode, clip_min, clip_max
         self.normalize, self.normalize_clip_max = normalize, normalize_clip_max
 

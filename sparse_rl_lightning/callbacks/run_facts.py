@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from sparse_rl_lightning.report.text import shortened
+from sparse_rl_lightning.rewards import reward_names
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.generation import GenerationModule
@@ -42,7 +43,7 @@ def describe(module: GenerationModule) -> dict[str, str]:
         "samples per prompt": str(module.num_generations),
         "temperature": str(module.temperature),
         "longest completion": f"{module.sampling.max_completion_length} tokens",
-        "reward functions": ", ".join(getattr(f, "__name__", type(f).__name__) for f in module.reward_funcs),
+        "reward functions": ", ".join(reward_names(module.reward_funcs)),
     }
 
 

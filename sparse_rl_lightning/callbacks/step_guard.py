@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
+from sparse_rl_lightning.files import own_folder
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.block_module import BlockModule
@@ -96,12 +97,16 @@ class StepGuard(Callback):
             warn_of_run(trainer, f"{said} ({self.in_a_row} in a row, {self.skipped} in all).")
             return
         folder = Path(trainer.default_root_dir) / "bad_steps"
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"step_{trainer.global_step:06d}_rank_{trainer.global_rank}.pt"
         window = {} if module.block is None else module.block.last_window().state()
-        write_durably(path, lambda new: save_tensors({"rollout": window, "step": trainer.global_step}, new))
+        try:
+            own_folder(folder)
+            write_durably(path, lambda new: save_tensors({"rollout": window, "step": trainer.global_step}, new))
+            kept = f"are in {path}"
+        except OSError as error:
+            kept = f"could not be written ({error})"
         raise ValueError(
-            f"{said}, as the {self.in_a_row - 1} before it. The sequences of this step are in {path}. Lower the "
+            f"{said}, as the {self.in_a_row - 1} before it. The sequences of this step {kept}. Lower the "
             "learning rate or gradient_clip_val, bound the weights (ImportanceReweighting.clip_max), or check the "
             "reward functions and the policy's weights; --ckpt_path=last goes back to the last checkpoint."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -16,11 +15,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from sparse_rl_lightning.callbacks.acceptance_monitor import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import writable_folder, write_whole
+from sparse_rl_lightning.callbacks.folders import Expendable, writable_folder
 from sparse_rl_lightning.callbacks.held_out import evaluate, held_out_rows
 from sparse_rl_lightning.callbacks.run_facts import configuration, default_title, describe, how_it_ended, versions
 from sparse_rl_lightning.callbacks.worst_completions import WorstCompletions
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
 from sparse_rl_lightning.types import ScoredRollout
 
@@ -83,8 +84,7 @@ class RunSummary(RolloutCallback):
             ("num_problems", num_problems, 0), ("num_samples", num_samples, 0), ("batch_size", batch_size, 1),
             ("progress_seconds", progress_seconds, 0),
         ):  # fmt: skip
-            if value < least:
-                raise ValueError(f"RunSummary: {name} must be at least {least}, got {name}={value}.")
+            check_number(name, value, least=least, owner="RunSummary")
         self.num_problems = num_problems
         self.num_samples = num_samples
         self.folder = folder
@@ -98,7 +98,7 @@ class RunSummary(RolloutCallback):
         self._rollout = 0  # index of the newest
         self._trained: Literal["not", "partly", "wholly"] = "not"  # on the newest rollout, since the start of fit
         self._is_open = False  # the record may still get an end
-        self._has_warned = False  # of a file that could not be written
+        self._try = Expendable("RunSummary: the record of the run")
 
     # ---------------------------------------------------------------- hooks
 
@@ -122,7 +122,7 @@ class RunSummary(RolloutCallback):
             self.record.before = self._evaluate(trainer, cast("GenerationModule", pl_module))
         self._describe(trainer, cast("GenerationModule", pl_module))
         self._start = time.monotonic() - self.record.seconds
-        self._trained, self._is_open, self._has_warned = "not", True, False
+        self._trained, self._is_open = "not", True
         self._write_progress(trainer)
 
     def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
@@ -248,15 +248,6 @@ class RunSummary(RolloutCallback):
         numbers = json.dumps(record.as_json(), ensure_ascii=True) + "\n"
         self._try(lambda: write_whole(self._folder(trainer) / PROGRESS, numbers))
         self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
-
-    def _try(self, write: Callable[[], None]) -> None:
-        """A full disk costs the report, not the training."""
-        try:
-            write()
-        except OSError as error:
-            if not self._has_warned:
-                rank_zero_warn(f"RunSummary: the record of the run cannot be written: {error}. The run goes on.")
-            self._has_warned = True
 
     def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
         """Mean reward of greedy completions by cache."""

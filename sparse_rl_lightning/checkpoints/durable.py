@@ -10,8 +10,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from sparse_rl_lightning.checkpoints.files import remove, save_tensors, save_weights, write_durably
-from sparse_rl_lightning.checkpoints.manifest import NAME
+from sparse_rl_lightning.checkpoints.files import incomplete, save_tensors, save_weights
+from sparse_rl_lightning.checkpoints.reading import read_checkpoint
+from sparse_rl_lightning.files import own_folder, remove, write_files
 
 POLICY = "policy."
 """Prefix of the policy's weights among the module's."""
@@ -39,12 +40,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
             return
         path = Path(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            writers: dict[Path, Callable[[Path], object]] = {path: lambda new: save_tensors(checkpoint, new)}
             if self.weights and (own := policy_weights(checkpoint.get("state_dict", {}))):
                 beside = weights_beside(path)
-                beside.parent.mkdir(exist_ok=True)
-                write_durably(beside, lambda new: save_weights(own, new, checkpoint.get("global_step", 0)))
-            write_durably(path, lambda new: save_tensors(checkpoint, new))
+                own_folder(beside.parent)
+                writers[beside] = lambda new: save_weights(own, new, checkpoint.get("global_step", 0))
+            write_files(writers, incomplete, durable=True)
         except OSError as error:
             self.failed(path, error)
         else:
@@ -57,11 +58,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Read tensors, numbers and texts, no pickled objects, unless ``weights_only=False`` says otherwise.
 
         Raises:
-            ValueError: If it is the folder of a strategy that shards.
+            ValueError: If it is the folder of a strategy that shards, damaged, or no checkpoint.
         """
-        if "://" not in str(path) and Path(path).is_dir():
-            raise ValueError(_why_no_file(Path(path)))
-        return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+        weights_only = True if weights_only is None else weights_only
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        return read_checkpoint(Path(path), map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint and its weights; one that nothing has replaced yet is kept for now."""
@@ -70,8 +72,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
         elif self.is_failing:
             self._to_remove.append(Path(path))
         else:
-            remove(Path(path))
-            remove(weights_beside(Path(path)))
+            try:
+                remove(Path(path))
+                remove(weights_beside(Path(path)))
+            except OSError as error:
+                rank_zero_warn(f"The old checkpoint {path} could not be removed: {error}. The run goes on.")
 
     def failed(self, path: Path, error: BaseException) -> None:
         """Go on without this checkpoint; the first of a series is told."""
@@ -91,25 +96,6 @@ class DurableCheckpointIO(TorchCheckpointIO):
         for old in waiting:
             if old != path:
                 self.remove_checkpoint(old)
-
-
-def _why_no_file(folder: Path) -> str:
-    """What a folder in place of a checkpoint file is, and what can be done with it."""
-    given = f"ckpt_path={str(folder)!r} is a"
-    if (folder / NAME).is_file():
-        return (
-            f"{given} checkpoint folder of DeepSpeed, one device and DDP read a single file. Resume with "
-            "--trainer.strategy=sparse_rl_deepspeed_stage_1, _2 or _3, or write its weights with sparse-rl export and "
-            "name that folder under model.policy."
-        )
-    if (folder / ".metadata").is_file():
-        return (
-            f"{given} checkpoint folder of FSDP2, one device and DDP read a single file. Resume with "
-            "ModelParallelStrategy, with ExportPolicy if you want its weights."
-        )
-    if (folder / "config.json").is_file():
-        return f"{given} model folder and no checkpoint. Name it under model.policy."
-    return f"{given} folder without a checkpoint of DeepSpeed or FSDP2. Name a file, or last."
 
 
 def weights_beside(path: Path) -> Path:

@@ -6,8 +6,6 @@ checkpoints whose name has "last" in it.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from sparse_rl_lightning.files import own_folder, remove, sync, write_files
 
 
 class _Watched:
@@ -46,26 +46,9 @@ def replaced(path: Path) -> Path:
     return path.parent / ".replaced" / path.name
 
 
-def write_durably(path: Path, write: Callable[[Path], None]) -> None:
-    """Have a file written under another name, and rename it when it is on the disk.
-
-    Args:
-        path: The file; what was there is replaced in one step.
-        write: Writes it to the path it is given.
-
-    Raises:
-        OSError: If it cannot be written; ``path`` is then as before, and the attempt takes no room.
-    """
-    new = incomplete(path)
-    new.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write(new)
-        sync(new)
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
+def write_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written under another name, and rename it when it is on the disk; see :func:`write_files`."""
+    write_files({path: write}, incomplete, durable=True)
 
 
 def save_tensors(state: Mapping[str, Any], path: Path) -> None:
@@ -109,7 +92,7 @@ def swap_folder(path: Path) -> None:
     new, old = incomplete(path), replaced(path)
     if path.exists():
         remove(old)
-        old.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(old.parent)
         path.rename(old)
     new.rename(path)
     sync(path.parent)
@@ -130,20 +113,3 @@ def recover(path: Path) -> None:
     except OSError:
         if not path.exists():
             raise
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Have a file or a folder's entries on the disk before anything else happens."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,7 +32,7 @@ def write_manifest(folder: Path, digests: dict[str, str], **facts: Any) -> None:
     """
     body = json.dumps({"files": digests, **facts}, sort_keys=True)
     text = json.dumps({"body": body, "signature": _sign(body)})
-    write_durably(folder / NAME, lambda new: _write(new, text))
+    write_durably(folder / NAME, lambda new: new.write_text(text, encoding="utf-8"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -93,7 +93,3 @@ def _key() -> bytes:
         finally:
             own.unlink()
     return path.read_bytes()
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

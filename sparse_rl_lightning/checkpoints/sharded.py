@@ -22,16 +22,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
-from sparse_rl_lightning.checkpoints.files import (
-    incomplete,
-    recover,
-    remove,
-    save_tensors,
-    save_weights,
-    swap_folder,
-    sync,
-)
+from sparse_rl_lightning.checkpoints.files import incomplete, recover, save_tensors, save_weights, swap_folder
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.files import own_folder, remove, sync
 from sparse_rl_lightning.sharding import gathered, whole_weights
 
 if TYPE_CHECKING:
@@ -163,6 +156,7 @@ def _watched_engine(engine: Any, folder: Path, attempt: _Attempt) -> Iterator[No
 
 
 def _make_empty(folder: Path) -> None:
+    own_folder(folder.parent)
     remove(folder)
     (folder / TAG).mkdir(parents=True)  # DeepSpeed would make it where errors are not looked for
 

@@ -26,14 +26,14 @@ import sparse_rl_lightning.retrievers
 import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import write_whole
 from sparse_rl_lightning.cli.calibrate import main as calibrate
-from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, warn_of_earlier_run
+from sparse_rl_lightning.cli.checks import check_callbacks, check_checkpoint, check_folders, warn_of_earlier_run
 from sparse_rl_lightning.cli.export import ExportingTrainer
-from sparse_rl_lightning.cli.messages import ClearParser, explain, is_own, own_error
+from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, is_own, own_error
 from sparse_rl_lightning.cli.quiet import quiet
 from sparse_rl_lightning.cli.report import main as report
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.generation import GenerationModule
 
@@ -61,9 +61,11 @@ class SparseRLCLI(LightningCLI):
         """Check folders and checkpoint, and apply what concerns the whole process.
 
         Raises:
-            ValueError: If the checkpoint to resume from does not exist, or an output folder cannot be written.
+            ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, or a
+                callback is listed twice.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
+        check_callbacks(config)
         check_folders(config)
         check_checkpoint(config)
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
@@ -177,10 +179,12 @@ def console() -> None:
             report(sys.argv[2:])
             return
         main()
-    except (ValueError, MisconfigurationException) as error:
-        if _wants_traceback() or not (is_own(error) or isinstance(error, MisconfigurationException)):
+    except Exception as error:
+        said = error if isinstance(error, MisconfigurationException) else first_error(error)
+        is_message = isinstance(said, MisconfigurationException) or (isinstance(said, ValueError) and is_own(said))
+        if _wants_traceback() or not is_message:
             raise
-        Tqdm.write(f"error: {error}", file=sys.stderr)  # above a bar that is still on the screen
+        Tqdm.write(f"error: {said}", file=sys.stderr)  # above a bar that is still on the screen
         sys.exit(1)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.files import replaced
+from sparse_rl_lightning.cli.messages import imported
 
+LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
 """What Lightning's ``ckpt_path`` may say instead of a path, ``last`` apart."""
 
@@ -35,6 +40,9 @@ def check_folders(config: Any) -> None:
 def check_checkpoint(config: Any) -> None:
     """A missing checkpoint, ``last`` above all, must not become a silent start from zero.
 
+    The word ``last`` is replaced by the path it stands for: Lightning would take the newest file whose name begins so,
+    and start anew where it finds none.
+
     Args:
         config: The parsed configuration of a subcommand.
 
@@ -44,21 +52,49 @@ def check_checkpoint(config: Any) -> None:
     ckpt_path = config.get("ckpt_path")
     if ckpt_path is None or ckpt_path in NAMED_CHECKPOINTS:
         return
-    if ckpt_path != "last":
-        if "://" not in str(ckpt_path) and not Path(ckpt_path).exists():
-            raise ValueError(f"ckpt_path={str(ckpt_path)!r} does not exist. Give the path of a checkpoint, or 'last'.")
-        return
-    folders = list(checkpoint_folders(config))
-    for folder in folders:
-        recover(Path(folder) / "last.ckpt")
-    found = [path for folder in folders for path in Path(folder).glob("*.ckpt")]
-    if not any(path.name.startswith("last") for path in found):
-        others = f", but there are {', '.join(map(str, found))}" if found else ""
+    if ckpt_path == "last":
+        config.ckpt_path = last_checkpoint([Path(folder).expanduser() for folder in checkpoint_folders(config)])
+    elif "://" not in str(ckpt_path):
+        _check_exists(Path(ckpt_path), f"ckpt_path={str(ckpt_path)!r}")
+
+
+def last_checkpoint(folders: Sequence[Path]) -> str:
+    """The ``last.ckpt`` of the folders that ModelCheckpoints write to: a file, or the folder of a sharded one.
+
+    Raises:
+        ValueError: If there is none, more than one, or a link that leads nowhere.
+    """
+    paths = [folder / LAST for folder in dict.fromkeys(folders)]
+    for path in paths:
+        recover(path)
+    found = [path for path in paths if path.exists() or path.is_symlink()]
+    if len(found) > 1:
         raise ValueError(
-            f"ckpt_path=last: there is no last.ckpt in {folders or 'any ModelCheckpoint.dirpath'}{others}. Give the "
-            "path of a checkpoint, or leave ckpt_path out to start anew. ModelCheckpoint writes last.ckpt with "
-            "save_last: true and a fixed dirpath."
+            f"ckpt_path=last: there are {' and '.join(map(str, found))}. Give the path of the one to go on with."
         )
+    if not found:
+        looked = [str(folder) for folder in folders] or "any ModelCheckpoint.dirpath"
+        others = ", ".join(str(path) for folder in folders for path in sorted(folder.glob("*.ckpt")))
+        raise ValueError(
+            f"ckpt_path=last: there is no {LAST} in {looked}{', but there are ' * bool(others)}{others}. Give the path "
+            "of a checkpoint, or leave ckpt_path out to start anew. ModelCheckpoint writes last.ckpt with save_last: "
+            "true and a fixed dirpath."
+        )
+    _check_exists(found[0], f"ckpt_path=last: {found[0]}")
+    if numbered := sorted(found[0].parent.glob("last-v*.ckpt")):
+        rank_zero_warn(
+            f"ckpt_path=last is {found[0]}. Beside it is {numbered[-1].name}, of a run that was started anew in the "
+            "same folder (enable_version_counter of ModelCheckpoint); to go on with that one, give its path."
+        )
+    return str(found[0])
+
+
+def _check_exists(path: Path, given: str) -> None:
+    if path.exists():
+        return
+    if path.is_symlink():
+        raise ValueError(f"{given} is a link to {os.readlink(path)!r}, which is not there. Give another checkpoint.")
+    raise ValueError(f"{given} does not exist. Give the path of a checkpoint, or 'last'.")
 
 
 def warn_of_earlier_run(config: Any) -> None:
@@ -69,12 +105,27 @@ def warn_of_earlier_run(config: Any) -> None:
     """
     if config.get("ckpt_path") is not None or config.trainer.fast_dev_run:
         return
-    used = [folder for folder in checkpoint_folders(config) if _holds_checkpoints(Path(folder))]
+    used = [folder for folder in checkpoint_folders(config) if _holds_checkpoints(Path(folder).expanduser())]
     if used:
         rank_zero_warn(
             f"{used[0]} holds checkpoints of an earlier run. This run starts anew and overwrites them and the earlier "
             "reports. To go on with the earlier run instead, add --ckpt_path=last."
         )
+
+
+def check_callbacks(config: Any) -> None:
+    """Lightning refuses two callbacks whose states a checkpoint could not tell apart, in words for programmers.
+
+    Args:
+        config: The parsed configuration of a subcommand.
+
+    Raises:
+        ValueError: If one is listed twice.
+    """
+    kinds = [imported(callback.class_path) for callback in _objects(config.trainer.callbacks)]
+    for kind in (kind for n, kind in enumerate(kinds) if kind in kinds[:n]):
+        if kind.state_dict is not Callback.state_dict and kind.state_key is Callback.state_key:
+            raise ValueError(f"trainer.callbacks: {kind.__name__} is listed twice. One is enough, remove the other.")
 
 
 def checkpoint_folders(config: Any) -> Iterator[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from safetensors.torch import load_file
 
 from sparse_rl_lightning.callbacks.export import check_replaceable, write_policy
 from sparse_rl_lightning.callbacks.preemption import last_path
 from sparse_rl_lightning.checkpoints import recover
+from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import WEIGHTS
 from sparse_rl_lightning.modules.base import PolicyModule
 
@@ -57,7 +57,7 @@ def load_policy(module: PolicyModule, path: Path) -> None:
     """
     assert module.policy is not None
     if not path.is_dir():
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = read_checkpoint(path)
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return

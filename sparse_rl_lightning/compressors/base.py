@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
 from sparse_rl_lightning.ops.select import pinned_entries, select_entries
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.types import LayerState, StateUpdate
 
 
 class Compressor(ABC):
@@ -131,9 +131,32 @@ class Compressor(ABC):
     def state_fields(self) -> tuple[str, ...]:
         """Names of float32 numbers per entry that the cache keeps beside the keys, moves with them and starts at 0.
 
-        Where there are any, the cache computes attention probabilities and calls :meth:`update_state`.
+        Where there are any, here or in :meth:`head_state_fields`, the cache calls :meth:`update_state`.
         """
         return ()
+
+    def head_state_fields(self, head_dim: int) -> dict[str, int]:
+        """Names of float32 numbers per KV head, and how many of each: (S, H, C) that start at 0 with every prompt.
+
+        Args:
+            head_dim: D of the model.
+        """
+        return {}
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether :meth:`update_state` reads ``update.mass``: the probabilities of every step are then computed."""
+        return False
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        """Whether :meth:`update_state` reads ``update.hidden_states``."""
+        return False
+
+    @property
+    def needs_output_norms(self) -> bool:
+        """Whether :meth:`update_state` reads ``update.output_norms``, a product like the output projection's a step."""
+        return False
 
     @abstractmethod
     def score(self, layer: LayerState) -> Tensor:
@@ -142,14 +165,14 @@ class Compressor(ABC):
         A score of +inf says that the entry must stay: too many of them are an error, not an eviction.
         """
 
-    def update_state(self, layer: LayerState, mass: Tensor) -> None:
-        """Write what has been seen into ``layer.state``, in place; called before the slot may be compressed.
+    def update_state(self, update: StateUpdate) -> None:
+        """Write down what new tokens tell, into ``update.state`` and ``update.head_state``, in place.
+
+        Called for every token once, before the slot may be compressed: for one of each sequence after a decode step,
+        for the tokens of a prompt in blocks. A block of Q tokens must leave the numbers that Q blocks of one leave.
 
         Args:
-            layer: One layer's cache; ``layer.state[name]`` is (S, H, N) for each of :attr:`state_fields`.
-            mass: (S, H, N) float32, the attention each entry received since the last call, summed over the query
-                heads of its group: from the newest query after a decode step, from all queries of the prompt
-                after its prefill. 0 in free memory.
+            update: One layer's numbers and the new tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} has state_fields, so it needs update_state.")
 

@@ -13,6 +13,7 @@ from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
 from sparse_rl_lightning.ops.importance import group_logits
 from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.types import LayerState
 
 Covariance = Literal["full", "diagonal", "none"]
@@ -61,6 +62,7 @@ class ExpectedAttention(Compressor):
                 f"num_future={num_future}."
             )
         check_choice(self, "covariance", covariance, Covariance)
+        check_number("epsilon", epsilon, least=0, owner="ExpectedAttention")
         self.query_window = query_window
         self.num_future = num_future
         self.covariance: Covariance = covariance

@@ -11,7 +11,7 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.ops.pools import accumulation_dtype
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.types import LayerState, StateUpdate
 
 
 class H2O(Compressor):
@@ -35,6 +35,7 @@ class H2O(Compressor):
 
     num_queries = 0
     state_fields = ("mass",)
+    needs_attention = True
 
     def __init__(
         self,
@@ -48,9 +49,9 @@ class H2O(Compressor):
         self.age_normalized = age_normalized
         self.value_weighted = value_weighted
 
-    def update_state(self, layer: LayerState, mass: Tensor) -> None:
+    def update_state(self, update: StateUpdate) -> None:
         """Add the attention just paid."""
-        layer.state["mass"].add_(mass)
+        update.state["mass"].add_(update.mass.sum(dim=2))
 
     def score(self, layer: LayerState) -> Tensor:
         """Attention received: (S, H, N)."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.compressors.union import Normalization, normalize
 from sparse_rl_lightning.compressors.wrapper import Wrapper
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.types import LayerState
 
 
@@ -31,11 +32,12 @@ class Mixture(Wrapper):
         super().__init__(compressors)
         check_choice(self, "normalization", normalization, Normalization)
         weights = [1.0] * len(compressors) if weights is None else list(weights)
-        if len(weights) != len(compressors) or min(weights) <= 0:
+        if len(weights) != len(compressors):
             raise ValueError(
-                f"Mixture: weights must be {len(compressors)} positive numbers, one per compressor, got "
-                f"weights={weights}."
+                f"Mixture: weights must be {len(compressors)} numbers, one per compressor, got weights={weights}."
             )
+        for place, weight in enumerate(weights):
+            check_number(f"weights[{place}]", weight, above=0, owner="Mixture")
         self.weights = weights
         self.normalization: Normalization = normalization
 

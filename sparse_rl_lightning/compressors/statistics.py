@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate
+from sparse_rl_lightning.files import write_files
 from sparse_rl_lightning.types import LayerState
 
 COMMAND = "python -m sparse_rl_lightning.calibration POLICY TEXTS.jsonl"
@@ -100,7 +102,8 @@ class QueryStatistics:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
-        save_file({name: tensor.contiguous().cpu() for name, tensor in vars(self).items()}, Path(path).expanduser())
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in vars(self).items()}
+        write_files({Path(path).expanduser(): partial(save_file, tensors)})
 
     def layer(self, layer: LayerState, owner: str) -> tuple[Tensor, Tensor, Tensor]:
         """Mean (Hq, D), lengths (Hq, D / 2) and filters (H, D) of one layer, as float32 on its device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_queries
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.types import LayerState, StateUpdate
 
 _SIZES = ("schedule", "buffer", "num_sinks", "window", "compress_prompt", "budget_rule")
 
@@ -62,11 +62,32 @@ class Wrapper(Compressor):
         """Those of all parts, numbered."""
         return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
 
-    def update_state(self, layer: LayerState, mass: Tensor) -> None:
+    def head_state_fields(self, head_dim: int) -> dict[str, int]:
+        """Those of all parts, numbered."""
+        parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
+        return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether any part does."""
+        return any(part.needs_attention for part in self._parts)
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        """Whether any part does."""
+        return any(part.needs_hidden_states for part in self._parts)
+
+    @property
+    def needs_output_norms(self) -> bool:
+        """Whether any part does."""
+        return any(part.needs_output_norms for part in self._parts)
+
+    def update_state(self, update: StateUpdate) -> None:
         """Every part that has running numbers updates its own."""
-        for part, own in zip(self._parts, self._own_layers(layer), strict=True):
-            if part.state_fields:
-                part.update_state(own, mass)
+        for index, part in enumerate(self._parts):
+            state, head_state = _own(update.state, index), _own(update.head_state, index)
+            if state or head_state:
+                part.update_state(replace(update, state=state, head_state=head_state))
 
     def part_scores(self, layer: LayerState) -> list[Tensor]:
         """(S, H, N) of each part, checked as any compressor's."""
@@ -77,7 +98,8 @@ class Wrapper(Compressor):
         return [
             replace(
                 newest_queries(layer, part.num_queries),
-                state={name: layer.state[f"{index}.{name}"] for name in part.state_fields},
+                state=_own(layer.state, index),
+                head_state=_own(layer.head_state, index),
             )
             for index, part in enumerate(self._parts)
         ]
@@ -86,6 +108,12 @@ class Wrapper(Compressor):
         own = {name: value for name, value in vars(self).items() if name not in _SIZES and not name.startswith("_")}
         arguments = [*map(repr, self._parts), *(f"{name}={value!r}" for name, value in own.items())]
         return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def _own(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """Those of one part, under its own names."""
+    prefix = f"{index}."
+    return {name.removeprefix(prefix): own for name, own in numbers.items() if name.startswith(prefix)}
 
 
 def _size(part: Compressor, name: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
+from sparse_rl_lightning.ranges import check_number, check_seed
 
 Row: TypeAlias = dict[str, Any]
 """A prompt (text, or a list of chat messages), its bare answer, and whatever else a reward function reads."""
@@ -46,8 +47,8 @@ class PromptDataModule(LightningDataModule):
         if max_val_prompts is not None:
             numbers["max_val_prompts"] = max_val_prompts
         for name, value in numbers.items():
-            if value < 1:
-                raise ValueError(f"{type(self).__name__}: {name} must be at least 1, got {name}={value}.")
+            check_number(name, value, least=1, owner=type(self).__name__)
+        check_seed(seed, "data.seed")
         self.prompts_per_rollout = prompts_per_rollout
         self.val_batch_size = val_batch_size
         self.max_val_prompts = max_val_prompts

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
@@ -16,12 +16,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.sharding import is_sharded, shard_fully, whole_weights
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
     """AdamW with a learning rate of 1e-6 and no weight decay."""
     return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimiser whose numbers would ruin the weights: NaN, infinite, or a learning rate below 0.
+
+    Raises:
+        ValueError: If it has one.
+    """
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            for number in numbers:
+                if isinstance(number, float):
+                    check_number(f"model.optimizer.{name}", number, least=0 if name == "lr" else None)
 
 
 class PolicyModule(LightningModule):
@@ -52,11 +67,24 @@ class PolicyModule(LightningModule):
         self._random_state_of_training: dict[str, Any] | None = None  # while a validation draws numbers of its own
 
     def setup(self, stage: str) -> None:
-        """Have single-file checkpoints written durably, unless the trainer was given a way of its own."""
+        """Check the trainer's numbers; have single-file checkpoints written durably, unless it has a way of its own.
+
+        Raises:
+            ValueError: If a number that the trainer takes as it comes is out of range.
+        """
+        check_number("trainer.accumulate_grad_batches", self.trainer.accumulate_grad_batches, least=1)
+        if self.trainer.gradient_clip_val is not None:
+            check_number("trainer.gradient_clip_val", self.trainer.gradient_clip_val)
         strategy = self.trainer.strategy
         if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = DurableCheckpointIO()
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What keeps the files of every run, unless the trainer has its own: RunLock, LogGuard, LastSave."""
+        from sparse_rl_lightning.callbacks import defaults  # it needs this package
+
+        return defaults.added_to(self.trainer, defaults.EVERY_RUN)
 
     def configure_model(self) -> None:
         """Load the policy once, whoever asks first."""
@@ -113,8 +141,17 @@ class PolicyModule(LightningModule):
         return random_state() if self._random_state_of_training is None else self._random_state_of_training
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
-        """The optimiser over the trainable parameters, and its schedule if there is one."""
-        optimizer = self.optimizer_factory(self.parameter_groups())
+        """The optimiser over the trainable parameters, and its schedule if there is one.
+
+        Raises:
+            ValueError: If the optimiser or this module refuses one of its numbers.
+        """
+        groups = self.parameter_groups()
+        try:
+            optimizer = self.optimizer_factory(groups)
+        except ValueError as error:
+            raise ValueError(f"model.optimizer: {error}") from error
+        check_optimizer(optimizer)
         if self.lr_scheduler_factory is None:
             return optimizer
         schedule = {"scheduler": self.lr_scheduler_factory(optimizer), "interval": "step"}

@@ -18,6 +18,7 @@ from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialRollouts, check_storable
 from sparse_rl_lightning.modules.ranks import gather_to_zero
 from sparse_rl_lightning.modules.rng import restore_random_state
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.rollout.preparation import check_prompts
 from sparse_rl_lightning.sharding import is_sharded
 from sparse_rl_lightning.types import Rollout, ScoredRollout
@@ -58,11 +59,9 @@ class BlockModule(GenerationModule):
         **options: Any,
     ) -> None:
         super().__init__(*generation, **options)
-        if steps_per_generation < 1 or num_iterations < 1 or oversampling < 1:
-            raise ValueError(
-                "steps_per_generation, num_iterations and oversampling must be at least 1, got "
-                f"{steps_per_generation}, {num_iterations} and {oversampling}."
-            )
+        check_number("steps_per_generation", steps_per_generation, least=1)
+        check_number("num_iterations", num_iterations, least=1)
+        check_number("oversampling", oversampling, least=1)
         self.objective = objective
         self.steps_per_generation = steps_per_generation
         self.num_iterations = num_iterations
@@ -135,8 +134,7 @@ class BlockModule(GenerationModule):
         """What every run has, unless the trainer has its own: DryRun, ZeroSharding and the guards against faults."""
         from sparse_rl_lightning.callbacks import defaults  # it needs this package
 
-        given = self.trainer.callbacks  # type: ignore[attr-defined]
-        return [kind() for kind in defaults.CALLBACKS if not any(isinstance(c, kind) for c in given)]
+        return defaults.added_to(self.trainer, defaults.CALLBACKS)
 
     def configure_model(self) -> None:
         """Load the policy, make it ready for the learner, and refuse attention that takes no mask where it replays.

@@ -16,6 +16,7 @@ from sparse_rl_lightning.modules.lora import add_adapter, check_adapter, without
 from sparse_rl_lightning.modules.objective import Items
 from sparse_rl_lightning.modules.packing import split, token_counts, trimmed
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.rollout.page_replay import retrieval_logprobs
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
@@ -34,7 +35,7 @@ class SparseAdapter:
         policy_gradient: False trains it on the divergence alone.
 
     Raises:
-        ValueError: If it would learn nothing.
+        ValueError: If a number is out of range, or it would learn nothing.
     """
 
     r: int = 16
@@ -46,10 +47,13 @@ class SparseAdapter:
 
     def __post_init__(self) -> None:
         check_adapter(self.r, self.lora_alpha)
-        if self.kl_coef < 0 or (self.kl_coef == 0 and not self.policy_gradient):
+        if self.lr is not None:
+            check_number("adapter.lr", self.lr, least=0)
+        check_number("adapter.kl_coef", self.kl_coef, least=0)
+        if self.kl_coef == 0 and not self.policy_gradient:
             raise ValueError(
-                f"adapter.kl_coef must not be negative, and not 0 without the policy gradient, or the adapter learns "
-                f"nothing; got kl_coef={self.kl_coef}, policy_gradient={self.policy_gradient}."
+                "adapter.kl_coef must not be 0 without the policy gradient, or the adapter learns nothing; got "
+                f"kl_coef={self.kl_coef}, policy_gradient={self.policy_gradient}."
             )
 
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import writable_folder
+from sparse_rl_lightning.callbacks.folders import Expendable, writable_folder
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.metrics import accuracy, mean_accuracy
 from sparse_rl_lightning.modules.base import default_optimizer
@@ -81,7 +81,8 @@ class Evaluation(GenerationModule):
         seed: Of the samples.
 
     Raises:
-        ValueError: If there is nothing to evaluate, or a number is out of range.
+        ValueError: If there is nothing to evaluate, or a number is out of range; at the end of a test, if results
+            cannot be written.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Evaluation(GenerationModule):
         self.batch_size = batch_size
         self.results: list[BenchmarkResult] = []
         self._clock: TimeLeft | None = None
+        self._part_way = Expendable("A finished benchmark")
 
     def params(self, benchmark: str) -> SamplingParams:
         """How a benchmark's completions are drawn."""
@@ -182,13 +184,13 @@ class Evaluation(GenerationModule):
             self.log(f"test/mean/{arm}", mean_accuracy([r.accuracy for r in self.results if r.arm == arm])[0])
         text = results_table(self.results)
         say(f"\n{text}\n")
-        self.folder.write("results.txt", text + "\n")
-        stored = [dataclasses.asdict(result) for result in self.results]
-        written = [self.folder.write("results.json", json.dumps(stored, indent=2) + "\n")]
-        picture = results_picture(self.results)
-        if picture is not None:
-            written.append(self.folder.write("results.png", picture))
-        say(f"Written: {', '.join(map(str, written))}")
+        try:
+            say(f"Written: {', '.join(map(str, self._write(text)))}")
+        except OSError as error:
+            raise ValueError(
+                f"trainer.default_root_dir: the results cannot be written to {self.folder.path}: {error}. The table "
+                "above is what there is of them."
+            ) from error
 
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
         """The rows, each with its ``completions`` by cache: a list of ``num_samples`` texts."""
@@ -225,6 +227,14 @@ class Evaluation(GenerationModule):
         finally:
             sampler.release()
 
+    def _write(self, text: str) -> list[Path]:
+        """The table, JSON and picture of everything; where the latter two are."""
+        self.folder.write("results.txt", text + "\n")
+        stored = [dataclasses.asdict(result) for result in self.results]
+        written = [self.folder.write("results.json", json.dumps(stored, indent=2) + "\n")]
+        picture = results_picture(self.results)
+        return written if picture is None else [*written, self.folder.write("results.png", picture)]
+
     def _problems(self, rows: Rows) -> Problems:
         """A benchmark's rows, apart from those that its limits and the model's context leave no room for."""
         name, context = benchmark_name(rows), getattr(self.dense_policy.config, "max_position_embeddings", None)
@@ -259,7 +269,8 @@ class Evaluation(GenerationModule):
             counters=checker.take_counters(),
             too_long=len(problems.too_long),
         )  # fmt: skip
-        self.folder.save(result, {"benchmark": [name] * len(correct.flatten()), **everything})
+        table = {"benchmark": [name] * len(correct.flatten()), **everything}
+        self._part_way(lambda: self.folder.save(result, table))
         return result
 
     def _report(self, where: str, params: SamplingParams) -> Callable[[Progress], None]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.modules.generation import Rows
+from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report.text import prompt_text
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import MathChecker, extract_boxed
@@ -29,8 +30,8 @@ def name_arms(caches: Sequence[Compressor | Retriever]) -> dict[str, Compressor 
 
 
 def benchmark_name(rows: Rows) -> str:
-    """The benchmark that rows belong to; ``data`` where they say none."""
-    return str(rows[0].get("benchmark", "data"))
+    """The benchmark that rows belong to, fit to be printed; ``data`` where they say none."""
+    return printable(str(rows[0].get("benchmark", "data")))
 
 
 def benchmark_number(name: str) -> int:

@@ -17,8 +17,10 @@ from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.samplers import SamplerOptions
 from sparse_rl_lightning.modules.validation import ValidationScores
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rewards import compute_rewards, reward_counters, reward_name
+from sparse_rl_lightning.rewards import reward_counters, reward_names
+from sparse_rl_lightning.rewards.base import reward_batch, reward_table, weighted_rewards
 from sparse_rl_lightning.rewards.guarded import GuardedReward
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.memory import MemoryPlan
@@ -78,8 +80,10 @@ class GenerationModule(PolicyModule):
                 f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs: "
                 "give one number per function."
             )
-        if reward_timeout is not None and reward_timeout <= 0:
-            raise ValueError(f"reward_timeout must be positive or null (no limit), got {reward_timeout}.")
+        for place, weight in enumerate(self.reward_weights):
+            check_number(f"reward_weights[{place}]", weight)
+        if reward_timeout is not None:
+            check_number("reward_timeout", reward_timeout, above=0)
         self.reward_timeout = reward_timeout
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.sampling = sampling
@@ -94,7 +98,8 @@ class GenerationModule(PolicyModule):
         self.seed = sampling.seed
         self._samplers: dict[bool, RolloutSampler] = {}
         self._plans_told: set[bool] = set()
-        self._failures_told: set[str] = set()
+        self._guards: list[GuardedReward] = []
+        self._told: set[tuple[str, str]] = set()  # what was said of which reward function
         self._scores = ValidationScores()
         self._shadow: ShadowPolicy | None = None
 
@@ -202,31 +207,50 @@ class GenerationModule(PolicyModule):
         """(B,) weighted sums of the reward functions; each function's own values go into the reward table."""
         repeated = [row for row in scored.rows for _ in range(scored.num_generations)]
         columns = {name: [row.get(name) for row in repeated] for name in columns_of(scored.rows)}
-        functions = [GuardedReward(function, self.reward_timeout) for function in self.reward_funcs]
-        rewards, table = compute_rewards(
-            functions,
-            self.reward_weights,
-            [row["prompt"] for row in repeated],
-            scored.completions,
-            completion_ids(scored.rollout),
-            columns,
+        batch = reward_batch(
+            [row["prompt"] for row in repeated], scored.completions, completion_ids(scored.rollout), columns
         )
-        scored.reward_table = {reward_name(f): table[:, i] for i, f in enumerate(self.reward_funcs)}
-        scored.reward_counters = reward_counters(self.reward_funcs)
-        scored.reward_failures = {function.__name__: function.failed for function in functions}
-        for function in functions:
-            self._tell_failures(function)
-        return rewards.to(scored.rollout.sequences.device)
+        guards = self._guarded()
+        table = reward_table([guard.judge(batch) for guard in guards])
+        scored.reward_table = {guard.__name__: table[:, i] for i, guard in enumerate(guards)}
+        scored.reward_counters = reward_counters(guards)
+        scored.reward_failures = {guard.__name__: guard.failed for guard in guards}
+        for guard in guards:
+            self._tell_failures(guard)
+        return weighted_rewards(table, self.reward_weights).to(scored.rollout.sequences.device)
 
-    def _tell_failures(self, function: GuardedReward) -> None:
+    def _guarded(self) -> list[GuardedReward]:
+        """The reward functions behind guards, which stay as long as the functions do."""
+        if [id(guard.function) for guard in self._guards] != [id(function) for function in self.reward_funcs]:
+            self._end_rewards()
+            named = zip(self.reward_funcs, reward_names(self.reward_funcs), strict=True)
+            self._guards = [GuardedReward(function, self.reward_timeout, name) for function, name in named]
+        return self._guards
+
+    def _end_rewards(self) -> None:
+        for guard in self._guards:
+            guard.close()
+
+    def _tell_failures(self, guard: GuardedReward) -> None:
         """Say once per reward function that it fails on samples."""
-        if function.failed and function.__name__ not in self._failures_told:
-            self._failures_told.add(function.__name__)
-            name = function.__name__
+        if guard.first and ("failed", guard.__name__) not in self._told:
+            self._told.add(("failed", guard.__name__))
             rank_zero_warn(
-                f"The reward function {name} failed on {function.failed} sample(s), first {function.first}. They get "
-                f"no reward from it; rewards/{name}/failed counts such samples from now on."
+                f"The reward function {guard.__name__} failed on {guard.failed} sample(s), first: {guard.first}. They "
+                f"get no reward from it; rewards/{guard.__name__}/failed counts such samples from now on."
             )
+
+    def tell_none(self, scored: ScoredRollout) -> None:
+        """Say once per reward function that it returned None for all samples of a rollout."""
+        for name, rewards in scored.reward_table.items():
+            nothing = bool(rewards.isnan().all()) and not scored.reward_failures[name]
+            if nothing and ("none", name) not in self._told:
+                self._told.add(("none", name))
+                rank_zero_warn(
+                    f"The reward function {name} returned None for all {len(rewards)} samples of rollout "
+                    f"{scored.index}: it says that it applies to none of them, and nothing is learned from it. If that "
+                    "is wrong, look at the columns that it reads."
+                )
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
         """Completions with the sparse and with the full cache: what was trained, and what is deployed."""
@@ -271,6 +295,11 @@ class GenerationModule(PolicyModule):
         """Build the sampler, so that what it refuses is refused before the first rollout."""
         super().on_fit_start()
         self.sampler()
+
+    def teardown(self, stage: str) -> None:
+        """End the processes of the reward functions."""
+        super().teardown(stage)
+        self._end_rewards()
 
     def _dispatch(self, hook: str, *args: Any) -> None:
         for callback in self._rollout_callbacks():

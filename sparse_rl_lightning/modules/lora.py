@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.modules.policy import PolicySource, resolve_policy
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.rollout.preparation import eval_mode
 
 
@@ -27,7 +28,8 @@ class LoraPolicy(PolicySource):
         target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head.
 
     Raises:
-        ValueError: If peft is missing, or the adapters would train nothing or not all that is named.
+        ValueError: If a number is out of range, peft is missing, or the adapters would train nothing or not all that is
+            named.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class LoraPolicy(PolicySource):
         target_modules: list[str] | str = "all-linear",
     ) -> None:
         check_adapter(r, lora_alpha)
+        check_number("lora_dropout", lora_dropout, least=0, below=1)
         self.base = resolve_policy(policy)
         self.attn_implementation = self.base.attn_implementation
         self.options: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
@@ -105,11 +108,8 @@ def check_adapter(r: int, lora_alpha: float) -> None:
     Raises:
         ValueError: If its rank or factor is not positive.
     """
-    if r < 1 or lora_alpha <= 0:
-        raise ValueError(
-            f"r must be at least 1 and lora_alpha above 0, or the adapters train nothing; got r={r}, "
-            f"lora_alpha={lora_alpha}."
-        )
+    check_number("r", r, least=1)
+    check_number("lora_alpha", lora_alpha, above=0)
 
 
 def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **options: Any) -> None:

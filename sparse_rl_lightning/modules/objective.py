@@ -16,10 +16,12 @@ from sparse_rl_lightning.losses import (
     KLEstimator,
     LossType,
     aggregate,
+    check_options,
     count_items,
     kl_penalty,
     policy_loss,
 )
+from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.types import LossOutput, Rollout
 
 
@@ -45,7 +47,7 @@ class Objective:
     """Policy term plus ``beta`` times KL term, both aggregated alike; arguments as in SparseGRPO.
 
     Raises:
-        ValueError: If ``beta`` is negative or an option is unknown.
+        ValueError: If a number is not finite or out of range, or an option is unknown.
     """
 
     loss_type: LossType
@@ -63,8 +65,8 @@ class Objective:
     off_policy_reference: Literal["old", "sampler"] = "old"
 
     def __post_init__(self) -> None:
-        if self.beta < 0:
-            raise ValueError(f"beta must be 0 or more, got beta={self.beta}.")
+        check_number("beta", self.beta, least=0)
+        check_options(self.loss_type, self.importance_sampling_level, self.epsilon, self.epsilon_high, self.delta)
         if self.kl_on not in ("completion", "kept"):
             raise ValueError(f"kl_on must be 'completion' or 'kept', got kl_on={self.kl_on!r}.")
 

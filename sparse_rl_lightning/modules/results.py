@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.folders import write_parquet, write_whole
+from sparse_rl_lightning.callbacks.folders import write_parquet
+from sparse_rl_lightning.files import file_name, own_folder, write_whole
 from sparse_rl_lightning.metrics import Accuracy
 
 
@@ -57,7 +58,8 @@ class ResultFolder:
             stored = json.loads(self._file(benchmark, arm, "json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if stored.get("fingerprint") != fingerprint:
+        wanted = (benchmark, fingerprint)
+        if not isinstance(stored, dict) or (stored.get("benchmark"), stored.get("fingerprint")) != wanted:
             return None
         counts = stored["accuracy"]
         counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}
@@ -71,18 +73,19 @@ class ResultFolder:
             completions: Columns with a value per completion.
         """
         path = self._file(result.benchmark, result.arm, "json")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        own_folder(self.path)
+        own_folder(path.parent)
         write_parquet(path.with_suffix(".parquet"), completions)
         write_whole(path, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
 
     def write(self, name: str, content: str | bytes) -> Path:
         """Write another file and return where."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        own_folder(self.path)
         write_whole(self.path / name, content)
         return self.path / name
 
     def _file(self, benchmark: str, arm: str, suffix: str) -> Path:
-        return self.path / arm / f"{benchmark}.{suffix}"
+        return self.path / file_name(arm) / f"{file_name(benchmark)}.{suffix}"
 
 
 def fingerprint(**settings: Any) -> str:

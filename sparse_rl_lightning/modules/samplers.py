@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler
+from sparse_rl_lightning.rollout.memory import check_limit
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class SamplerOptions:
     keep_pool: bool = True
     cuda_graphs: bool = True
     record_pages: int = 0  # bytes for the pages that a retriever reads, as in RolloutSampler
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None:
+            check_limit(self.memory_limit)
 
     def sampler(
         self,

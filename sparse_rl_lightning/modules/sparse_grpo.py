@@ -45,8 +45,9 @@ class SparseGRPO(BlockModule):
         compressor: What a full slot of the rollout cache keeps.
         reward_funcs: Reward functions with TRL's signature, a single one or several.
         reward_weights: Factor of each reward function, default 1.
-        reward_timeout: Seconds that a reward function may take for a rollout. Samples on which it takes longer, or
-            raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
+        reward_timeout: Seconds that a reward function may take for a rollout; it then runs in a forked process of its
+            own, which is killed when its time is up. Null: any time, in the trainer's process. Samples on which it
+            takes longer, or raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
         num_generations: Samples per prompt, at least 2.
         max_completion_length: Most tokens of a completion.
         min_completion_length: End tokens are forbidden before.
@@ -256,6 +257,7 @@ class SparseGRPO(BlockModule):
     def _score(self, scored: ScoredRollout) -> None:
         start, rollout = time.perf_counter(), scored.rollout
         rollout.rewards = self.reward(scored)
+        self.tell_none(scored)
         trainer = self.trainer if self._world_size > 1 else None
         rollout.advantages = advantages_of_rank(rollout.rewards, self.num_generations, self.scale_rewards, trainer)
         rollout.keep = rollout.completion_mask.clone()

@@ -7,6 +7,7 @@ from sparse_rl_lightning.rewards.base import (
     counting,
     reward_counters,
     reward_name,
+    reward_names,
 )
 from sparse_rl_lightning.rewards.functions import (
     MathReward,
@@ -27,5 +28,6 @@ __all__ = [
     "counting",
     "reward_counters",
     "reward_name",
+    "reward_names",
     "worked_steps_reward",
 ]

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ranges import check_number
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
+_ASYNC = "The reward function {} is async. Write a plain one that calls asyncio.run() on it."
 
 
 RewardFunction: TypeAlias = Callable[..., Sequence[float | None]]
@@ -23,6 +31,14 @@ needs by name and the rest as ``**columns``. None means that it does not apply t
 its reward functions fit. (A plain callable type, because the command line holds a protocol to the letter of its
 signature and would refuse every function that names a column.)
 """
+
+
+class RewardMistake(ValueError):
+    """What a reward function returned cannot be read, or it cannot be called: no sample is at fault, the code is."""
+
+
+class RewardFailure(Exception):
+    """A reward function gave no rewards for a batch; the text goes on after its name: ``raised KeyError('x')``."""
 
 
 def compute_rewards(
@@ -54,14 +70,77 @@ def compute_rewards(
     """
     if weights is not None and len(weights) != len(functions):
         raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
+    for place, weight in enumerate(weights or ()):
+        check_number(f"reward_weights[{place}]", weight)
     if not functions:
         raise ValueError("At least one reward function is needed.")
-    batch = _batch(prompts, completions, completion_ids, columns)
-    per_function = torch.stack([_call(function, batch) for function in functions], dim=1)
-    factors = torch.ones(len(functions)) if weights is None else torch.tensor(weights, dtype=torch.float32)
-    applies = ~per_function.isnan()
-    rewards = (per_function.nan_to_num() * factors).sum(dim=1)
-    return rewards.masked_fill(~applies.any(dim=1), math.nan), per_function
+    batch = reward_batch(prompts, completions, completion_ids, columns)
+    names = reward_names(functions)
+    table = reward_table([_strictly(function, name, batch) for function, name in zip(functions, names, strict=True)])
+    return weighted_rewards(table, weights), table
+
+
+def reward_batch(
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> dict[str, Sequence[Any]]:
+    """What reward functions get of B samples, by name.
+
+    Raises:
+        ValueError: If a column has the name of an argument, or another number of entries.
+    """
+    reserved = [name for name in _ARGUMENTS if name in columns]
+    if reserved:
+        raise ValueError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
+    named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
+    for name, values in named.items():
+        if len(values) != len(completions):
+            raise ValueError(f"{name} has {len(values)} entries for {len(completions)} completions.")
+    return named
+
+
+def reward_table(per_function: Sequence[Sequence[float | None]]) -> Tensor:
+    """(B, F) float32 of F lists of B rewards, NaN for None."""
+    rows = [[math.nan if reward is None else reward for reward in rewards] for rewards in per_function]
+    return torch.tensor(rows, dtype=torch.float32).T.contiguous()
+
+
+def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
+    """(B,) sums over the functions of a table (B, F) times their weights, NaN where none of them applies."""
+    factors = torch.ones(table.shape[1]) if weights is None else torch.tensor(weights, dtype=torch.float32)
+    rewards = (table.nan_to_num() * factors).sum(dim=1)
+    return rewards.masked_fill(table.isnan().all(dim=1), math.nan)
+
+
+def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
+    """One function's rewards of a batch, read to the last of them here, whatever lazy thing it returns.
+
+    The function gets lists of its own, so that what it does to them is nobody else's business. The folder that the
+    process works in, torch's default type and whether gradients are on are put back after the call.
+
+    Args:
+        function: The reward function.
+        name: What it is called in errors.
+        batch: Its arguments, one entry per sample each.
+
+    Raises:
+        RewardMistake: If the columns do not fit its signature, or what it returns is no list of finite numbers.
+        RewardFailure: If it raises anything, be it meant to end the program; KeyboardInterrupt goes through.
+    """
+    _check_columns(function, name, batch)
+    try:
+        with _undisturbed():
+            own = {argument: _copied(list(values)) for argument, values in batch.items()}
+            return _read(name, function(**own), batch["completions"])
+    except RewardMistake:
+        raise
+    except KeyboardInterrupt:
+        warnings.warn(f"KeyboardInterrupt in the reward function {name}.", stacklevel=2)
+        raise
+    except BaseException as error:
+        raise RewardFailure(f"raised {_shown(error)}") from error
 
 
 def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:
@@ -74,12 +153,11 @@ def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -
     Raises:
         ValueError: If one is async, or its signature does not fit the columns.
     """
-    names = [*_ARGUMENTS, *columns]
-    for function in functions:
-        name = reward_name(function)
-        if inspect.iscoroutinefunction(function):
-            raise ValueError(f"The reward function {name} is async. Write a plain one that calls asyncio.run() on it.")
-        _check_columns(function, names)
+    given = [*_ARGUMENTS, *columns]
+    for function, name in zip(functions, reward_names(functions), strict=True):
+        if any(map(_is_async, (function, getattr(function, "__call__", None)))):  # noqa: B004  # of a class
+            raise ValueError(_ASYNC.format(name))
+        _check_columns(function, name, given)
 
 
 def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
@@ -92,99 +170,152 @@ def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
     return mark
 
 
-def reward_counters(functions: Sequence[RewardFunction]) -> dict[str, float]:
+def reward_counters(functions: Sequence[Any]) -> dict[str, float]:
     """What reward functions have counted since the last call, as ``{function}/{counter}``.
 
     Args:
-        functions: Reward functions; those with a method ``take_counters() -> dict[str, float]`` count.
+        functions: Reward functions, guarded or not; those with a method ``take_counters() -> dict[str, float]`` count.
     """
     return {
-        f"{reward_name(function)}/{name}": float(value)
-        for function in functions
+        f"{called}/{name}": float(value)
+        for function, called in zip(functions, reward_names(functions), strict=True)
         if hasattr(function, "take_counters")
         for name, value in function.take_counters().items()
     }
 
 
-def reward_name(function: RewardFunction) -> str:
-    """The name of a reward function in metrics, tables and errors."""
+def reward_name(function: Any) -> str:
+    """The name of a reward function by itself."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _batch(
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    columns: Mapping[str, Sequence[Any]],
-) -> dict[str, list[Any]]:
-    reserved = [name for name in _ARGUMENTS if name in columns]
-    if reserved:
-        raise ValueError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
-    named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
-    for name, values in named.items():
-        if len(values) != len(completions):
-            raise ValueError(f"{name} has {len(values)} entries for {len(completions)} completions.")
-    return {name: list(values) for name, values in named.items()}
+def reward_names(functions: Sequence[Any]) -> list[str]:
+    """Names in metrics, tables and errors, all different: the second function named ``f`` is ``f_2``."""
+    names: list[str] = []
+    seen: Counter[str] = Counter()
+    for own in map(reward_name, functions):
+        seen[own] += 1
+        name = own if seen[own] == 1 else f"{own}_{seen[own]}"
+        while name in names:  # the own name of another one
+            name += "_"
+        names.append(name)
+    return names
 
 
-def _call(function: RewardFunction, batch: dict[str, list[Any]]) -> Tensor:
-    """One function's rewards (B,), NaN for None."""
-    name, completions = reward_name(function), batch["completions"]
-    _check_columns(function, batch)
+def describe_sample(sample: int, completion: str) -> str:
+    """Which sample: its index and its text, shortened, nothing in it able to steer a terminal or break a log."""
+    text = completion if len(completion) <= 120 else f"{completion[:60]} [...] {completion[-60:]}"
+    return f"sample {sample}, completion {text!a}"
+
+
+def one_sample(batch: Mapping[str, Sequence[Any]], sample: int) -> dict[str, Sequence[Any]]:
+    """The batch that has this sample alone."""
+    return {name: [values[sample]] for name, values in batch.items()}
+
+
+def _strictly(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
+    """The rewards of a batch; whatever is wrong ends it and names the first sample that is to blame."""
     try:
-        rewards = list(function(**batch))
-    except Exception as error:
-        sample = _first_failure(function, batch)
-        where = "the batch as a whole" if sample is None else _describe(sample, completions[sample])
-        raise RuntimeError(f"The reward function {name} raised {ascii(error)[:200]} on {where}.") from error
-    if len(rewards) != len(completions):
-        raise ValueError(f"The reward function {name} returned {len(rewards)} rewards for {len(completions)} samples.")
-    return torch.tensor(
-        [_finite(name, sample, completions[sample], reward) for sample, reward in enumerate(rewards)],
-        dtype=torch.float32,
-    )
+        return attempt(function, name, batch)
+    except RewardFailure as failure:
+        sample = _first_failure(function, name, batch)
+        where = "the batch as a whole" if sample is None else describe_sample(sample, batch["completions"][sample])
+        raise RuntimeError(f"The reward function {name} {failure} on {where}.") from failure.__cause__
 
 
-def _check_columns(function: RewardFunction, names: Iterable[str]) -> None:
+def _first_failure(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> int | None:
+    """The first sample on which the function fails alone."""
+    for sample in range(len(batch["completions"])):
+        try:
+            attempt(function, name, one_sample(batch, sample))
+        except (RewardFailure, RewardMistake):
+            return sample
+    return None
+
+
+def _check_columns(function: RewardFunction, name: str, columns: Iterable[str]) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtins need not have one
         return
     try:
-        signature.bind(**dict.fromkeys(names))
+        signature.bind(**dict.fromkeys(columns))
     except TypeError as error:
-        raise ValueError(
-            f"The reward function {reward_name(function)}{signature} does not fit the data: {error}. It is called with "
-            f"{', '.join(names)}; give the data the missing column, and the function **columns for those it ignores."
+        raise RewardMistake(
+            f"The reward function {name}{signature} does not fit the data: {error}. It is called with "
+            f"{', '.join(columns)}; give the data the missing column, and the function **columns for those it ignores."
         ) from error
 
 
-def _first_failure(function: RewardFunction, batch: dict[str, list[Any]]) -> int | None:
-    """The first sample on which the function fails alone."""
-    for sample in range(len(batch["completions"])):
-        try:
-            function(**{name: [values[sample]] for name, values in batch.items()})
-        except Exception:
-            return sample
-    return None
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
-def _finite(name: str, sample: int, completion: str, reward: Any) -> float:
-    if reward is None:
-        return math.nan
+def _copied(value: Any) -> Any:
+    """The same with lists, tuples and dictionaries of its own; what is in them is shared."""
+    if isinstance(value, list):
+        return value[:] if value and type(value[0]) is int else [_copied(entry) for entry in value]  # token ids: many
+    if isinstance(value, dict):
+        return {key: _copied(entry) for key, entry in value.items()}
+    return tuple(_copied(entry) for entry in value) if type(value) is tuple else value
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Puts back what code that is not ours may leave changed in this process."""
+    dtype, folder = torch.get_default_dtype(), None
+    with suppress(OSError):  # removed meanwhile
+        folder = os.getcwd()
     try:
-        value = float(reward)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        with suppress(OSError):
+            if folder is not None:
+                os.chdir(folder)
+
+
+def _read(name: str, returned: Any, completions: Sequence[str]) -> list[float | None]:
+    """What a function returned, as plain numbers."""
+    if inspect.isawaitable(returned) or hasattr(returned, "__aiter__"):
+        if inspect.iscoroutine(returned):
+            returned.close()  # or Python complains that nobody waited for it
+        raise RewardMistake(_ASYNC.format(name))
+    count = len(completions)
+    try:
+        values = None if isinstance(returned, (str, bytes, Mapping, Set)) else iter(returned)
+    except TypeError:
+        values = None
+    if values is None:
+        raise RewardMistake(
+            f"The reward function {name} returned {ascii(returned)[:80]}, of type {type(returned).__name__}; it must "
+            f"return a list with one number per sample, here {count}, in their order."
+        )
+    rewards = list(islice(values, count + 1))  # no more: it may be endless
+    if len(rewards) != count:
+        given = f"more than {count}" if len(rewards) > count else len(rewards)
+        raise RewardMistake(f"The reward function {name} returned {given} rewards for {count} samples.")
+    return [_finite(name, sample, completions[sample], reward) for sample, reward in enumerate(rewards)]
+
+
+def _finite(name: str, sample: int, completion: str, reward: Any) -> float | None:
+    if reward is None:
+        return None
+    try:
+        value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not abs(value) <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"The reward function {name} returned {ascii(reward)[:80]} for {_describe(sample, completion)}; a reward "
-            "is a finite number, or None where the function does not apply."
+        raise RewardMistake(
+            f"The reward function {name} returned {ascii(reward)[:80]} for {describe_sample(sample, completion)}; a "
+            "reward is a finite number, or None where the function does not apply."
         )
     return value
 
 
-def _describe(sample: int, completion: str) -> str:
-    """Which sample: its index and its text, shortened, nothing in it able to steer a terminal or break a log."""
-    text = completion if len(completion) <= 120 else f"{completion[:60]} [...] {completion[-60:]}"
-    return f"sample {sample}, completion {text!a}"
+def _shown(error: BaseException) -> str:
+    try:
+        return ascii(error)[:200]
+    except Exception:  # its own __repr__ raises
+        return type(error).__name__

@@ -2,82 +2,106 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparse_rl_lightning.rewards.base import RewardFunction, reward_name
+from sparse_rl_lightning.rewards.base import (
+    RewardFailure,
+    RewardFunction,
+    attempt,
+    describe_sample,
+    one_sample,
+    reward_name,
+)
+from sparse_rl_lightning.rewards.process import LostProcess, RewardProcess
 
-HANGS = 3
-"""Samples that must time out, before any other outcome, until a reward function counts as one that always hangs."""
+LOST = 3
+"""Samples without an answer, before any other outcome, that make a function one that never answers."""
 
 
 class GuardedReward:
     """Calls a reward function; samples on which it raises or does not return in time get None, and are counted.
 
     After a failure every sample is judged by itself. If none can be judged, the function is at fault and not the
-    samples: the error is raised. A call that does not return goes on in its thread, which cannot be ended from outside;
-    a function that may hang for good should do its work in a process of its own. Of a function that always hangs the
-    error is raised after ``(HANGS + 1) * timeout`` seconds, as soon as it has answered for none of ``HANGS`` samples in
-    a row taken from all over the batch. One that answers for some takes at most ``samples + 1`` times the timeout.
+    samples: the error is raised. With a timeout the function runs in a process of its own (``RewardProcess``), which is
+    killed when its time is up. A function that always hangs is given up after ``(LOST + 1) * timeout`` seconds, as soon
+    as it has answered for none of ``LOST`` samples in a row taken from all over the batch. One that answers for some
+    takes at most ``samples + 1`` times the timeout.
 
     Args:
         function: The reward function.
-        timeout: Seconds that a call for a batch or a sample may take, None for any time.
+        timeout: Seconds that a call for a batch or a sample may take; None for any time, in this process.
+        name: What it is called in metrics and errors, its own name by default.
     """
 
-    def __init__(self, function: RewardFunction, timeout: float | None = None) -> None:
+    def __init__(self, function: RewardFunction, timeout: float | None = None, name: str | None = None) -> None:
         self.function = function
         self.timeout = timeout
-        self.failed = 0  # samples of the last call
-        self.first = ""  # the first of them and its error
-        self.__name__ = reward_name(function)
-        self.__wrapped__ = function  # whose signature counts
+        self.__name__ = name or reward_name(function)
+        self.failed = 0  # samples of the last batch
+        self.first = ""  # the first of them and what happened
+        self._process = RewardProcess(function, self.__name__)
 
-    def __call__(self, **batch: Any) -> Sequence[float | None]:
-        """Rewards of a batch."""
+    def judge(self, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
+        """Rewards of a batch as ``reward_batch`` gives it.
+
+        Raises:
+            ValueError: If the function cannot be called or what it returns cannot be read.
+            RuntimeError: If it fails on every sample.
+        """
         self.failed, self.first = 0, ""
         try:
-            return self._in_time(batch)
-        except Exception as error:
-            rewards = self._one_by_one(batch)
-            if self.failed == len(rewards):
-                raise error
-            return rewards
+            return self._attempt(batch)
+        except RewardFailure as failure:
+            return self._one_by_one(batch, failure)
 
-    def _one_by_one(self, batch: dict[str, Any]) -> list[float | None]:
-        count, hung = len(batch["completions"]), 0
+    def take_counters(self) -> Mapping[str, float]:
+        """What the function has counted since the last call, wherever it runs."""
+        if self.timeout is not None:
+            return self._process.take_counters()
+        counts: Mapping[str, float] = getattr(self.function, "take_counters", dict)()
+        return counts
+
+    def close(self) -> None:
+        """End the function's process, if it has one."""
+        self._process.close()
+
+    def _one_by_one(self, batch: Mapping[str, Sequence[Any]], together: RewardFailure) -> list[float | None]:
+        completions = batch["completions"]
+        count, lost = len(completions), 0
         rewards: list[float | None] = [None] * count
-        spread = [count * part // HANGS for part in range(HANGS)]  # of different prompts, one of which may be at fault
+        failures: dict[int, RewardFailure] = {}
+        spread = [count * part // LOST for part in range(LOST)]  # of different prompts, one of which may be at fault
         for tried, sample in enumerate(dict.fromkeys([*spread, *range(count)]), 1):
             try:
-                (rewards[sample],) = self._in_time({name: [values[sample]] for name, values in batch.items()})
-            except Exception as error:
-                self.first = self.first or f"sample {sample} with {type(error).__name__}: {ascii(str(error))[:200]}"
-                self.failed += 1
-                hung += isinstance(error, TimeoutError)
-            if self.timeout is not None and hung == tried == HANGS:
-                self.failed = count  # it hangs on all
+                (rewards[sample],) = self._attempt(one_sample(batch, sample))
+            except RewardFailure as failure:
+                failures[sample] = failure
+                lost += isinstance(failure, LostProcess)
+            if lost == tried == LOST:
                 break
+        if not failures:
+            self.first = f"it {together} on all of them together, on none alone"
+            return rewards
+        sample, first = next(iter(failures.items()))
+        self.failed = len(failures)
+        where = describe_sample(sample, completions[sample])
+        self.first = f"it {first} on {where}"
+        if self.failed == tried:
+            raise RuntimeError(self._error(first, where)) from first.__cause__
         return rewards
 
-    def _in_time(self, batch: dict[str, Any]) -> Sequence[float | None]:
+    def _attempt(self, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
         if self.timeout is None:
-            return self.function(**batch)
-        outcome: dict[str, Any] = {}
+            return attempt(self.function, self.__name__, batch)
+        return self._process.judge(batch, self.timeout)
 
-        def work() -> None:
-            try:
-                outcome["rewards"] = self.function(**batch)
-            except Exception as error:
-                outcome["error"] = error
-
-        thread = threading.Thread(target=work, name=self.__name__, daemon=True)
-        thread.start()
-        thread.join(self.timeout)
-        if thread.is_alive():
-            raise TimeoutError(f"no answer within {self.timeout:g} seconds")
-        if "error" in outcome:
-            raise outcome["error"]
-        rewards: Sequence[float | None] = outcome["rewards"]
-        return rewards
+    def _error(self, failure: RewardFailure, where: str) -> str:
+        error = f"The reward function {self.__name__} {failure} on {where}."
+        if self.timeout is None or not (isinstance(failure, LostProcess) or "CUDA" in str(failure)):
+            return error
+        return (
+            f"{error} With reward_timeout ({self.timeout:g} seconds) it runs in a process of its own, where there is "
+            "no GPU and where it starts anew after each call that was ended: load what it needs when its file is "
+            "imported, and give it time enough."
+        )

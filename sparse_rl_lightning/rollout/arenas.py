@@ -32,7 +32,7 @@ class Arenas:
         assert bool((room.sum(dim=-1) <= self._sizes[layers][:, slots]).all()), "heads do not fit into their arena"
         within = room.cumsum(dim=-1) - room
         self.pools.offsets[layers, slots] = self._starts[layers][:, slots].unsqueeze(-1) + within
-        self.pools.capacities[layers, slots] = room.to(torch.int32)
+        self.pools.capacities[layers, slots] = room.to(torch.int32, copy=True)  # it may be a view of the capacities
 
     def move(self, slots: Tensor, room: Tensor, state_pool: Tensor | None) -> None:
         """Lay slots (B,) out anew for (L, B, H) entries and take along what they hold."""

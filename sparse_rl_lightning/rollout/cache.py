@@ -5,6 +5,7 @@ Letters as in types.py. Per-slot state has one row more than there are slots: th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import KVPools
-from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.arenas import Arenas
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
@@ -23,7 +24,7 @@ from sparse_rl_lightning.rollout.retrieval import PageCache
 from sparse_rl_lightning.types import NEVER
 
 _PER_SLOT = ("tokens", "seen", "prompt_lengths", "prompt_keys", "sequence_keys")
-_PER_LAYER = ("lengths", "queries", "death")
+_PER_LAYER = ("lengths", "queries", "death", "head_state")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,29 @@ class CacheSize:
     per_head: bool = False  # heads of a slot share its memory unequally
     retriever: Retriever | None = None  # reads some pages only
     record_pages: bool = False
+    head_state_fields: tuple[tuple[str, int], ...] = ()  # running numbers per KV head, and how many of each
+    keeps_probabilities: bool = False  # what one layer pays to its entries in a step, for running numbers
+
+    @classmethod
+    def of(
+        cls, compressor: Compressor, geometry: CacheGeometry, num_slots: int, capacities: tuple[int, ...],
+        max_length: int, retriever: Retriever | None = None, record_pages: bool = False,
+    ) -> CacheSize:  # fmt: skip
+        """What a compressor and a retriever need."""
+        return cls(
+            num_slots, capacities, compressor.num_queries, max_length, compressor.state_fields,
+            compressor.evicts and compressor.budget_rule.splits_heads, retriever, record_pages,
+            tuple(compressor.head_state_fields(geometry.head_dim).items()), compressor.needs_attention,
+        )  # fmt: skip
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are running numbers."""
+        return bool(self.state_fields or self.head_state_fields)
+
+    def most_entries(self, layer: int, num_kv_heads: int) -> int:
+        """What no head of the layer can exceed."""
+        return self.capacities[layer] * (num_kv_heads if self.per_head else 1)
 
     def covers(self, other: CacheSize) -> bool:
         """Whether a cache of this size can do the work of the other."""
@@ -65,7 +89,7 @@ class PackedPrompts:
     values: Tensor  # (H, R, D)
     limits: list[int]  # (P) lengths from which on a prompt is compressed in this layer
     room: list[int]  # (P) tokens that its slot takes afterwards
-    mass: list[Tensor] | None = None  # (P) of (H, T): attention each token received, where the compressor has state
+    state: list[Tensor] | None = None  # (P) of (H, T, C) running numbers of the tokens, where the compressor has any
 
 
 class SlotCache:
@@ -85,8 +109,13 @@ class SlotCache:
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
         self.arenas = Arenas(self.pools) if size.per_head else None
-        fields = len(size.state_fields)
-        self.state_pool = torch.zeros(len(self.key_pool), fields, device=device) if fields else None
+        rows, fields = len(self.key_pool), len(size.state_fields)
+        self.state_pool = torch.zeros(rows, fields, dtype=torch.float32, device=device) if fields else None
+        width = sum(count for _, count in size.head_state_fields)
+        self.head_state = torch.zeros(*heads, width, dtype=torch.float32, device=device)
+        most = max(size.most_entries(layer, g.num_kv_heads) for layer in range(g.num_layers))
+        paid = slots * g.num_heads * most if size.keeps_probabilities else 0
+        self._probabilities = torch.zeros(paid, dtype=accumulation_dtype(g.query_dtype), device=device)
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
         self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
         self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
@@ -103,12 +132,8 @@ class SlotCache:
         """Whether a rollout of this size can use this memory."""
         sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_dtype", "query_dtype", "device")
         same = all(getattr(geometry, name) == getattr(self.geometry, name) for name in sizes)
-        # memory made under inference_mode cannot be written outside of it
-        writable = torch.is_inference_mode_enabled() or not self.key_pool.is_inference()
         current = self.pages is None or self.pages.is_current
-        return (
-            same and writable and current and self.size.covers(size)
-        )  # sizes only compare where there are as many layers
+        return same and current and self.size.covers(size)  # sizes only compare where there are as many layers
 
     @property
     def pool_bytes(self) -> int:
@@ -117,7 +142,21 @@ class SlotCache:
 
     def most_entries(self, layer: int) -> int:
         """What no head of the layer can exceed."""
-        return self.size.capacities[layer] * (self.geometry.num_kv_heads if self.size.per_head else 1)
+        return self.size.most_entries(layer, self.geometry.num_kv_heads)
+
+    def probabilities(self, layer: int, num_rows: int) -> Tensor | None:
+        """(n, Hq, N) room for the attention probabilities of a layer's rows, the same memory for all layers."""
+        if not self.size.keeps_probabilities:
+            return None
+        shape = (num_rows, self.geometry.num_heads, self.most_entries(layer))
+        return self._probabilities[: math.prod(shape)].view(shape)
+
+    def by_slot(self, pool: Tensor, layer: int) -> Tensor:
+        """One layer of a pool of entries, (S, H, N, ...), without a copy; where heads share a slot's memory equally."""
+        assert self.arenas is None
+        size, heads = self.size, self.geometry.num_kv_heads
+        first, width = sum(size.capacities[:layer]) * size.num_slots * heads, size.capacities[layer]
+        return pool[first : first + size.num_slots * heads * width].view(size.num_slots, heads, width, *pool.shape[1:])
 
     # ---------------------------------------------------------------- one layer, called from attention
 
@@ -135,7 +174,8 @@ class SlotCache:
             value: (R, H, D).
             cos: (R, D), of the tokens' positions.
             sin: (R, D).
-            probs: (R, Hq, N) float32 to be filled with the probabilities, N = ``most_entries(layer)``.
+            probs: (n, Hq, N) to be filled with the probabilities of the first rows, which are those in use; N =
+                ``most_entries(layer)``.
 
         Returns:
             (R, Hq, D), zeros in padding.
@@ -146,8 +186,13 @@ class SlotCache:
         ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
         if self.pages is not None and self.pages.reads(layer):
             out = self.pages.attend(layer, pools, slots, own, self.geometry.scale)
+        elif probs is None:
+            out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer))
         else:
-            out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer), probs=probs)
+            used, out = slice(len(probs)), torch.zeros_like(own)
+            out[used] = ops.attend(
+                pools, slots[used], own[used], self.geometry.scale, self.most_entries(layer), probs=probs
+            )
         return out.to(query.dtype)
 
     def store(
@@ -191,7 +236,7 @@ class SlotCache:
         """Empty a slot and give it to a new prompt, whose keys and values follow layer by layer."""
         if self.arenas is not None:
             self.arenas.reset(slot)
-        self.lengths[:, slot] = 0
+        self.lengths[:, slot] = self.head_state[:, slot] = 0
         self.death[:, slot] = NEVER
         self.seen[slot] = self.prompt_lengths[slot] = len(prompt)
         self.sequence_keys[slot] = self.prompt_keys[slot] = prompt_key
@@ -240,7 +285,7 @@ class SlotCache:
         rows = self._live_rows(slot, content["lengths"])
         for name, pool in self._entry_pools().items():
             pool[rows] = content[name]
-        for name in _PER_LAYER:
+        for name in content.keys() & set(_PER_LAYER):  # older sessions had no numbers per head
             getattr(self, name)[:, slot] = content[name]
         for name in _PER_SLOT:
             getattr(self, name)[slot] = content[name]
@@ -255,6 +300,7 @@ class SlotCache:
             room = self.pools.capacities[:, source]
             self.arenas.lay_out(slice(None), there, room[:, None].expand(-1, len(there), -1))
         ops.fork(self.pools, torch.full_like(there, source), there, self.queries, self.death, self.state_pool)
+        self.head_state[:, there] = self.head_state[:, source : source + 1]
         for name in _PER_SLOT:
             tensor: Tensor = getattr(self, name)
             tensor[there] = tensor[source].clone()

@@ -8,8 +8,9 @@ layers are walked by hand: every norm, embedding, rotary embedding and activatio
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.replaced import is_changed, is_replaced, refusal
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.projections import Projection, join
 
@@ -26,7 +28,9 @@ ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when 
 class Attend(Protocol):
     """The attention of one layer, which also takes keys and values into the cache."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -36,6 +40,7 @@ class Attend(Protocol):
             value: (R, H, D).
             cos: (R, D), of the queries' and keys' positions, at least float32.
             sin: (R, D).
+            hidden: (R, E), what query, key and value were projected from.
 
         Returns:
             (R, Hq, D).
@@ -53,9 +58,20 @@ class _Layer:
     key_norm: nn.Module | None
     project_out: Projection
     mlp_norm: nn.Module
+    mlp: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _GatedMLP:
+    """A feed-forward block, its projections made for decoding."""
+
     gate_and_up: Projection
     activation: nn.Module
     down: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_and_up(x)
+        return self.down(self.activation(gate) * up)[0]
 
 
 class Decoder:
@@ -64,15 +80,17 @@ class Decoder:
     Args:
         model: Of a family in :data:`~sparse_rl_lightning.rollout.geometry.FAMILIES`.
         geometry: Its sizes and compute type.
+
+    Raises:
+        ValueError: If what is walked by hand has a ``forward`` of somebody else's.
     """
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
         decoder: Any = model.get_decoder()
         self.model, self.geometry = model, geometry
         self._signature = _signature(model)
-        self._made_in_inference_mode = torch.is_inference_mode_enabled()
         self._projections: list[Projection] = []
-        _warn_of_hooks(decoder.layers)
+        _check_walked(decoder)
         self.embedding: nn.Module = decoder.embed_tokens
         self.final_norm: nn.Module = decoder.norm
         self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
@@ -90,9 +108,13 @@ class Decoder:
                 key_norm=getattr(layer.self_attn, "k_norm", None),
                 project_out=joined(layer.self_attn.o_proj),
                 mlp_norm=layer.post_attention_layernorm,
-                gate_and_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
-                activation=layer.mlp.act_fn,
-                down=joined(layer.mlp.down_proj),
+                mlp=layer.mlp
+                if is_changed(layer.mlp)
+                else _GatedMLP(
+                    gate_and_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+                    activation=layer.mlp.act_fn,
+                    down=joined(layer.mlp.down_proj),
+                ),
             )
             for layer in decoder.layers
         ]
@@ -112,14 +134,14 @@ class Decoder:
         x: Tensor = self.embedding(ids)
         cos, sin = self._rotation(positions, x.dtype)
         for index, layer in enumerate(self.layers):
-            query, key, value = layer.project_in(layer.norm(x))
+            hidden = layer.norm(x)
+            query, key, value = layer.project_in(hidden)
             query, key, value = (t.view(len(x), -1, g.head_dim) for t in (query, key, value))
             if layer.query_norm is not None and layer.key_norm is not None:
                 query, key = layer.query_norm(query), layer.key_norm(key)
-            attended = attend(index, query, key, value, cos, sin)
+            attended = attend(index, query, key, value, cos, sin, hidden)
             x = x + layer.project_out(attended.flatten(1))[0]
-            gate, up = layer.gate_and_up(layer.mlp_norm(x))
-            x = x + layer.down(layer.activation(gate) * up)[0]
+            x = x + layer.mlp(layer.mlp_norm(x))
         out: Tensor = self.final_norm(x)
         return out
 
@@ -134,14 +156,22 @@ class Decoder:
         """Take over what an optimiser has changed in weights that are kept as copies."""
         for projection in self._projections:
             projection.refresh()
+        self.__dict__.pop("output_weights", None)
+
+    @cached_property
+    def output_weights(self) -> list[Tensor]:
+        """(L) of (Hq, D, E), at least float32: what each head's output is multiplied with, adapters included."""
+        g = self.geometry
+        unit = torch.eye(g.num_heads * g.head_dim, dtype=g.dtype, device=g.device)
+        none, shape = torch.zeros_like(unit[:1]), (g.num_heads, g.head_dim, -1)
+        products = [layer.project_out(unit)[0] - layer.project_out(none)[0] for layer in self.layers]
+        return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
-        """Whether this still is the model: the same modules, weights where they were, no new hooks."""
+        """Whether this still is the model: the same modules, hooks and forwards, weights where they were."""
         own = self.geometry
         same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
-        # copies made under inference_mode cannot be written outside of it
-        writable = torch.is_inference_mode_enabled() or not self._made_in_inference_mode
-        return same and writable and self._signature == _signature(model)
+        return same and self._signature == _signature(model)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines (R, D), rounded as transformers rounds them to the type of the hidden states."""
@@ -152,19 +182,29 @@ class Decoder:
 
 
 def _signature(model: PreTrainedModel) -> tuple[object, ...]:
-    """Changes where modules are replaced or wrapped, hooks come or go, or weights move."""
-    modules = ((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
+    """Changes where modules or their forwards are replaced or wrapped, hooks come or go, or weights move."""
+    modules = (
+        (id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    )
     return (*modules, *(parameter.data_ptr() for parameter in model.parameters()))
 
 
-def _warn_of_hooks(layers: Iterable[Any]) -> None:
-    """The layers are walked by hand: hooks of what holds the projections are not called."""
-    for layer in layers:
-        for module in (layer, layer.self_attn, layer.mlp):
-            if module._forward_hooks or module._forward_pre_hooks:
-                warnings.warn(
-                    f"Forward hooks of {type(module).__name__} are not called in rollouts, which walk the layers "
-                    "themselves. Hooks of linear layers, norms and embeddings are.",
-                    stacklevel=2,
-                )
-                return
+def _check_walked(decoder: Any) -> None:
+    """The decoder, its rotary embedding, layers and attention are walked by hand: what hangs on them is not called.
+
+    Raises:
+        ValueError: If one has a replaced forward; hooks, which mostly look on, are a warning.
+    """
+    parts = (module for layer in decoder.layers for module in (layer, layer.self_attn))
+    walked: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
+    for module in walked:
+        if is_replaced(module):
+            raise ValueError(refusal(module))
+    for module in walked:
+        if module._forward_hooks or module._forward_pre_hooks:
+            warnings.warn(
+                f"Forward hooks of {type(module).__name__} are not called in rollouts, which walk the layers "
+                "themselves. Hooks of feed-forward blocks, linear layers, norms and embeddings are.",
+                stacklevel=2,
+            )
+            return

@@ -19,7 +19,7 @@ from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.decoder import Decoder
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.graphs import GraphedStep
-from sparse_rl_lightning.rollout.preparation import eval_mode
+from sparse_rl_lightning.rollout.preparation import drawing
 from sparse_rl_lightning.rollout.run import Plan, Run
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.step import Step
@@ -48,7 +48,6 @@ class ForcedStep(Step):
         self.note(self.tracks, slots, at, logits[own])
 
 
-@torch.no_grad()
 def force(
     model: PreTrainedModel,
     texts: Tensor,
@@ -72,15 +71,14 @@ def force(
     Returns:
         The run, all of whose sequences have ended.
     """
-    geometry, compressor, count = CacheGeometry.of(model), compression.compressor, len(texts)
+    geometry, count = CacheGeometry.of(model), len(texts)
     longest_prompt = max(prompt_lengths)
     length = longest_prompt + params.max_completion_length
     capacities = compression.trigger.capacities(longest_prompt, length)
-    splits = compressor.evicts and compressor.budget_rule.splits_heads
-    size = CacheSize(count, capacities, compressor.num_queries, length, compressor.state_fields, splits)
-    cache, device = SlotCache(geometry, size), geometry.device
-    nothing_ends = torch.zeros(0, dtype=torch.int64, device=device)
-    with eval_mode(model):
+    size = CacheSize.of(compression.compressor, geometry, count, capacities, length)
+    with drawing(model):
+        cache, device = SlotCache(geometry, size), geometry.device
+        nothing_ends = torch.zeros(0, dtype=torch.int64, device=device)
         step = ForcedStep(
             Decoder(model, geometry), cache, Tracks(count, length, params, device), params, nothing_ends, compression,
             texts.to(device), note,

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.replaced import check_reachable
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose every layer this library knows to reproduce."""
@@ -75,6 +76,7 @@ def check_supported(model: PreTrainedModel) -> None:
     Raises:
         ValueError: For sliding-window and hybrid models, and for models without a plain rotary decoder.
     """
+    check_reachable(model)
     config, name = model.config, type(model).__name__
     if config.model_type not in FAMILIES:
         raise ValueError(

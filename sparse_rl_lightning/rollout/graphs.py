@@ -40,7 +40,7 @@ class GraphedStep:
     def __init__(self, step: Step, enabled: bool) -> None:
         self.step = step
         cache = step.cache
-        waits = cache.state_pool is not None or (cache.pages is not None and cache.pages.retriever.kernel is None)
+        waits = cache.size.has_state or (cache.pages is not None and cache.pages.retriever.kernel is None)
         self.enabled = enabled and cache.geometry.device.type == "cuda" and not waits
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
         self._pool: Any = None  # memory that all graphs share

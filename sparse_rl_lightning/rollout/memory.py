@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.rollout.cache import CacheSize
 from sparse_rl_lightning.rollout.decoder import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
@@ -29,18 +30,20 @@ class SlotBytes:
 
     keys_values: int
     places: int  # the entries' positions; where each head lives and how much it holds
-    running: int  # numbers per entry that the compressor keeps
+    running: int  # numbers per entry and per head that the compressor keeps
     queries: int  # the ring of recent queries
     deaths: int  # the record of evictions
     rows: int  # tokens, counters and logs
     fixed: int  # beside the slots: one more row, where rows that only pad a batch write, and what stands there once
     arithmetic: str  # what a slot takes in words, one term after the other
     pages: int = 0  # vectors that a retriever keeps of pages
+    probabilities: int = 0  # attention of one layer in a step, where running numbers are made of it
 
     @property
     def total(self) -> int:
         """Bytes that one more slot adds."""
-        return self.keys_values + self.places + self.running + self.queries + self.deaths + self.rows + self.pages
+        kept = self.keys_values + self.places + self.running + self.queries + self.deaths + self.rows + self.pages
+        return kept + self.probabilities
 
     def of(self, num_slots: int) -> int:
         """Bytes of that many slots, with what stands beside them."""
@@ -85,27 +88,34 @@ def slot_bytes(
     tokens, recent = INT64 * (max_length + 4), size.num_queries
     layout = None if size.retriever is None else PageLayout(size.retriever, g, capacities)
     record = layout.record_bytes(1, max_length) if layout is not None and size.record_pages else 0
+    head_numbers = sum(width for _, width in size.head_state_fields)
+    widest = max(size.most_entries(layer, g.num_kv_heads) for layer in range(g.num_layers))
+    paid = accumulation_dtype(g.query_dtype).itemsize if size.keeps_probabilities else 0
     arenas = (INT64 + INT32) * heads + 2 * INT64 * g.num_layers if size.per_head else 0
     sizes = {
         "keys_values": g.bytes_per_entry * g.num_kv_heads * entries,
         "places": INT32 * g.num_kv_heads * entries + (INT64 + 2 * INT32) * heads + arenas,
-        "running": FLOAT32 * len(size.state_fields) * g.num_kv_heads * entries,
+        "running": FLOAT32 * (len(size.state_fields) * g.num_kv_heads * entries + head_numbers * heads),
         "queries": wide * g.head_dim * recent * g.num_heads * g.num_layers,
         "deaths": INT32 * max_length * heads,
         "rows": tokens + log + record,
         "pages": 0 if layout is None else layout.summary_bytes,
+        "probabilities": paid * g.num_heads * widest,
     }
     rows = f"{entries:,} entries in {g.num_layers} layers x {g.num_kv_heads} KV heads"
     how = {
         "keys_values": f"keys and values ({rows} x 2 x {g.head_dim} x {kind} bytes)",
         "places": f"positions ({rows} x {INT32} bytes + {heads} x {INT64 + 2 * INT32} + {arenas})",
-        "running": f"running numbers ({rows} x {len(size.state_fields)} x {FLOAT32} bytes)",
+        "running": f"running numbers ({rows} x {len(size.state_fields)} x {FLOAT32} bytes"
+        + (f" + {heads} x {head_numbers} x {FLOAT32})" if head_numbers else ")"),
         "queries": f"queries ({recent} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x {wide})",
         "deaths": f"the eviction record ({max_length:,} tokens x {heads} heads of all layers x {INT32})",
         "rows": f"tokens ({max_length:,} + 4 numbers x {INT64}) and logs ({log + record:,})",
         "pages": "vectors of the pages",
+        "probabilities": f"attention probabilities ({g.num_heads} heads x {widest:,} entries x {paid} bytes)",
     }
-    arithmetic = " + ".join(f"{sizes[name]:,} for {how[name]}" for name in sizes if sizes[name] or name != "pages")
+    absent = ("pages", "probabilities")  # where there are none, they are not spoken of
+    arithmetic = " + ".join(f"{sizes[name]:,} for {how[name]}" for name in sizes if sizes[name] or name not in absent)
     # and the word of errors of the pools
     fixed = tokens + log_fixed + record + (0 if layout is None else layout.fixed_bytes) + INT32
     return SlotBytes(**sizes, fixed=fixed, arithmetic=arithmetic)
@@ -178,18 +188,27 @@ def free_bytes(device: torch.device | str) -> int:
         raise ValueError("This system does not say how much memory is free: give the limit in bytes.") from unknown
 
 
+def check_limit(limit: int | float) -> None:
+    """Refuse a memory limit that is neither a number of bytes nor a share.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
+    if isinstance(limit, float) and not 0 < limit <= 1:
+        raise ValueError(
+            f"memory_limit: a limit that is a float is a share of the free memory in (0, 1], got {limit}. Give bytes "
+            "as a whole number."
+        )
+    if limit < 1 and not isinstance(limit, float):
+        raise ValueError(f"memory_limit: a limit in bytes must be at least 1, got {limit}.")
+
+
 def _resolve(limit: int | float, device: torch.device | str) -> tuple[int, str]:
     """The limit in bytes, and where it comes from."""
+    check_limit(limit)
     if isinstance(limit, float):
-        if not 0 < limit <= 1:
-            raise ValueError(
-                f"A limit that is a float is a share of the free memory in (0, 1], got {limit}. Give bytes as a whole "
-                "number."
-            )
         free = free_bytes(device)
         return int(limit * free), f"{limit:g} of {_mib(free)} free on {device}"
-    if limit < 1:
-        raise ValueError(f"A limit in bytes must be at least 1, got {limit}.")
     return limit, "given in bytes"
 
 

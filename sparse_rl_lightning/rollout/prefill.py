@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.ops import KVPools, accumulate_mass
 from sparse_rl_lightning.ops.float8 import to_stored
-from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.ops.slot_append import rotate
 from sparse_rl_lightning.rollout.cache import PackedPrompts, SlotCache
 from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.decoder import ROW_MULTIPLE, Decoder
+from sparse_rl_lightning.rollout.running import Piece, follow_prompt
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ def read_prompts(
     """
     short = [r for r in readings if len(r.tokens) <= max_tokens]
     for pack in _packs(sorted(short, key=lambda r: len(r.tokens)), max_tokens):
-        whole = _Pack(cache, compression, pack)
+        whole = _Pack(cache, decoder, compression, pack)
         hidden = _forward(decoder, [t for r in pack for t in r.tokens], whole.positions, whole)
         logits = decoder.logits(hidden[whole.starts + whole.lengths - 1])
         yield from ((r, row, whole.staged_bytes) for r, row in zip(pack, logits, strict=True))
     for reading in readings:
         if len(reading.tokens) > max_tokens:
-            chunks = _Chunks(cache, compression, reading)
+            chunks = _Chunks(cache, decoder, compression, reading)
             for start, stop in _cuts(len(reading.tokens), max_tokens):
                 chunks.start, chunks.stop = start, stop
                 positions = torch.arange(start, stop, device=cache.tokens.device)
@@ -85,6 +84,7 @@ class _Pack:
     """Attention over several whole prompts, each causal within itself; a layer goes into the slots at once."""
 
     cache: SlotCache
+    decoder: Decoder
     compression: Compression
     readings: list[Reading]
     staged_bytes: int = 0
@@ -104,16 +104,19 @@ class _Pack:
         self._recent = recent.nonzero().squeeze(1)
         self._ring = slots[recent], self.positions[recent] % max(ring, 1)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
+    ) -> Tensor:
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         out = torch.zeros_like(query)
-        start, scale, mass = 0, self.cache.geometry.scale, list[Tensor]()
+        start, scale, state = 0, self.cache.geometry.scale, list[Tensor]()
         for reading in self.readings:
             own = slice(start, start + len(reading.tokens))
             out[own] = causal_attention(query[own], key[own], value[own], scale)
-            if self.cache.size.state_fields:
-                mass.append(_zero_mass(key[own]))
-                add_mass(mass[-1], query[own], key[own], scale)
+            if self.cache.size.has_state:
+                state.append(_no_numbers(self.cache, len(reading.tokens)))
+                piece = Piece(reading.slot, query[own], key[own], value[own], hidden[own])
+                follow_prompt(self.compression.compressor, self.cache, self.decoder, layer, piece, state[-1])
             start = own.stop
         slots, places = self._ring
         self.cache.queries[layer][slots, :, places] = query[self._recent].to(self.cache.queries.dtype)
@@ -122,7 +125,8 @@ class _Pack:
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
             [r.slot for r in self.readings], [len(r.tokens) for r in self.readings], self.starts, keys, values,
-            [r.limits[layer] for r in self.readings], [r.room for r in self.readings], mass or None,
+            [r.limits[layer] for r in self.readings], [r.room for r in self.readings],
+            state if self.cache.size.state_fields else None,
         )  # fmt: skip
         self.compression.store_prompts(self.cache, layer, packed)
         return out
@@ -133,6 +137,7 @@ class _Chunks:
     """Attention of one chunk of a long prompt over all chunks so far, whose keys and values wait for the last."""
 
     cache: SlotCache
+    decoder: Decoder
     compression: Compression
     reading: Reading
     start: int = 0
@@ -143,15 +148,16 @@ class _Chunks:
         shape = (g.num_layers, g.num_kv_heads, len(self.reading.tokens), g.head_dim)
         self._keys = torch.zeros(shape, dtype=g.dtype, device=g.device)
         self._values = torch.zeros_like(self._keys)
-        has_state = bool(self.cache.size.state_fields)
-        self._mass = [_zero_mass(keys.transpose(0, 1)) for keys in self._keys] if has_state else None
+        self._state = [_no_numbers(self.cache, shape[2]) for _ in range(g.num_layers)]
 
     @property
     def staged_bytes(self) -> int:
         """Bytes of the keys and values of all layers."""
         return self._keys.nbytes + self._values.nbytes
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
+    ) -> Tensor:
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         own, count = slice(self.start, self.stop), self.stop - self.start
         keys, values = self._keys[layer], self._values[layer]
@@ -159,8 +165,9 @@ class _Chunks:
         out, scale = torch.zeros_like(query), self.cache.geometry.scale
         seen_keys, seen_values = (t[:, : self.stop].transpose(0, 1) for t in (keys, values))
         out[:count] = causal_attention(query[:count], seen_keys, seen_values, scale)
-        if self._mass is not None:
-            add_mass(self._mass[layer], query[:count], seen_keys, scale)
+        if self.cache.size.has_state:
+            piece = Piece(self.reading.slot, query[:count], seen_keys, seen_values, hidden[:count])
+            follow_prompt(self.compression.compressor, self.cache, self.decoder, layer, piece, self._state[layer])
         ring = self.cache.size.num_queries
         if ring:
             recent = torch.arange(max(self.start, self.stop - ring), self.stop, device=query.device)
@@ -171,7 +178,7 @@ class _Chunks:
             packed = PackedPrompts(
                 [self.reading.slot], [self.stop], first, to_stored(keys, kind), to_stored(values, kind),
                 [self.reading.limits[layer]], [self.reading.room],
-                None if self._mass is None else [self._mass[layer]],
+                [self._state[layer]] if self.cache.size.state_fields else None,
             )  # fmt: skip
             self.compression.store_prompts(self.cache, layer, packed)
         return out
@@ -193,17 +200,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     return out[0].transpose(0, 1).to(kind)
 
 
-def _zero_mass(key: Tensor) -> Tensor:
-    """(H, T) for (T, H, D) keys."""
-    return torch.zeros(key.shape[1], key.shape[0], dtype=torch.float32, device=key.device)
-
-
-def add_mass(mass: Tensor, query: Tensor, key: Tensor, scale: float) -> None:
-    """Add to (H, T) the attention that the last tokens (t, Hq, D) pay to each key (T', H, D), summed over a group."""
-    keys = key.transpose(0, 1)[None].contiguous()
-    lengths = torch.full((1, key.shape[1]), key.shape[0], device=key.device)
-    start = torch.tensor([key.shape[0] - query.shape[0]], device=key.device)
-    paid = torch.zeros(1, *keys.shape[1:3], dtype=accumulation_dtype(key.dtype), device=key.device)
-    queries = query.to(key.dtype).transpose(0, 1)[None].contiguous()
-    accumulate_mass(KVPools.from_dense(keys, keys, lengths), start.new_zeros(1), queries, start, scale, paid)
-    mass[:, : key.shape[0]] += paid[0].to(mass.dtype)
+def _no_numbers(cache: SlotCache, length: int) -> Tensor:
+    """(H, T, C) running numbers of a prompt that begins."""
+    shape = (cache.geometry.num_kv_heads, length, len(cache.size.state_fields))
+    return torch.zeros(shape, dtype=torch.float32, device=cache.key_pool.device)

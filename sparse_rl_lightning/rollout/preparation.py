@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.rollout.sampling import SamplingParams
@@ -42,6 +43,22 @@ def default_end_token_ids(model: PreTrainedModel) -> list[int]:
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = model.config.eos_token_id if ids is None else ids
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+@contextmanager
+def drawing(model: PreTrainedModel) -> Iterator[None]:
+    """What holds while sequences are drawn: no gradients, no dropout, and memory that serves the next call too.
+
+    Under ``inference_mode`` what is allocated could not be written later, and half precision or float64 as torch's
+    default type (Lightning's ``bf16-true``, ``64-true``) would become the type of sums and of quotients of integers.
+    """
+    default = torch.get_default_dtype()
+    with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 @contextmanager

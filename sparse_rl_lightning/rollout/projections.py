@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparse_rl_lightning.replaced import is_changed
+
 PACKED_ROWS = 16  # rows that the packed layout is chosen for; it serves any number
 
 
@@ -94,20 +96,17 @@ def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
     """The fastest way to multiply one input with several modules.
 
     Args:
-        modules: Linear modules; anything else (LoRA, quantised layers, modules with hooks) is called as it is.
+        modules: Linear modules; anything else (LoRA, quantised layers, modules with hooks or a replaced forward) is
+            called as it is.
         dtype: What products are computed in, under autocast another type than the weights'.
     """
-    linear = [module for module in modules if type(module) is nn.Linear and not _has_hooks(module)]
+    linear = [module for module in modules if type(module) is nn.Linear and not is_changed(module)]
     if len(linear) < len(modules):
         return Projection(modules)
     weight = linear[0].weight
     if weight.device.type == "cpu" and _can_pack(dtype):
         return Packed(linear, dtype)
     return Cast(linear, dtype) if weight.dtype != dtype else Projection(modules)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

@@ -219,10 +219,10 @@ def check_retriever(
             f"{name}: num_dense_layers={retriever.num_dense_layers} leaves none of the model's {num_layers} layers to "
             "retrieve in. Lower num_dense_layers."
         )
-    if compressor.state_fields:
+    if compressor.needs_attention:
         raise ValueError(
             f"{other} counts the attention that every entry receives, and {name} does not compute it for the pages "
-            "that are not read. Combine it with a compressor without running numbers, such as SnapKV or RKV."
+            "that are not read. Combine it with a compressor that does not, such as SnapKV or RKV."
         )
     if compressor.evicts and compressor.budget_rule.splits_heads:
         raise ValueError(

@@ -16,7 +16,7 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.memory import MemoryPlan
-from sparse_rl_lightning.rollout.preparation import check_prompts, default_end_token_ids, eval_mode
+from sparse_rl_lightning.rollout.preparation import check_prompts, default_end_token_ids, drawing
 from sparse_rl_lightning.rollout.retrieval import check_retriever
 from sparse_rl_lightning.rollout.run import Progress, Run
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
@@ -205,8 +205,8 @@ class RolloutSampler:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """What holds while a sequence is drawn: no gradients, no dropout."""
-        with torch.no_grad(), eval_mode(self.model):
+        """What holds while a sequence is drawn."""
+        with drawing(self.model):
             yield
 
     def _start(self, prompts: Sequence[Sequence[int]], params: SamplingParams, ids: Sequence[int] | None) -> Run:

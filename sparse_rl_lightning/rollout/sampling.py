@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.random import hash_bits, hash_uniform
+from sparse_rl_lightning.ranges import check_seed
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class SamplingParams:
                 0 <= self.min_completion_length <= self.max_completion_length,
                 f"between 0 and max_completion_length={self.max_completion_length}",
             ),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "temperature": (0 <= self.temperature < math.inf, "a finite number, 0 (greedy) or more"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]"),
@@ -69,6 +70,7 @@ class SamplingParams:
         for name, (fine, meaning) in allowed.items():
             if not fine:
                 raise ValueError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
+        check_seed(self.seed)
 
     def for_drawing(self) -> SamplingParams:
         """What ``draw`` reads of this, and nothing else."""

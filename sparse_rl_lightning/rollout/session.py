@@ -214,13 +214,14 @@ def _settings(run: Run) -> dict[str, Any]:
         "slot capacities": list(size.capacities),
         "num_queries": size.num_queries,
         "state_fields": list(size.state_fields),
+        "head_state_fields": [list(one) for one in size.head_state_fields],
         "unequal heads": size.per_head,
     }
 
 
 def _check_settings(state: dict[str, Any], run: Run) -> None:
     own = _settings(run)
-    was = state.get("settings", own)  # older states do not say
+    was = own | state.get("settings", {})  # older states say less
     names = list(own) if state["slots"] else ["num_generations"]
     changed = [f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name]]
     if changed:

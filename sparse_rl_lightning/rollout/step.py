@@ -52,23 +52,22 @@ class Step:
     def __call__(self, rows: Rows) -> None:
         """Feed, draw, write down; the cache is compressed afterwards, by the host, which knows all lengths."""
         cache, places = self.cache, rows.places
-        paid: list[Tensor] = []
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            if cache.state_pool is not None:
-                shape = (*query.shape[:2], cache.most_entries(layer))
-                paid.append(torch.empty(shape, dtype=torch.float32, device=query.device))
-            probs = paid[-1] if paid else None
-            return cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin, probs)
-
         positions = cache.seen[places]
+
+        def attend(
+            layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
+        ) -> Tensor:
+            probs = cache.probabilities(layer, len(rows.used))
+            out = cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin, probs)
+            if cache.size.has_state:
+                self.compression.note_step(cache, self.decoder, layer, rows.used, positions, probs, hidden)
+            return out
+
         if cache.pages is not None:
             cache.pages.begin_step(places, positions)
         hidden = self.decoder(cache.tokens[places, positions], positions, attend)
         cache.seen[places] = positions + 1
         cache.seen[-1:].zero_()  # padding stays at its first token
-        if paid:
-            self.compression.note_attention(cache, rows.used, paid)
         self.tracks.held[places, positions] = cache.held(rows.slots.clamp(min=0))
         if cache.pages is not None and self.tracks.read is not None:
             self.tracks.read[places, positions] = cache.pages.entries_read(cache.lengths[:, rows.slots.clamp(min=0)])

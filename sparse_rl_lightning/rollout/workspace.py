@@ -66,13 +66,11 @@ class Workspace:
         check_every = CHECK_EVERY.get(geometry.device.type, CHECK_EVERY_ON_DEVICE)
         length = longest_prompt + params.max_completion_length + check_every - 1
         slots = min(sampler.num_slots or total, total)
-        c, compression = sampler.compressor, Compression(sampler.compressor, geometry.num_layers)
+        compression = Compression(sampler.compressor, geometry.num_layers)
         capacities = compression.trigger.capacities(longest_prompt, length)
-        splits = c.evicts and c.budget_rule.splits_heads
-        size = CacheSize(
-            slots, capacities, c.num_queries, length, c.state_fields, splits, sampler.retriever,
-            sampler.record_pages > 0,
-        )  # fmt: skip
+        size = CacheSize.of(
+            sampler.compressor, geometry, slots, capacities, length, sampler.retriever, sampler.record_pages > 0
+        )
         if size.retriever is not None and size.record_pages:
             PageLayout(size.retriever, geometry, capacities).check_record(total, length, sampler.record_pages)
         if sampler.memory_limit is not None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
+
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.testing import rules
 
@@ -32,7 +34,7 @@ RULES = (
     Rule(
         "declarations",
         "Call super().__init__(budget, **sizes) in an own __init__; num_queries is a whole number and state_fields a "
-        "tuple of different names.",
+        "tuple of different names, head_state_fields(head_dim) a dictionary of names and whole numbers.",
         rules.declarations,
     ),
     Rule(
@@ -93,9 +95,17 @@ RULES = (
     ),
     Rule(
         "running state",
-        "Write layer.state in place in update_state, with numbers of the same slot and head, and nothing else; name "
-        "in state_fields what the cache is to keep.",
+        "Write update.state[name] and update.head_state[name] in place in update_state (add_, mul_, copy_, scatter_), "
+        "with numbers of the same slot and head, and nothing else; name in state_fields and head_state_fields what the "
+        "cache is to keep.",
         rules.running_state,
+    ),
+    Rule(
+        "reading",
+        "A prompt comes in blocks, cut wherever memory allows: an update for Q tokens must do what Q updates for one "
+        "do. Weigh each token of a block by its own age (a decay to the power of the tokens behind it), count "
+        "update.positions.shape[1] tokens and not calls.",
+        rules.reading,
     ),
     Rule(
         "copies",
@@ -115,7 +125,7 @@ def check_compressor(compressor: Compressor | type[Compressor], **arguments: Any
     """Check that a compressor keeps the whole contract, in less than a second; wrong ones are told what to change.
 
     Random layers of two heads and 16 channels are scored in every way that a rollout does, and a rollout of
-    ``tiny_model()`` is sampled and replayed. Statistics of a calibrated method must therefore be of ``tiny_model()``.
+    ``tiny_model()`` is sampled and replayed. Statistics and networks of a compressor must therefore fit it.
 
     Args:
         compressor: A class, which is built with small sizes, or a small instance (``budget + buffer`` up to 64).
@@ -129,7 +139,11 @@ def check_compressor(compressor: Compressor | type[Compressor], **arguments: Any
         check_compressor(KNorm)
         check_compressor(Union(SnapKV(budget=12, buffer=4, num_sinks=1, window=4)))
     """
-    subject = _build(compressor, arguments)
+    with torch.no_grad():  # as in rollouts
+        _check(_build(compressor, arguments))
+
+
+def _check(subject: Compressor) -> None:
     for rule in RULES:
         try:
             found = rule.find(subject)

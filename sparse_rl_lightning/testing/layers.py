@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ NUM_LAYERS, NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 2, 2, 16
 
 PER_SLOT = [
     f.name for f in fields(LayerState)
-    if f.name not in ("layer_index", "scale", "inv_freq", "attention_scaling", "state")
+    if f.name not in ("layer_index", "scale", "inv_freq", "attention_scaling", "state", "head_state")
 ]  # fmt: skip
 """The fields of a LayerState whose first dimension is the slot, running state apart."""
 
@@ -32,6 +32,7 @@ def random_layer(
     window: int = 3,
     num_queries: int = 3,
     state_fields: tuple[str, ...] = (),
+    head_state_fields: Mapping[str, int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> LayerState:
     """Three sequences that compressions have already thinned out, in two heads that hold different tokens.
@@ -48,6 +49,7 @@ def random_layer(
         window: Most recent tokens that are held.
         num_queries: Queries in the ring, A.
         state_fields: Names of running numbers, drawn from (0, 1).
+        head_state_fields: Those per head, and how many of each.
         dtype: Of keys, values and queries.
     """
     g = torch.Generator().manual_seed(seed)
@@ -72,6 +74,10 @@ def random_layer(
     state = {
         name: torch.rand(heads, generator=g, dtype=torch.float32).masked_fill(free, torch.nan) for name in state_fields
     }
+    head_state = {
+        name: torch.rand(3, NUM_HEADS, width, generator=g, dtype=torch.float32)
+        for name, width in (head_state_fields or {}).items()
+    }
     return LayerState(
         keys=keys.masked_fill(free.unsqueeze(-1), torch.nan).to(dtype),
         values=values.masked_fill(free.unsqueeze(-1), torch.nan).to(dtype),
@@ -86,9 +92,10 @@ def random_layer(
         prompt_keys=torch.tensor([3, 2**61, -8]),
         layer_index=1,
         scale=HEAD_DIM**-0.5,
-        inv_freq=10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM),
+        inv_freq=10000.0 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM),
         attention_scaling=1.0,
         state=state,
+        head_state=head_state,
     )
 
 
@@ -102,7 +109,9 @@ def fill_free_memory(layer: LayerState, garbage: float) -> LayerState:
 
 def take_slots(layer: LayerState, order: list[int]) -> LayerState:
     """Some slots of a layer, in this order."""
-    return _change_state(_change(layer, lambda t: t[order], PER_SLOT), lambda t: t[order])
+    head_state = {name: numbers[order] for name, numbers in layer.head_state.items()}
+    taken = _change_state(_change(layer, lambda t: t[order], PER_SLOT), lambda t: t[order])
+    return replace(taken, head_state=head_state)
 
 
 def resize(layer: LayerState, more: int) -> LayerState:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,8 +16,17 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.wrapper import Wrapper
 from sparse_rl_lightning.ops.select import pinned_entries
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from sparse_rl_lightning.testing.layers import PER_SLOT, cast, fill_free_memory, random_layer, resize, take_slots
+from sparse_rl_lightning.testing.layers import (
+    HEAD_DIM,
+    PER_SLOT,
+    cast,
+    fill_free_memory,
+    random_layer,
+    resize,
+    take_slots,
+)
 from sparse_rl_lightning.testing.policies import tiny_model
+from sparse_rl_lightning.testing.updates import RandomPrompts
 from sparse_rl_lightning.types import NEVER, LayerState
 
 
@@ -30,7 +40,12 @@ def declarations(compressor: Compressor) -> str | None:
         return f"num_queries is {num_queries!r}"
     if not isinstance(fields, tuple) or len({*fields}) < len(fields) or any(not isinstance(f, str) for f in fields):
         return f"state_fields is {fields!r}"
-    if not fields and type(compressor).update_state is not Compressor.update_state:
+    if not callable(compressor.head_state_fields):
+        return f"head_state_fields is {compressor.head_state_fields!r}, not a method that takes head_dim"
+    by_head = compressor.head_state_fields(HEAD_DIM)
+    if not isinstance(by_head, dict) or any(not isinstance(width, int) or width < 1 for width in by_head.values()):
+        return f"head_state_fields returned {by_head!r}"
+    if not fields and not by_head and type(compressor).update_state is not Compressor.update_state:
         if not isinstance(compressor, Wrapper):  # a wrapper has fields if its parts do
             return "update_state is written, but state_fields is empty, so nobody calls it"
     return None
@@ -77,8 +92,9 @@ def read_only(compressor: Compressor) -> str | None:
         for name in PER_SLOT:
             if not _equal(getattr(layer, name), getattr(before, name)):
                 return f"score changed layer.{name}"
-        if not _equal(dict(layer.state), dict(before.state)):
-            return "score changed layer.state"
+        for name in ("state", "head_state"):
+            if not _equal(dict(getattr(layer, name)), dict(getattr(before, name))):
+                return f"score changed layer.{name}"
     return None
 
 
@@ -97,9 +113,8 @@ def no_state(compressor: Compressor) -> str | None:
     before = copy.deepcopy(vars(compressor))
     for layer in _layers(compressor):
         compressor.score(layer)
-    after = vars(compressor)
-    changed = [n for n in sorted(before.keys() | after.keys()) if not _equal(before.get(n), after.get(n))]
-    return f"score changed {', '.join(f'self.{name}' for name in changed)}" if changed else None
+    changed = _changed(compressor, before)
+    return changed and f"score changed {changed}"
 
 
 def batch_independence(compressor: Compressor) -> str | None:
@@ -167,24 +182,37 @@ def half_precision(compressor: Compressor) -> str | None:
 
 def running_state(compressor: Compressor) -> str | None:
     """update_state writes its own numbers, slot by slot."""
-    if not compressor.state_fields:
+    if not _has_state(compressor):
         return None
-    for layer in _layers(compressor):
-        mass = torch.rand(layer.valid.shape).masked_fill(~layer.valid, 0.0)
-        one, alone = copy.deepcopy(layer), copy.deepcopy(take_slots(layer, [2]))
-        compressor.update_state(one, mass)
-        compressor.update_state(alone, mass[[2]])
-        for name in PER_SLOT:
-            if not _equal(getattr(one, name), getattr(layer, name)):
-                return f"update_state changed layer.{name}"
-        for name in compressor.state_fields:
-            after = one.state[name]
-            if after.shape != layer.valid.shape or bool(after[layer.valid].isnan().any()):
-                return f"layer.state[{name!r}] has shape {tuple(after.shape)} or NaN after update_state"
-            if difference := _difference(alone.state[name].masked_fill(~alone.valid, 0), _live(after, layer)[[2]]):
-                return f"layer.state[{name!r}] of a sequence depends on the others: {difference}"
-        if all(_equal(one.state[name], layer.state[name]) for name in compressor.state_fields):
-            return "update_state changed nothing in layer.state"
+    prompts = RandomPrompts(compressor)
+    before, given = copy.deepcopy(vars(compressor)), copy.deepcopy(prompts.given)
+    together = prompts.read([RandomPrompts.LENGTH])
+    if changed := _changed(compressor, before):
+        return f"update_state changed {changed}"
+    for name, tensor in prompts.given.items():
+        if not _equal(tensor, given[name]):
+            return f"update_state changed update.{name}"
+    for name, numbers in together.items():
+        if bool(numbers.isnan().any()):
+            return f"{name} is NaN after update_state, where it was 0 before its token came"
+    for name, numbers in prompts.read([RandomPrompts.LENGTH], [2]).items():
+        if difference := _difference(numbers, together[name][[2]]):
+            return f"{name} of a sequence depends on the others: {difference}"
+    if not any(bool(numbers.any()) for numbers in together.values()):
+        return "update_state changed nothing in update.state and update.head_state"
+    return None
+
+
+def reading(compressor: Compressor) -> str | None:
+    """The same running numbers wherever a prompt is cut while it is read."""
+    if not _has_state(compressor):
+        return None
+    prompts = RandomPrompts(compressor)
+    one_by_one = prompts.read([1] * RandomPrompts.LENGTH)
+    for cuts in ([RandomPrompts.LENGTH], [4, 5], [1, 6, 2]):
+        for name, numbers in prompts.read(cuts).items():
+            if difference := _difference(numbers, one_by_one[name]):
+                return f"{name} after blocks of {cuts} tokens differs from that after single tokens: {difference}"
     return None
 
 
@@ -219,11 +247,16 @@ def replay(compressor: Compressor) -> str | None:
 # ---------------------------------------------------------------- scores
 
 
+def _has_state(compressor: Compressor) -> bool:
+    return bool(compressor.state_fields or compressor.head_state_fields(HEAD_DIM))
+
+
 def _layer(compressor: Compressor, seed: int = 0, dtype: torch.dtype = torch.float32) -> LayerState:
     capacity = compressor.budget + compressor.buffer if compressor.evicts else 14
     return random_layer(
         seed, capacity=capacity, num_sinks=compressor.num_sinks, window=compressor.window,
-        num_queries=compressor.num_queries, state_fields=compressor.state_fields, dtype=dtype,
+        num_queries=compressor.num_queries, state_fields=compressor.state_fields,
+        head_state_fields=compressor.head_state_fields(HEAD_DIM), dtype=dtype,
     )  # fmt: skip
 
 
@@ -242,6 +275,13 @@ def _pickled(compressor: Compressor) -> Compressor:
     return duplicate
 
 
+def _changed(compressor: Compressor, before: dict[str, Any]) -> str | None:
+    """Attributes that are no longer as they were."""
+    after = vars(compressor)
+    names = [n for n in sorted(before.keys() | after.keys()) if not _equal(before.get(n), after.get(n))]
+    return ", ".join(f"self.{name}" for name in names) or None
+
+
 def _live(tensor: Tensor, layer: LayerState) -> Tensor:
     return tensor.masked_fill(~layer.valid, 0.0)
 
@@ -256,14 +296,17 @@ def _difference(a: Tensor, b: Tensor) -> str | None:
     )
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """The same content; NaN equals NaN."""
+def _equal(a: Any, b: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """The same content; NaN equals NaN. Objects, torch's modules among them, are compared by what they hold."""
+    if id(a) in seen:  # a part that leads back to the whole
+        return True
+    inner = seen | {id(a)}
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_equal(a[key], b[key], inner) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if type(a) is type(b) and hasattr(a, "__dict__") and not callable(a):
-        return _equal(vars(a), vars(b))
+        return len(a) == len(b) and all(_equal(x, y, inner) for x, y in zip(a, b, strict=True))
+    if type(a) is type(b) and hasattr(a, "__dict__") and not isinstance(a, type | FunctionType):
+        return _equal(vars(a), vars(b), inner)
     return bool(a == b)

@@ -5,20 +5,27 @@ are compared at exact points of their letters; and math-verify for sums, integra
 that are killed when they take too long. Conventions, where mathematics leaves a choice:
 
 - ``%``, ``\$`` and degree signs are dropped: ``50\%`` is 50, not one half. Between digits they part two numbers.
+  So are the marks of a formula, ``$``, ``\( \)`` and ``\[ \]``, and the second of doubled backslashes.
 - Words behind a number (``5\text{ cm}^2``, ``5 meters``) are its unit. A unit may be left out, but two units must
   agree: ``\text{m}`` with ``\text{meters}``, not with ``\text{cm}``. ``5\text{ squared}`` has no unit.
 - ``x=5`` is 5 where the other side has no equation, and so is ``f(x)=2x`` the same as ``2x``, ``AB=5`` and
-  ``\angle A=5^\circ`` as 5, ``(x,y)=(1,2)`` as ``(1,2)``.
-- ``1,234`` is 1234, and so is ``1\,234``; ``1 234`` is not a number.
+  ``\angle A=5^\circ`` as 5, ``(x,y)=(1,2)`` as ``(1,2)``; names are also powers and ratios of segments
+  (``BC^2=5``, ``\frac{XY}{YZ}=5``), probabilities and expected values, but no expressions: ``x^2=5`` is not 5.
+- ``2^n\text{ for all }n\ge2`` is ``2^n``, but two such conditions must agree.
+- ``1,234`` is 1234, and so is ``1\,234``. A comma with a space behind it parts two numbers: ``48, 384`` is never 48384.
+  Of golds without the space, all of the benchmarks are thousands; so ``70,110`` is 70110, but beside a list it is one
+  too: ``110, 70``. ``70 000`` is a number; ``1 234`` is not, as spaces begin at five digits.
 - ``(E)`` is E and ``(5)`` is 5, but ``[5]`` is not. Words may begin with a capital. ``1:2`` is not one half. A number
   base belongs to the number: ``52_8`` is neither 52 nor ``52_5``.
 - A list without brackets is a set: its order does not matter, ``1,2`` is ``\{2,1\}``. Neither is the tuple ``(1,2)``.
   An inequality is its interval: ``x>2`` is ``(2,\infty)``.
   ``or`` and ``and`` separate like commas (``or`` of inequalities is their union), ``1\pm\sqrt{2}`` is a list of two.
 - Numbers are compared exactly, unless a relative tolerance is given, and then only where one of them is not whole.
-- Where the gold answer is a number, so must the answer be: ``2+3`` is not 5. Elsewhere values count, not their form.
-- Letters stand for positive numbers, where ``|x|`` is written for numbers of any sign; ``e``, ``i`` and ``\pi`` for
-  the constants. Words are never read as products of letters.
+- Where the gold answer is a number, so must the answer be: ``2+3`` is not 5. Elsewhere values count, not their form:
+  a gold answer that is a product or a power, ``7^6`` and ``10^5`` too, wants its value.
+- Letters stand for positive numbers, where ``|x|`` is written for numbers of any sign, and for whole ones in the
+  exponent of a negative number; ``e``, ``i`` and ``\pi`` for the constants. Words are never read as products of
+  letters.
 """
 
 from sparse_rl_lightning.rewards.math.audit import AnswerKind, GoldAudit, answer_kind, audit_golds

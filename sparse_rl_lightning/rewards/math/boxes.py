@@ -11,21 +11,34 @@ MAX_BOX = 512
 MAX_NESTING = 20
 """Braces that a boxed answer may nest."""
 
-_BRACE = re.compile(r"(\\boxed\s*\{)|\\.|([{}])", re.DOTALL)
+_BRACE = re.compile(r"(\\{1,2}boxed\s*\{)|\\.|([{}])", re.DOTALL)  # two backslashes: escaped once too often
+_ANNOUNCED = re.compile(
+    r"(?:so |thus |hence |therefore |and )?(?:the |my |our )?(?:final |correct )?answers?(?: is| are)? ?[:=]? ?", re.I
+)
 
 
 def extract_boxed(text: str) -> str | None:
     r"""The content of the last ``\boxed{}``, or None where there is none that counts.
 
-    A box inside another is part of it. A box that is empty, longer than ``MAX_BOX``, nested deeper than
-    ``MAX_NESTING`` or not closed does not count, and neither does any box before it.
+    A box inside another is part of it, and all of it where only words announce it. A box that is empty, longer than
+    ``MAX_BOX``, nested deeper than ``MAX_NESTING`` or not closed does not count, and neither does any box before it.
     """
     tail = text[-TAIL:]
     span = find_last_box(tail)
     if span is None:
         return None
     content = tail[span[1] : span[2]].strip()
-    return content if content and is_within_limits(content) else None
+    return announced_box(content) if content and is_within_limits(content) else None
+
+
+def announced_box(answer: str) -> str:
+    r"""The content of the inner box of ``\text{The answer is }\boxed{5}``; any other answer as it is."""
+    span = find_last_box(answer)
+    if span is None or answer[span[2] + 1 :].strip(" \n$.)"):
+        return answer
+    words = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|[$\s]+", r" \1 ", answer[: span[0]])
+    inner = answer[span[1] : span[2]].strip()
+    return inner if inner and _ANNOUNCED.fullmatch(" ".join(words.split())) else answer
 
 
 def find_last_box(text: str) -> tuple[int, int, int] | None:

@@ -15,8 +15,10 @@ from sparse_rl_lightning.rewards.math.structure import (
     Atom,
     Group,
     as_interval,
+    as_list,
     has_relation,
     parse_answer,
+    split_condition,
     variable_of,
     without_braces,
     without_variable,
@@ -25,6 +27,7 @@ from sparse_rl_lightning.rewards.math.symbolic import needs_math_verify
 from sparse_rl_lightning.rewards.math.text import plain_text, tidy
 from sparse_rl_lightning.rewards.math.units import split_unit
 from sparse_rl_lightning.rewards.math.values import product_of_letters, readable, same_equation, same_expression
+from sparse_rl_lightning.rewards.math.vocabulary import TIMES
 from sparse_rl_lightning.rewards.numbers import Number, parse_number, same_number
 
 MAX_PAIRS = 4
@@ -32,6 +35,7 @@ MAX_PAIRS = 4
 
 _WORDS = re.compile(r"(?=.{5})(?:[A-Z][a-z]|[a-z]{2})[a-z]*(?:[A-Z][a-z]+)*")
 _TEXT_WORDS = re.compile(rf"[A-Z]?[a-z]{{2,4}}|{_WORDS.pattern}")
+_BRACED_NUMBER = re.compile(r"^([+-]?)\{([0-9.,]+)\}$")
 _TRUTHS = frozenset({"yes", "no", "true", "false", "none"})
 
 Pair: TypeAlias = tuple[str, str]
@@ -67,6 +71,9 @@ class Comparison:
         first, second = without_braces(tidy(answer)), without_braces(tidy(gold))
         if not (plain_text(first) and plain_text(second)):
             return False
+        (value, condition), (other, same_condition) = split_condition(first), split_condition(second)
+        if not (condition and same_condition):
+            first, second = value, other  # one may leave it out
         if has_relation(first) != has_relation(second):
             first, second = without_variable(first), without_variable(second)
         if plain_text(first) == plain_text(second):
@@ -77,6 +84,7 @@ class Comparison:
     def _same(self, first: Answer, second: Answer) -> bool | None:
         if isinstance(first, Atom) and isinstance(second, Atom):
             return self._same_atom(first.text, second.text)
+        first, second = as_list(first), as_list(second)  # 70,110 beside 110, 70
         if isinstance(first, Atom) or isinstance(second, Atom):
             return False
         first, second = _alike(first, second)
@@ -117,7 +125,7 @@ class Comparison:
             return same_number(one.number, two.number, self.tolerance)
         if one.plain == two.plain or _same_words(one.plain, two.plain, "\\text" in first + second):
             return one.plain != ""
-        if two.number is not None:
+        if two.number is not None and not _is_product(two.plain):
             return False  # a number wants a number, not the calculation that ends in it
         tree = one.tree or (two.tree and product_of_letters(first))
         other = two.tree or (one.tree and product_of_letters(second))
@@ -178,7 +186,13 @@ def _same_words(first: str, second: str, is_text: bool) -> bool:
     return bool(words.fullmatch(first) and words.fullmatch(second))
 
 
+def _is_product(text: str) -> bool:
+    """Whether a number is written as a power or a product, such as ``10^5``, whose value any calculation may have."""
+    return any(sign in text for sign in ("^", *TIMES))
+
+
 def _read(text: str) -> tuple[Number | None, Node | None]:
+    text = _BRACED_NUMBER.sub(r"\1\2", text)
     number = parse_number(text)
     if number is None:
         return None, readable(text)

@@ -63,6 +63,7 @@ class _Reader:
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
         self.place = self.depth = self.bars = 0
+        self.raised = -1  # where the last exponent ended: a digit behind it is another factor, as in 2^6 3^5
 
     @property
     def token(self) -> str:
@@ -117,8 +118,9 @@ class _Reader:
         return self.factor()
 
     def implicit_factor(self, after_literal: bool) -> Node:
-        if self.token[0] in "0123456789." and self.tokens[self.place - 1] not in (")", "]"):
-            self.refuse()  # x2
+        if self.token[0] in "0123456789." and self.tokens[self.place - 1] not in (")", "]", "!"):
+            if self.place != self.raised or self.tokens[self.place + 1 : self.place + 2] == ["/"]:
+                self.refuse()  # x2, 2^3 1/2
         is_fraction = self.token == "\\frac"
         factor = self.factor()
         if after_literal and is_fraction and factor.kind == "product" and _is_number(factor):
@@ -141,6 +143,7 @@ class _Reader:
                 node = Node("var", name=node.name + primes)
             else:
                 node, is_raised = Node("power", (node, self.script())), True
+                self.raised = self.place
         return node
 
     def primes(self) -> str:

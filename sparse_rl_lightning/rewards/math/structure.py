@@ -13,7 +13,7 @@ MAX_ITEMS = 64
 """Parts an answer may have; a longer one is compared as text."""
 
 _TOKEN = re.compile(r"\\(?:begin|end)\{[a-z]*\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
-_MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _FLIPPED = {">": "<", "\\geq": "\\leq"}
 _RELATIONS = frozenset({"=", "<", ">", "\\leq", "\\geq", "\\neq", "\\in"})
 _LESS = frozenset({"<", "\\leq"})
@@ -25,10 +25,22 @@ _OTHERWISE = (  # \text{not }=5 is no name of five
     "cubed|factorial|minus|plus|negative|opposite|reciprocal|inverse|dozens?|hundreds?|thousands?|[mbtr]+illions?"
 )
 _WORDS = rf"(?!(?:[a-zA-Z\x1f ]*[\x1f ])?(?i:{_OTHERWISE})[\x1f }}])[a-zA-Z\x1f ]+"
-_NAMED_THINGS = (  # an angle, a segment or its length, a probability, words
+_SEGMENT = r"(?:[A-Z]{2}|\\overline\{[A-Z]{2}\})(?:\^[0-9])?"
+_NAMED_THINGS = (  # angles, segments, their powers and ratios, areas, marked letters, probabilities, words
     *(r"m?\\angle ?[A-Z]{1,3}", r"\|?[A-Z]{2,3}\|?", r"\|?\\(?:overline|overrightarrow|vec)\{[A-Z]{2}\}\|?"),
-    *(r"P\([^()]*\)", rf"\\(?:text|mathrm)\{{{_WORDS}\}}"),
+    *(_SEGMENT, rf"\\frac\{{{_SEGMENT}\}}\{{{_SEGMENT}\}}", rf"{_SEGMENT}[/:]{_SEGMENT}"),
+    *(r"\[[A-Z]{3,4}\]", r"\\(?:mathbf|mathbb|mathcal|boldsymbol|vec|bar|hat|tilde) ?(?:\{[a-zA-Z]\}|[a-zA-Z])"),
+    r"(?:[EP]|\\Pr|\\mathbb ?(?:\{[EP]\}|[EP]))(?:\([^()]*\)|\[[^][]*\])",
+    rf"\\(?:text|mathrm)\{{{_WORDS}\}}",
 )
+_RANGE = (
+    r"positive|negative|nonnegative|nonzero|real|complex|rational|natural|whole|even|odd|integers?|numbers?|values|of"
+)
+_CONDITION = re.compile(  # for all n\ge2, for every positive integer n
+    rf",?\\(?:text|textrm|mathrm|mbox)\{{\(?for\x1f(?:all|any|each|every)(?:\x1f(?:{_RANGE}))*(?:\x1f[a-zA-Z])?\)?\}}"
+    r"(?:(?:[a-zA-Z]|\\[a-z]+ ?)(?:,[a-zA-Z])*(?:(?:[<>]|\\(?:[gl]eq|neq|in) ?)[-0-9a-zA-Z\\{}]{1,20})?)?$"
+)
+_GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[1-9][0-9]{2})+")
 _TUPLE = re.compile(rf"\({_PLAIN_NAME}(?:,{_PLAIN_NAME})+\)")
 _NAME = re.compile("|".join((_PLAIN_NAME, *_NAMED_THINGS)))
 _INDEX = re.compile(r"_(?:[0-9]|\{[0-9]+\})$")
@@ -70,17 +82,31 @@ def parse_answer(text: str) -> Answer:
 def without_variable(text: str) -> str:
     r"""The right side of ``x=...`` or ``x\in...``, and of each part of a list where all name the same variable.
 
-    ``x=1,2`` names it once, ``x_1=1,x_2=2`` with indices. Anything else comes back as it is, so ``41=42`` is not 42.
+    ``x=1,2`` names it once, ``x_1=1,x_2=2`` with indices; ``AB=CD=5`` names it twice. Anything else comes back as it
+    is, so ``41=42`` is not 42.
     """
-    parts = [_split(part, frozenset({"=", "\\in"})) for part in _split(text, frozenset(",;"))[0]]
+    pieces, separators = _split(text, frozenset(",;"))
+    parts = [_split(piece, frozenset({"=", "\\in"})) for piece in pieces]
     named = [(sides[0], *signs) for sides, signs in parts if len(sides) > 1]
-    if any(len(sides) > 2 for sides, _ in parts) or not all(is_variable(name) for name, *_ in named):
+    if not all(is_variable(name) for sides, _ in parts for name in sides[:-1]):
         return text
-    is_named_once = len(named) == 1 and len(parts[0][0]) == 2
-    if not is_named_once and len(named) != len(parts):
-        return text
+    if len(named) == 1 and len(parts[0][0]) > 1:  # x=1,234 is a number still
+        return "".join(sides[-1] + mark for (sides, _), mark in zip(parts, [*separators, ""], strict=True))
     same = len({(_INDEX.sub("_", name), *signs) for name, *signs in named}) == 1
-    return ",".join(sides[-1] for sides, _ in parts) if same else text
+    return ";".join(sides[-1] for sides, _ in parts) if same and len(named) == len(parts) else text
+
+
+def split_condition(text: str) -> tuple[str, str]:
+    r"""An answer and for what it holds: ``2^n\text{ for all }n\ge2`` is ``2^n``; "" where nothing is said."""
+    condition = _CONDITION.search(text)
+    return (text[: condition.start()], condition[0]) if condition and condition.start() else (text, "")
+
+
+def as_list(answer: Answer) -> Answer:
+    """The list that ``70,110`` may be instead of a number; ``2,000`` is none, as no number begins with 0."""
+    if isinstance(answer, Group) or not _GROUPED.fullmatch(answer.text):
+        return answer
+    return Group("list", tuple(map(Atom, answer.text.split(","))))
 
 
 def without_braces(text: str) -> str:
@@ -190,9 +216,8 @@ def _matrix(text: str, depth: int) -> Answer | None:
     match = _MATRIX.fullmatch(text)
     if match is None or match[1] == "vmatrix":
         return None
-    body = match[2].removesuffix("\\\\")
-    rows = [_split(row, frozenset("&"))[0] for row in _split(body, frozenset({"\\\\"}))[0]]
-    if len({len(row) for row in rows}) > 1 or len(rows) * len(rows[0]) > MAX_ITEMS:
+    rows = [_split(row, frozenset("&"))[0] for row in _split(match[2], frozenset({"\\\\"}))[0] if row]
+    if len({len(row) for row in rows}) != 1 or len(rows) * len(rows[0]) > MAX_ITEMS:
         return None
     return _group(f"matrix {len(rows)}", [cell for row in rows for cell in row], depth)
 

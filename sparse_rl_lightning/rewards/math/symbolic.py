@@ -8,6 +8,7 @@ killed costs its own pair and is replaced.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import selectors
@@ -54,7 +55,7 @@ class SymbolicPool:
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, memory_limit: int = MEMORY_LIMIT) -> None:
-        if num_workers < 1 or not timeout > 0:
+        if num_workers < 1 or not 0 < timeout < math.inf:
             raise ValueError(
                 f"num_workers must be at least 1 and timeout above 0 seconds, got num_workers={num_workers}, "
                 f"timeout={timeout}."

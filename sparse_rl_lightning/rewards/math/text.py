@@ -13,11 +13,17 @@ _COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
 _TEXT_COMMANDS = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
 TEXT_CONTENT = re.compile(_TEXT_COMMANDS + r"\s*\{([^{}]*)\}")
 """A text command with its content as the group."""
+_DOUBLED = re.compile(r"\\\\(?=[a-zA-Z{}()\[\]$%,;:!|])")
+_ROW_END = re.compile(r"\\\\ *\[ *-?[0-9.]+ *[a-z]{2} *\]|(?<!\\)\\(?=\r?\n)|\\cr(?![a-zA-Z])")
 _OR = re.compile(rf",? ?(?:{_TEXT_COMMANDS} ?\{{ ?(or|and) ?\}}| (or|and) ) ?")
 _INEQUALITY = re.compile(r"[<>]|\\[gl]eq")
 _IDLE_MARK = re.compile(r"(\\[a-zA-Z]+)[\x01\x02]+(?=[a-zA-Z])")
-_THOUSANDS = re.compile(r"(?<![0-9.\x01])[0-9]{1,3}(?:,?\x01+[0-9]{3})+(?![0-9\x01])")
-_PARTED_DIGITS = re.compile(r"(?<=[0-9])[\x01\x02]+(?=[0-9])")
+_THOUSANDS = re.compile(r"(?<![0-9.\x01])[0-9]{1,3}(?:(?:\x01+|,\x01+ ?)[0-9]{3})+(?![0-9\x01])")
+_SPACED_THOUSANDS = re.compile(  # from five digits on, as four are written together: 1 234 may be two numbers
+    r"(?<![0-9.,])(?<![0-9.,] )(?:[1-9][0-9]{1,2}(?: [0-9]{3})+|[1-9](?: [0-9]{3}){2,})(?! ?[0-9/])"
+)
+_LIST_COMMA = re.compile(r"(?<=[0-9])(?:[\x02 ]+,[\x02 ]*|,[\x02 ]+)(?=[0-9]{3}(?![0-9]))")
+_PARTED_DIGITS = re.compile(r"(?<=[0-9])[ \x01\x02]+(?=[0-9])")
 _COMMAND_SPACE = re.compile(r"(\\[a-zA-Z]+) (?=[a-zA-Z])")
 _IDLE_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
 _CELSIUS = re.compile(r"(?:\^ ?\{? ?\\circ ?\}?|°) ?(?:\\(?:text|mathrm) ?\{ ?([CF]) ?\}|([CF])(?![a-zA-Z]))")
@@ -29,13 +35,14 @@ _HALF_DAY = re.compile(r"(?<=[0-9])([aApP])\.?[mM]$")
 _DROPPED = (
     *("\\left", "\\right", "\\displaystyle", "\\textstyle", "\\limits", "\\$", "\\%", "\\degree", "\\boxed", "\\fbox"),
     *("\\big", "\\Big", "\\bigl", "\\bigr", "\\Bigl", "\\Bigr", "\\boldsymbol", "\\bm", "\\pmb", "\\underline"),
-    *("\\large", "\\Large"),
+    *("\\large", "\\Large", "\\(", "\\)", "\\[", "\\]", "\\hline"),
 )
-_SPACES = ("\\ ", "\\;", "\\:", "\\quad", "\\qquad", "\\\n")
+_SPACES = ("\\ ", "\\;", "\\:", "\\\n")
 _REPLACED = {
     **dict.fromkeys(("\\,", "\\!"), _THIN),
     **dict.fromkeys(_DROPPED, _MARK),
     **dict.fromkeys(_SPACES, " "),
+    **dict.fromkeys(("\\quad", "\\qquad"), f" {_MARK} "),  # never within a number
     **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
     **dict.fromkeys(("\\mid", "\\vert", "\\lvert", "\\rvert"), "|"),
     **dict.fromkeys(("\\dbinom", "\\tbinom"), "\\binom"),
@@ -74,13 +81,15 @@ def normalize_answer(text: str) -> str:
 @lru_cache(maxsize=4096)  # a group of samples shares its gold answer
 def tidy(text: str) -> str:
     """Everything of the normalisation that keeps a unit recognisable."""
-    text = _CELSIUS.sub(lambda match: rf"\text{{deg {match[1] or match[2]}}}", text.translate(_NOT_OURS))
+    text = _single_backslashes(text.translate(_NOT_OURS))
+    text = _CELSIUS.sub(lambda match: rf"\text{{deg {match[1] or match[2]}}}", text)
     text = _COMMAND.sub(lambda match: _REPLACED.get(match[0], match[0]), text).translate(_PLAIN)
-    text = _CIRCLE.sub(_MARK, text).replace("{,}", ",").replace("{:}", ":")
+    text = _CIRCLE.sub(_MARK, text).replace("{,}", f",{_THIN}").replace("{:}", ":")
     text = _split_words(" ".join(text.split()))
     text = TEXT_CONTENT.sub(_keep_spaces, text)
     text = _INCHES.sub(r"\\text{in}", text)
-    text = _THOUSANDS.sub(lambda match: match[0].replace(_THIN, ""), text)
+    text = _THOUSANDS.sub(lambda match: match[0].replace(_THIN, "").replace(" ", ""), text)
+    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), _LIST_COMMA.sub(";", text))
     text = _IDLE_MARK.sub(r"\1 ", _PARTED_DIGITS.sub(" ", text)).replace(_MARK, "").replace(_THIN, "")
     text = _COMMAND_SPACE.sub("\\1\x00", text)
     text = _IDLE_SPACE.sub("", text).replace("\x00", " ")
@@ -90,7 +99,7 @@ def tidy(text: str) -> str:
     text = re.sub(r"(\\(?:frac|binom)\{[^{}]*\})([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt ?([0-9a-zA-Z])", r"\\sqrt{\1}", text)
     text = re.sub(r"\\pmod ?([0-9]+|[a-zA-Z])", r"\\pmod{\1}", text)
-    text = re.sub(r"([_^])\{([0-9a-zA-Z])\}", r"\1\2", text)
+    text = re.sub(r"([_^])\{([0-9a-zA-Z])\}(?![0-9])", r"\1\2", text)
     text = re.sub(r"(?:^|(?<=[(\[{,;=<>]))\+", "", text)
     text = re.sub(r"\bnp\.(?=[a-z])", r"\\", text)
     return text.replace("\\{\\}", "\\emptyset").rstrip(".,;")
@@ -103,10 +112,17 @@ def plain_text(text: str) -> str:
     return text[1:-1] if re.fullmatch(r"\([a-zA-Z]\)", text) else text
 
 
+def _single_backslashes(text: str) -> str:
+    r"""``\\\\frac``, escaped once too often, as ``\frac``; two backslashes end a row, and only a matrix has rows."""
+    if "\\begin" in text.replace("\\\\", ""):
+        return _ROW_END.sub(r"\\\\", text)
+    return _DOUBLED.sub(r"\\", text) if "\\\\begin" not in text else text.replace("\\\\", "\\")
+
+
 def _split_words(text: str) -> str:
-    """``or`` and ``and`` are commas; between inequalities ``or`` is a union."""
-    union = "\\cup " if _INEQUALITY.search(text) else ","
-    return _OR.sub(lambda match: union if "or" in match.groups() else ",", text)
+    """``or`` and ``and`` are commas of a list; between inequalities ``or`` is a union."""
+    union = "\\cup " if _INEQUALITY.search(text) else ", "
+    return _OR.sub(lambda match: union if "or" in match.groups() else ", ", text)
 
 
 def _keep_spaces(match: re.Match[str]) -> str:

@@ -35,7 +35,7 @@ _SQUARED = {"squared": "^2", "cubed": "^3"}
 _MAY_BE_SQUARED = frozenset("m cm mm km dm in ft yd mi s min h unit".split())
 _ANY_CASE = frozenset("cm km kg ft hr yd sq am pm day deg min rad sec per usd mph".split())  # Km means km
 
-_WORD = rf"\\(?:text|textrm|textnormal|mathrm|mbox)\{{(?:[^\W\d_]|[./'{TEXT_SPACE}])*\}}"
+_WORD = rf"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mbox)\{{(?:[^\W\d_]|[./'{TEXT_SPACE}])*\}}"
 _POWER = r"(?:\^(?:[0-9]|\{-?[0-9]\}))"
 _UNIT = re.compile(rf"(?:(?:[/*]|\\cdot ?)?{_WORD}{_POWER}?)+")
 _START = re.compile(rf"[/*]?{_WORD}")

@@ -2,7 +2,9 @@
 
 Sums, products and whole powers of fractions stay fractions. Roots, functions and constants are computed to
 ``PRECISION`` bits. Two expressions that agree at every point to nearly all of these bits are the same; two that are
-not differ at the first point already. Values that would be huge are refused before they are computed.
+not differ at the first point already. Where a number of many bits takes part, which may be a difference that
+``PRECISION`` bits do not show, the first point is computed again with three times as many. Values that would be huge
+are refused before they are computed, and so is a second look that would take long.
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ PRECISION = 600
 MAX_BITS = 20_000
 """Bits of a numerator, a denominator or an exponent of two."""
 NUM_POINTS = 3
+NUM_WHOLE_EXPONENTS = 12  # of a negative base, whose powers repeat
 NUM_WHOLE_POINTS = 64  # where values are rounded, so that different expressions agree at most points
+MAX_CHOICE = 10_000
+"""Largest n of a binomial coefficient."""
 
 Value: TypeAlias = Any  # a Fraction, or a number of mpmath
 Point: TypeAlias = Callable[[str], Fraction]  # what each letter stands for
 
 _SLOW = 8  # factorials of other than whole numbers in one expression
+_SHORT = 180  # bits whose differences show in PRECISION bits
+_MAX_PRECISION = 13_000
+_MAX_WORK = 1000.0  # roots and functions of one expression at 1000 bits; the time grows with the square of the bits
 
 
 @lru_cache(maxsize=4096)
@@ -52,12 +60,19 @@ def same_expression(first: Node, second: Node, tolerance: float = 0.0) -> bool |
         second: Tree of the other.
         tolerance: Largest relative difference of two constants.
     """
-    kinds = _leaves(first) | _leaves(second)
+    tolerance = 0.0 if "var" in _leaves(first) | _leaves(second) else tolerance
+
+    def values(evaluation: _Evaluation) -> tuple[Value, Value]:
+        return evaluation.value(first), evaluation.value(second)
+
     try:
-        for point in _points(kinds):
-            values = evaluate(first, point), evaluate(second, point)
-            if not _close(*values, 0.0 if "var" in kinds else tolerance):
+        for number, point in enumerate(_points(first, second)):
+            evaluation = _Evaluation(point)
+            if not evaluation.close(*values(evaluation), tolerance):
                 return False
+            if number == 0 and not tolerance and (finer := evaluation.finer()):
+                if not finer.close(*values(finer)):
+                    return False
     except (ArithmeticError, TypeError, ValueError):  # Unreadable among them
         return None
     return True
@@ -73,16 +88,15 @@ def same_equation(first: tuple[Node, Node], second: tuple[Node, Node]) -> bool |
     one, two = (Node("sum", (left, Node("neg", (right,)))) for left, right in (first, second))
     if "var" not in _leaves(one) & _leaves(two):
         return None  # 1=2 says nothing of anything
-    factor: Value = None
     try:
-        for point in _points(_leaves(one) | _leaves(two)):
-            ratio = _Evaluation(point).ratio(one, two)
-            if factor is not None and not _close(ratio, factor):
-                return False
-            factor = ratio
+        evaluations = [_Evaluation(point) for point in _points(one, two)]
+        factor, *others = (evaluation.ratio(one, two) for evaluation in evaluations)
+        if factor == 0 or not all(evaluations[0].close(factor, other) for other in others):
+            return False
+        finer = [evaluation.finer() or evaluation for evaluation in evaluations[:2]]
+        return finer[0].close(*(evaluation.ratio(one, two) for evaluation in finer))
     except (ArithmeticError, TypeError, ValueError):
         return None
-    return bool(factor != 0)
 
 
 def _leaves(node: Node) -> frozenset[str]:
@@ -90,25 +104,45 @@ def _leaves(node: Node) -> frozenset[str]:
     return frozenset({node.kind}).union(*map(_leaves, node.parts))
 
 
-def _points(kinds: frozenset[str]) -> Iterator[Point]:
-    """Numbers for all letters, the same in every process: between 1/2 and 5/2, whole ones where values are rounded.
+def _points(first: Node, second: Node) -> Iterator[Point]:
+    """Numbers for all letters, the same in every process: between 1/2 and 5/2, one point where there are no letters.
 
-    Where absolute values are taken, the last point has negative numbers.
+    Whole ones for all letters where values are rounded, and for those in the exponent of a negative number. Where
+    absolute values are taken, the last point has negative numbers.
     """
-    whole, signs = bool(kinds & {"floor", "ceil"}), "abs" in kinds
-    count = NUM_WHOLE_POINTS if whole else NUM_POINTS
-    for number in range(count + signs):
+    kinds, whole = _leaves(first) | _leaves(second), _whole_exponents(first) | _whole_exponents(second)
+    is_rounded, signs = bool(kinds & {"floor", "ceil"}), "abs" in kinds
+    count = NUM_WHOLE_POINTS if is_rounded else NUM_WHOLE_EXPONENTS if whole else NUM_POINTS
+    for number in range(count + signs if "var" in kinds else 1):
 
         def value(name: str, number: int = number) -> Fraction:
             digest = sha256(f"{number} {name}".encode("utf-8", "backslashreplace")).digest()
             bits = int.from_bytes(digest[:5], "big")
             size = Fraction(1, 2) + Fraction(bits, 2**39)
-            if whole:  # every number from 3 to 50 in turn, each letter starting at another one, then larger ones
-                first = int.from_bytes(sha256(name.encode("utf-8", "backslashreplace")).digest()[:4], "big")
-                size = Fraction(3 + (first + number) % 48 if number < 48 else 50 + bits % 950)
+            if is_rounded or name in whole:  # every number from 3 to 50 in turn from another start, then larger ones
+                start = int.from_bytes(sha256(name.encode("utf-8", "backslashreplace")).digest()[:4], "big")
+                size = Fraction(3 + (start + number) % 48 if number < 48 else 50 + bits % 950)
             return -size if number == count else size
 
         yield value
+
+
+def _whole_exponents(node: Node) -> frozenset[str]:
+    """Letters in exponents of negative numbers: ``(-1/2)^k`` is a real number where k is a whole one."""
+    found = frozenset[str]().union(*map(_whole_exponents, node.parts))
+    is_root = node.kind == "power" and _is_negative(node.parts[0])
+    return found | _letters(node.parts[1]) if is_root else found
+
+
+def _is_negative(node: Node) -> bool:
+    """Whether an expression is a negative number where its letters are positive, as far as its signs say."""
+    if node.kind in ("neg", "inverse"):
+        return (node.kind == "neg") != _is_negative(node.parts[0])
+    return node.kind == "product" and sum(map(_is_negative, node.parts)) % 2 == 1
+
+
+def _letters(node: Node) -> frozenset[str]:
+    return frozenset({node.name} if node.kind == "var" else ()).union(*map(_letters, node.parts))
 
 
 def evaluate(node: Node, point: Point) -> Value:
@@ -122,14 +156,35 @@ def evaluate(node: Node, point: Point) -> Value:
 
 
 class _Evaluation:
-    def __init__(self, point: Point) -> None:
-        self.point = point
-        self.slow = _SLOW
-        self.mp = _context()
+    def __init__(self, point: Point, precision: int = PRECISION) -> None:
+        self.point, self.precision = point, precision
+        self.slow, self.work = _SLOW, 0.0
+        self.bits = 0  # of the longest fraction and of the largest and smallest number so far
+        self.is_exact = True
+        self.mp = _context(precision)
+
+    def finer(self) -> _Evaluation | None:
+        """The same point with bits enough for all numbers that took part, None where these had enough."""
+        if self.is_exact or self.bits <= _SHORT:
+            return None
+        precision = PRECISION + 3 * self.bits
+        if precision > _MAX_PRECISION:
+            raise Unreadable("too many bits to be told from what differs in the last")
+        return _Evaluation(self.point, -(-precision // 512) * 512)
+
+    def close(self, first: Value, second: Value, tolerance: float = 0.0) -> bool:
+        """Whether two values are equal: fractions exactly, others to two thirds of the bits."""
+        if isinstance(first, Fraction) and isinstance(second, Fraction) and not tolerance:
+            return first == second
+        first, second = self.number(first), self.number(second)
+        allowed = max(abs(first), abs(second)) * (tolerance or self.mp.mpf(2) ** (-2 * self.precision // 3))
+        # zero against the rest of a cancellation has no relative size
+        vanishing = self.mp.mpf(2) ** (-5 * self.precision // 6)
+        return bool(abs(first - second) <= allowed or max(abs(first), abs(second)) < vanishing)
 
     def value(self, node: Node) -> Value:
         if node.kind == "num":
-            return node.value
+            return self.checked(node.value)
         if node.kind == "var":
             return self.point(node.name)
         if node.kind == "const":
@@ -145,9 +200,17 @@ class _Evaluation:
             if not self.mp.isfinite(value):
                 raise Unreadable("no finite number")
             bits = 0 if value == 0 else abs(self.mp.mag(value))
+            self.is_exact = False
         if bits > MAX_BITS:
             raise Unreadable("too large")
+        self.bits = max(self.bits, bits)
         return value
+
+    def worked(self) -> None:
+        """Count a root or a function, which takes long with many bits."""
+        self.work += (self.precision / 1000) ** 2
+        if self.work > _MAX_WORK:
+            raise Unreadable("too long")
 
     def ratio(self, first: Node, second: Node) -> Value:
         return self.product(self.value(first), self.inverse(self.value(second)))
@@ -182,6 +245,7 @@ class _Evaluation:
             return self.mp.mpf(0) if self.mp.re(exponent) > 0 else self.inverse(base)
         if self.mp.mag(exponent) > 40 or abs(exponent * self.mp.log(base)) > MAX_BITS:
             raise Unreadable("too large")
+        self.worked()
         return self.mp.power(base, exponent)
 
     def root(self, degree: Value, value: Value) -> Value:
@@ -195,6 +259,7 @@ class _Evaluation:
         limit = MAX_BITS / 2 if name in ("\\exp", "\\sinh", "\\cosh", "\\tanh") else 2.0**64
         if abs(value) > limit and name not in ("\\ln", "\\log", "\\lg"):
             raise Unreadable("too large")
+        self.worked()
         own = {"\\lg": "log10", "\\ln": "log", "\\arcsin": "asin", "\\arccos": "acos", "\\arctan": "atan"}
         return getattr(self.mp, own.get(name, name[1:]))(value)
 
@@ -225,13 +290,13 @@ class _Evaluation:
             return Fraction(math.factorial(int(value)))
         self.slow -= 1
         value = self.number(value)
-        if self.slow < 0 or abs(value) > 1500:
+        if self.slow < 0 or abs(value) > 1500 or self.precision > PRECISION:
             raise Unreadable("too large")
         return self.mp.gamma(value + 1)
 
     def binomial(self, above: Value, below: Value) -> Value:
-        if all(isinstance(v, Fraction) and v.denominator == 1 and 0 <= v <= 1500 for v in (above, below)):
-            return Fraction(math.comb(int(above), int(below)))
+        if all(isinstance(v, Fraction) and v.denominator == 1 and 0 <= v <= MAX_CHOICE for v in (above, below)):
+            return Fraction(_choices(int(above), int(below)))
         rest = self.factorial(self.sum(above, -below))
         return self.number(self.factorial(above)) / self.number(self.product(self.factorial(below), rest))
 
@@ -253,22 +318,16 @@ def _exact_root(value: Value, degree: Value) -> Fraction | None:
     return Fraction(above, below) if above**2 == value.numerator and below**2 == value.denominator else None
 
 
-def _close(first: Value, second: Value, tolerance: float = 0.0) -> bool:
-    if isinstance(first, Fraction) and isinstance(second, Fraction) and not tolerance:
-        return first == second
-    evaluation = _Evaluation(lambda _: Fraction(0))
-    first, second = evaluation.number(first), evaluation.number(second)
-    allowed = max(abs(first), abs(second)) * (tolerance or evaluation.mp.mpf(2) ** (-2 * PRECISION // 3))
-    # zero against the rest of a cancellation has no relative size
-    vanishing = evaluation.mp.mpf(2) ** (-5 * PRECISION // 6)
-    return bool(abs(first - second) <= allowed or max(abs(first), abs(second)) < vanishing)
+@lru_cache(maxsize=64)
+def _choices(above: int, below: int) -> int:
+    return math.comb(above, below)
 
 
-@lru_cache(maxsize=1)
-def _context() -> Any:
+@lru_cache(maxsize=32)
+def _context(precision: int) -> Any:
     """A context of mpmath with a precision of its own, which no other user of mpmath changes or notices."""
     from mpmath.ctx_mp import MPContext
 
     context = MPContext()
-    context.prec = PRECISION
+    context.prec = precision
     return context

@@ -1,0 +1,60 @@
+"""RunLock: a second run that would write into the folders of one that has not ended is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from sparse_rl_lightning.checkpoints.lock import FolderLock
+
+
+class RunLock(Callback):
+    """During ``fit``, keep other runs out of the fixed folders (``dirpath``) of the trainer's ModelCheckpoints.
+
+    The lock is one of the operating system, held by rank zero, so that a killed run does not leave it behind; a file
+    system that has none is told of. All modules add this callback themselves.
+
+    Raises:
+        ValueError: On all ranks at the start of ``fit``, if another run is writing there.
+    """
+
+    def __init__(self) -> None:
+        self._locks: list[FolderLock] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the locks before anything is written."""
+        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+            return
+        problem = None
+        if trainer.is_global_zero:
+            self._locks = [FolderLock(folder) for folder in _folders(trainer)]
+            try:
+                for lock in self._locks:
+                    lock.take()
+            except ValueError as error:
+                problem = str(error)
+        problem = trainer.strategy.broadcast(problem)
+        if problem is not None:
+            self._release()
+            raise ValueError(problem)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let others in."""
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """As at the end."""
+        self._release()
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+        self._locks = []
+
+
+def _folders(trainer: Trainer) -> list[Path]:
+    callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    fixed = {str(callback.dirpath) for callback in callbacks if callback.dirpath and "://" not in str(callback.dirpath)}
+    return [Path(folder) for folder in sorted(fixed)]

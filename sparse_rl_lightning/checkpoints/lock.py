@@ -1,0 +1,78 @@
+"""One run at a time in a folder: a lock of the operating system, which ends with the process however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from sparse_rl_lightning.printable import printable
+
+HELD = (errno.EACCES, errno.EAGAIN)
+
+
+class FolderLock:
+    """Keeps other processes out of a folder, by a hidden file beside it that is locked and stays when it is not.
+
+    The lock is the process's, so children do not inherit it, and a later run of the same process may take it again.
+
+    Args:
+        folder: The folder; it need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder.parent / f".{folder.name}.lock"
+        self._descriptor: int | None = None
+
+    def take(self) -> None:
+        """Take the lock, or say that the file system has none.
+
+        Raises:
+            ValueError: If another process holds it.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            self._cannot(error)
+            return
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = printable(os.pread(descriptor, 200, 0).decode("utf-8", "replace"), 100)
+            os.close(descriptor)
+            if error.errno not in HELD:
+                self._cannot(error)
+                return
+            raise ValueError(
+                f"{self.folder} is in use by a run that has not ended ({holder or 'its process is not known'}): two "
+                "runs would overwrite each other's checkpoints. Wait for it or end it, or give this run a folder of "
+                "its own (trainer.default_root_dir, dirpath of ModelCheckpoint)."
+            ) from None
+        self._descriptor = descriptor
+        self._sign()
+
+    def release(self) -> None:
+        """Let others in."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _sign(self) -> None:
+        """Write who holds the lock, for whom it keeps out."""
+        assert self._descriptor is not None
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except OSError:
+            pass  # a full disk: locked all the same
+
+    def _cannot(self, error: OSError) -> None:
+        rank_zero_warn(
+            f"{self.folder} cannot be locked ({error}): nothing keeps a second run out of it, see that there is none."
+        )

@@ -1,0 +1,102 @@
+"""Reading a checkpoint file: that it is one, that it is as it was written, and without unpickling objects."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_rl_lightning.checkpoints.manifest import NAME
+
+PARTS = ("state_dict", "global_step", "pytorch-lightning_version")
+"""What every checkpoint of Lightning has."""
+
+
+def read_checkpoint(
+    path: Path, map_location: Callable[..., Any] | str | None = "cpu", weights_only: bool = True
+) -> dict[str, Any]:
+    """A checkpoint of one device or DDP.
+
+    Args:
+        path: The file.
+        map_location: As for ``torch.load``.
+        weights_only: Read tensors, numbers and texts only.
+
+    Raises:
+        ValueError: If it is a folder, damaged, no checkpoint, or would have to be unpickled.
+    """
+    check_whole(path)
+    given = f"ckpt_path={str(path)!r}"
+    try:
+        found = torch.load(path, map_location, weights_only=weights_only)
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{given} holds pickled objects, which could run any code, and is not read: checkpoints of this package "
+            "hold tensors, numbers and texts. Give one of those."
+        ) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # what torch raises on bytes that someone made up is anything
+        raise ValueError(f"{given} cannot be read: {type(error).__name__}. Give another checkpoint.") from None
+    missing = [name for name in PARTS if not isinstance(found, dict) or name not in found]
+    if missing:
+        raise ValueError(
+            f"{given} is no checkpoint of Lightning: it has no {missing[0]!r}. A model folder or a file of weights "
+            "belongs under model.policy."
+        )
+    checkpoint: dict[str, Any] = found
+    return checkpoint
+
+
+def check_whole(path: Path) -> None:
+    """Compare all that ``torch.save`` wrote with the checksums it wrote beside; ``torch.load`` does not.
+
+    Raises:
+        ValueError: If the file is a folder, no checkpoint, cut off or damaged.
+    """
+    given = f"ckpt_path={str(path)!r}"
+    if path.is_dir():
+        raise ValueError(_why_no_file(path))
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(4)
+            if start != b"PK\x03\x04":
+                what = "is empty" if size == 0 else "is no checkpoint: torch.save did not write it"
+                raise ValueError(f"{given} {what}. Give the path of a checkpoint, or 'last'.")
+            with zipfile.ZipFile(file) as archive:
+                is_bomb = sum(entry.file_size for entry in archive.infolist()) > size  # torch.save does not compress
+                damaged = "its contents" if is_bomb else archive.testzip()
+    except OSError as error:
+        raise ValueError(f"{given} cannot be read: {error}. Give the path of a checkpoint, or 'last'.") from None
+    except (zipfile.BadZipFile, NotImplementedError, zlib.error, EOFError, RuntimeError, UnicodeError) as error:
+        damaged = f"it is cut off, or its directory is damaged: {error}"
+    if damaged is not None:
+        raise ValueError(
+            f"{given} is not as it was written ({damaged}). Resume from another checkpoint of the folder, or start "
+            "anew from weights of its folder weights/."
+        )
+
+
+def _why_no_file(folder: Path) -> str:
+    """What a folder in place of a checkpoint file is, and what can be done with it."""
+    given = f"ckpt_path={str(folder)!r} is a"
+    if (folder / NAME).is_file():
+        return (
+            f"{given} checkpoint folder of DeepSpeed, one device and DDP read a single file. Resume with "
+            "--trainer.strategy=sparse_rl_deepspeed_stage_1, _2 or _3, or write its weights with sparse-rl export and "
+            "name that folder under model.policy."
+        )
+    if (folder / ".metadata").is_file():
+        return (
+            f"{given} checkpoint folder of FSDP2, one device and DDP read a single file. Resume with "
+            "ModelParallelStrategy, with ExportPolicy if you want its weights."
+        )
+    if (folder / "config.json").is_file():
+        return f"{given} model folder and no checkpoint. Name it under model.policy."
+    return f"{given} folder without a checkpoint of DeepSpeed or FSDP2. Name a file, or last."

@@ -1,0 +1,64 @@
+"""Numbers as users give them: finite, and in the range of their argument."""
+
+from __future__ import annotations
+
+import math
+
+SEEDS = (-(2**63), 2**63 - 1)
+"""The smallest and the largest seed: what fits into 64 bits."""
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    owner: str = "",
+) -> None:
+    """Refuse what is no number, NaN, infinite or out of range.
+
+    Args:
+        name: Of the argument; what follows its last dot is repeated before the value.
+        value: What was given for it.
+        least: Smallest number allowed.
+        above: Largest number that is too small.
+        most: Largest number allowed.
+        below: Smallest number that is too large.
+        owner: The class whose argument it is, where the name alone does not tell.
+
+    Raises:
+        ValueError: If it is none of these.
+
+    >>> check_number("beta", float("nan"), least=0)
+    Traceback (most recent call last):
+    ValueError: beta must be a finite number, at least 0, got beta=nan.
+    """
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    if is_number and _within(value, least, above, most, below):  # type: ignore[arg-type]  # mypy forgets what it is
+        return
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+    wanted = said if is_number else f"a finite number, {said}".rstrip(", ")
+    given = f"{name.rpartition('.')[2]}={value}"
+    raise ValueError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
+
+
+def check_seed(value: object, name: str = "seed") -> None:
+    """Refuse a seed that no generator takes.
+
+    Raises:
+        ValueError: If it does not fit into 64 bits.
+    """
+    check_number(name, value, least=SEEDS[0], most=SEEDS[1])
+
+
+def _within(value: float, least: float | None, above: float | None, most: float | None, below: float | None) -> bool:
+    return (
+        (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+        and (below is None or value < below)
+    )

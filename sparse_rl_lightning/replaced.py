@@ -1,0 +1,58 @@
+"""What a model does that its class does not say: a ``forward`` replaced on the object, and soft prompts.
+
+Rollouts and log-probabilities call a model's parts themselves. A part is called as it is, whatever its ``forward`` has
+become; what stands above the parts that are called would be passed over without a word, so it is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether somebody has set this object's own ``forward``, as accelerate's hooks, Liger and others do.
+
+    Compiling it, ``module.forward = torch.compile(module.forward)``, changes no number and does not count.
+    """
+    own = vars(module).get("forward")
+    own = getattr(own, "_torchdynamo_orig_callable", own)
+    own = getattr(own, "__func__", own)
+    return own is not None and own is not type(module).forward
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether calling the module may do more than its class says: forward hooks, or a replaced forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or is_replaced(module)
+
+
+def check_reachable(model: Any) -> None:
+    """Refuse a causal language model whose own forward does more than its decoder and its output head.
+
+    Args:
+        model: Of transformers, or one wrapped by peft.
+
+    Raises:
+        ValueError: For soft prompts (prefix, prompt and p-tuning), which peft adds there, and a replaced ``forward``.
+    """
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"The adapter {name!r} of {type(model).__name__} is a soft prompt ({config.peft_type}), which rollouts "
+                "and log-probabilities would pass over. Use LoRA, or another adapter that lives in the layers."
+            )
+    wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for module in (model, wrapped):
+        if isinstance(module, nn.Module) and is_replaced(module):
+            raise ValueError(refusal(module))
+
+
+def refusal(module: nn.Module) -> str:
+    """The message where a replaced forward would be passed over."""
+    return (
+        f"The forward of this {type(module).__name__} has been replaced (accelerate, Liger, a patch of your own), and "
+        "rollouts or log-probabilities would pass over it. Take it off again, e.g. with `del model.forward` or "
+        "accelerate's unwrap_model, or patch the linear layers, norms or feed-forward blocks, which are called as "
+        "they are."
+    )

@@ -1,0 +1,268 @@
+"""RewardProcess: a reward function in a process of its own, which can be killed whatever it is doing.
+
+A thread cannot be ended from outside, and a regular expression that backtracks does not even let another one run. The
+process is a fork, because reward functions are lambdas, closures and objects that cannot be pickled. It gets batches as
+pickles of ours and answers with JSON; nothing that it writes is unpickled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from sparse_rl_lightning.rewards.base import RewardFailure, RewardFunction, RewardMistake, attempt
+
+START_SECONDS = 60.0
+"""How long a fork may take to be ready on a busy machine."""
+LAST_SECONDS = 1.0
+"""How long a process that has hung up may take to end, until it is killed."""
+LONGEST = 1e6
+"""Seconds that a socket can wait, or nearly; longer limits are as good as this one."""
+
+_LENGTH = struct.Struct("!Q")
+_PR_SET_PDEATHSIG = 1
+
+
+class LostProcess(RewardFailure):
+    """The process gave no answer: it took too long, or it ended."""
+
+
+class RewardProcess:
+    """Calls a reward function in a fork of this process, made when it is first needed and after each that was lost.
+
+    What the function keeps, draws and caches stays in that process from call to call, and goes with it. It has one
+    thread for torch and no GPU, as CUDA does not survive a fork. It ends with this process, however that ends.
+
+    Args:
+        function: The reward function.
+        name: What it is called in errors.
+    """
+
+    def __init__(self, function: RewardFunction, name: str) -> None:
+        self.function = function
+        self.name = name
+        self._children: list[_Child] = []
+        self._owner = os.getpid()
+        self._counts: Counter[str] = Counter()
+        weakref.finalize(self, _end, self._children, self._owner)
+
+    def judge(self, batch: Mapping[str, Sequence[Any]], timeout: float) -> list[float | None]:
+        """The rewards of a batch.
+
+        Raises:
+            RewardMistake: As :func:`attempt`, and if a column cannot be pickled.
+            RewardFailure: As :func:`attempt`; ``LostProcess`` if there is no answer within ``timeout`` seconds.
+        """
+        data = self._pickled(batch)
+        child = self._running()
+        try:
+            answer = child.ask(data, timeout)
+        except BaseException:  # an interrupted one would give its answer to the next question
+            self.close()
+            raise
+        self._counts.update(answer.get("counts", {}))
+        if "mistake" in answer:
+            raise RewardMistake(answer["mistake"])
+        if "failure" in answer:
+            raise RewardFailure(answer["failure"]) from _RemoteTraceback(answer["traceback"])
+        rewards: list[float | None] = answer["rewards"]
+        return rewards
+
+    def take_counters(self) -> dict[str, float]:
+        """What the function has counted there since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def close(self) -> None:
+        """End the process; the next call starts a new one."""
+        _end(self._children, self._owner)
+
+    def _running(self) -> _Child:
+        if os.getpid() != self._owner:  # we are a fork ourselves, the process is our parent's
+            self._children, self._owner = [], os.getpid()
+            weakref.finalize(self, _end, self._children, self._owner)
+        if self._children and not self._children[0].is_alive():  # ended between two calls
+            self.close()
+        if not self._children:
+            self._children.append(_start(self.function, self.name))
+        return self._children[0]
+
+    def _pickled(self, batch: Mapping[str, Sequence[Any]]) -> bytes:
+        try:
+            return pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise RewardMistake(
+                f"The data cannot be handed to the process that reward_timeout gives the reward function {self.name}: "
+                f"{ascii(error)[:200]}. Leave out what cannot be pickled, or set reward_timeout to null."
+            ) from error
+
+
+class _RemoteTraceback(Exception):
+    """Where a function failed in its process, as text."""
+
+
+class _Child:
+    """This side of a process."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.status: int | None = None
+
+    def ask(self, data: bytes, timeout: float) -> dict[str, Any]:
+        """Hand a batch over and wait for what becomes of it."""
+        deadline = time.monotonic() + timeout
+        try:
+            self._wait_until(deadline)
+            self.connection.sendall(_LENGTH.pack(len(data)) + data)
+            answer: dict[str, Any] = json.loads(self.line(deadline))
+            return answer
+        except TimeoutError:
+            raise LostProcess(f"gave no answer within {timeout:g} seconds") from None
+        except (OSError, EOFError):
+            raise LostProcess(f"ended its process{self._how()}") from None
+        except ValueError:
+            raise LostProcess("wrote into its process's connection to us") from None
+
+    def line(self, deadline: float) -> bytes:
+        """What it says next."""
+        said = bytearray()
+        while not said.endswith(b"\n"):
+            self._wait_until(deadline)
+            part = self.connection.recv(1 << 20)
+            if not part:
+                raise EOFError
+            said += part
+        return bytes(said)
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        if self.status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has waited for it
+                pid, status = self.pid, 0
+            self.status = status if pid else None
+        return self.status is None
+
+    def kill(self) -> None:
+        """End it, and what it has started."""
+        if self.is_alive():
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+        self.connection.close()
+
+    def _wait_until(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(min(left, LONGEST))
+
+    def _how(self) -> str:
+        until = time.monotonic() + LAST_SECONDS
+        while self.is_alive() and time.monotonic() < until:
+            time.sleep(0.001)
+        if self.status is None:
+            return "'s connection"
+        if os.WIFSIGNALED(self.status):
+            return f" by signal {os.WTERMSIG(self.status)} ({signal.strsignal(os.WTERMSIG(self.status))})"
+        return f" with status {os.waitstatus_to_exitcode(self.status)}"
+
+
+def _start(function: RewardFunction, name: str) -> _Child:
+    ours, theirs = socket.socketpair()
+    for stream in (sys.stdout, sys.stderr):  # what they hold back would be written twice
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: they are not used there
+        pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            _leave(libc, parent)
+            _serve(function, name, theirs)
+        finally:
+            os._exit(1)  # nothing of the parent's is cleaned up here
+    theirs.close()
+    child = _Child(pid, ours)
+    try:
+        child.line(time.monotonic() + START_SECONDS)
+    except BaseException as error:
+        child.kill()
+        if isinstance(error, (OSError, EOFError)):
+            raise LostProcess("could not be started in a process of its own") from error
+        raise
+    return child
+
+
+def _end(children: list[_Child], owner: int) -> None:
+    if os.getpid() == owner:
+        while children:
+            children.pop().kill()
+
+
+def _leave(libc: ctypes.CDLL, parent: int) -> None:
+    """Become a process of its own: after a fork, in the child."""
+    if sys.platform == "linux":  # with the parent: it has copies of its locks, and of its connections to other ranks
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()  # a Ctrl-C is for the trainer; killed with all that it has started
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # a scheduler sends them to everybody, the trainer acts on them
+        signal.signal(number, _ignore)
+    gc.freeze()  # what it collects might have finalizers for a GPU
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    torch.set_num_threads(1)  # the others were not forked
+
+
+def _ignore(*_: Any) -> None:
+    """Unlike SIG_IGN, not passed on to programs that are started."""
+
+
+def _serve(function: RewardFunction, name: str, connection: socket.socket) -> None:
+    """Answer batch after batch, until the parent hangs up."""
+    connection.sendall(b"ready\n")
+    with connection.makefile("rb") as questions:
+        while len(length := questions.read(_LENGTH.size)) == _LENGTH.size:
+            batch = pickle.loads(questions.read(_LENGTH.unpack(length)[0]))  # of the process that we are a fork of
+            answer = _answer(function, name, batch)
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(AttributeError, OSError, ValueError):
+                    stream.flush()
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _answer(function: RewardFunction, name: str, batch: dict[str, list[Any]]) -> dict[str, Any]:
+    take: Callable[[], Mapping[str, float]] = getattr(function, "take_counters", dict)
+    try:
+        rewards = attempt(function, name, batch)
+        return {"rewards": rewards, "counts": {key: float(value) for key, value in take().items()}}
+    except RewardMistake as mistake:
+        return {"mistake": str(mistake)}
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error.__cause__ or error))
+        shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text[-4000:])
+        failure = str(error) if isinstance(error, RewardFailure) else f"raised {type(error).__name__}"
+        return {"failure": failure, "traceback": f"\n{shown}"}

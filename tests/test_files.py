@@ -1,0 +1,148 @@
+"""Files are written whole or not at all, through no link, and no text from outside names one."""
+
+from __future__ import annotations
+
+import ast
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_rl_lightning.callbacks.completions import csv_cell
+from sparse_rl_lightning.files import LONGEST_NAME, append, file_name, own_folder, write_files, write_whole
+from sparse_rl_lightning.metrics import Accuracy
+from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder
+
+PACKAGE = Path(__file__).resolve().parents[1] / "sparse_rl_lightning"
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """The system refuses to make files larger, with an error like that of a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@given(
+    st.text() | st.sampled_from(["..", ".", "", "/etc/passwd", "../../x", "a\0b", "C:\\x", "~", "\ud800", "x" * 999])
+)
+def test_any_text_becomes_the_name_of_a_file_in_its_folder(text: str) -> None:
+    name = file_name(text)
+    assert not {"/", "\\", "\0", ":", "~"} & set(name)
+    assert not name.startswith((".", "-"))
+    assert 1 <= len(name.encode()) <= LONGEST_NAME
+    assert Path("folder", name).resolve().parent == Path("folder").resolve()
+
+
+def test_names_stay_what_they_are_and_apart() -> None:
+    plain = ["math500", "aime24", "RKV-512", "RKV-512#2", "gpqa_diamond.v1", "data"]
+    assert [file_name(name) for name in plain] == plain
+    texts = ["../x", "..x", "/x", "x/", "x ", "x\n", "x" * 200, "x" * 201, ".x"]
+    assert len({file_name(text) for text in texts}) == len(texts)
+
+
+@pytest.mark.parametrize("name", ["../../../precious", "/{tmp}/precious", "a/../../../../precious"])
+def test_a_benchmark_s_name_leaves_its_folder_nowhere(name: str, tmp_path: Path) -> None:
+    name = name.replace("/{tmp}", str(tmp_path))
+    for suffix in (".json", ".parquet"):
+        (tmp_path / f"precious{suffix}").write_text("mine")
+    folder = ResultFolder(tmp_path / "run" / "evaluation")
+    result = BenchmarkResult(name, "dense", "f", Accuracy(1, 1, 0.0, 0.0, 1.0), 1.0, 0.0, 0.0, 0.0, 0, 0.0)
+    folder.save(result, {"benchmark": [name]})
+    assert {(tmp_path / f"precious{suffix}").read_text() for suffix in (".json", ".parquet")} == {"mine"}
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 4
+    assert sum(path.is_file() for path in (folder.path / "dense").iterdir()) == 2
+    assert folder.load(name, "dense", "f") == result
+    assert folder.load(f"{name}x", "dense", "f") is None
+
+
+def test_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "first", tmp_path / "b" / "second"
+    write_files({first: lambda new: new.write_text("1"), second: lambda new: new.write_text("2")})
+    with file_size_limit(4096), pytest.raises(OSError, match="File too large"):
+        write_files({first: lambda new: new.write_text("new"), second: lambda new: new.write_text("x" * 9999)})
+    assert (first.read_text(), second.read_text()) == ("1", "2")
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["first", "second"]
+
+
+def test_no_link_is_written_through(tmp_path: Path) -> None:
+    victim, elsewhere = tmp_path / "victim", tmp_path / "elsewhere"
+    victim.write_text("mine")
+    elsewhere.mkdir()
+    place = tmp_path / "run" / ".incomplete" / "last.ckpt"
+    place.parent.mkdir(parents=True)
+    place.symlink_to(victim)
+    (tmp_path / "run" / "last.ckpt").symlink_to(victim)
+    write_files({tmp_path / "run" / "last.ckpt": lambda new: new.write_text("own")}, lambda _: place)
+    assert (tmp_path / "run" / "last.ckpt").read_text() == "own"
+    assert not (tmp_path / "run" / "last.ckpt").is_symlink()
+
+    (tmp_path / "run" / "report.html").symlink_to(victim)
+    write_whole(tmp_path / "run" / "report.html", "own")
+    (tmp_path / "run" / "log.csv").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        append(tmp_path / "run" / "log.csv", "own")
+
+    (tmp_path / "run" / "weights").symlink_to(elsewhere)
+    with pytest.raises(OSError, match="weights is a link, and nothing is written through links"):
+        own_folder(tmp_path / "run" / "weights")
+    place.parent.rmdir()
+    place.parent.symlink_to(elsewhere)
+    with pytest.raises(OSError, match="is a link, and nothing is written through links"):
+        write_files({tmp_path / "run" / "last.ckpt": lambda new: new.write_text("x")}, lambda _: place)
+    assert victim.read_text() == "mine"
+    assert not list(elsewhere.iterdir())
+
+
+def test_lines_are_added_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "log.csv"
+    append(path, "head\n")
+    with file_size_limit(4096), pytest.raises(OSError, match="File too large"):
+        append(path, "x" * 9999)
+    append(path, "\ud800\n")
+    assert path.read_text() == "head\n\\ud800\n"
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "=cmd|'/c calc'!A1"])
+def test_no_cell_is_a_formula(text: str) -> None:
+    assert csv_cell(text) == f"'{text}"
+
+
+def test_no_cell_takes_over_a_terminal() -> None:
+    cell = csv_cell("a\x1b[2J\x1b]0;x\x07b\u202ec\r\n\t=1")
+    assert cell.isprintable()
+    assert csv_cell(-1.5) == -1.5
+    assert csv_cell(None) is None
+
+
+WRITERS = {"write_text", "write_bytes", "symlink_to", "touch"}
+EXEMPT = {"files.py", "checkpoints/files.py", "checkpoints/manifest.py"}  # the last makes a key, for one reader only
+
+
+def bare_writes(source: str) -> list[int]:
+    """Lines that write a file by themselves: ``write_text``, ``open`` for writing."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        modes = [*node.args, *(k.value for k in node.keywords if k.arg == "mode")] if name == "open" else []
+        texts = [str(mode.value) for mode in modes if isinstance(mode, ast.Constant)]
+        if name in WRITERS or any(text and set(text) <= set("wax+bt") for text in texts):
+            found.append(node.lineno)
+    return found
+
+
+def test_files_are_written_in_one_place() -> None:
+    assert bare_writes("p.open('wb')\nopen(p, mode='a')\np.write_text('')\np.open()\nopen(p, 'r')") == [1, 2, 3]
+    found = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+    lines = {name: bare_writes(path.read_text("utf-8")) for name, path in found.items() if name not in EXEMPT}
+    assert {name: own for name, own in lines.items() if own} == {}
