@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_rl_lightning.rollout.cache import CacheSize
 from sparse_rl_lightning.rollout.graphs import GraphedStep, first_error, is_of_capture
 from sparse_rl_lightning.rollout.step import Rows
 
@@ -70,7 +71,7 @@ class Cuda:
 def graphed(cuda: Cuda, step: Callable[[bool], None]) -> GraphedStep:
     """A step that is told whether it is being captured."""
     geometry = SimpleNamespace(device=torch.device("cuda", 0))
-    cache = SimpleNamespace(state_pool=None, pages=None, geometry=geometry, size=SimpleNamespace(num_slots=8))
+    cache = SimpleNamespace(pages=None, geometry=geometry, size=CacheSize(8, (4,), 0, 4))
     ran = lambda rows: step(cuda.captured)  # noqa: E731
     return GraphedStep(type("Step", (), {"cache": cache, "__call__": lambda self, rows: ran(rows)})(), enabled=True)  # type: ignore[arg-type]
 

@@ -179,7 +179,7 @@ struct Unit {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) redundancy_kernel(Redundancy<T> op) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) redundancy_kernel(Redundancy<T> op) {
   __shared__ union {
     Search search;
     float parts[kWarps][kMaxHeadDim];

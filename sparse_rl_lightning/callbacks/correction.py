@@ -54,9 +54,9 @@ class CorrectionCallback(RolloutCallback):
         if rollout.behavior_logprobs is not None and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"{name}: the rollouts are drawn from truncated or penalized distributions (top_k, top_p, min_p, "
-                "repetition_penalty or min_completion_length), but the ratio xi compares whole distributions and "
-                "ignores that. Sample with top_k=0, top_p=1, min_p=null, repetition_penalty=1, "
-                "min_completion_length=0 for an exact correction."
+                f"{name}: the rollouts are drawn from truncated distributions (top_k, top_p, min_p, "
+                "min_completion_length or a repetition_penalty), but the ratio xi compares whole distributions and "
+                "ignores the truncation. Sample with top_k=0, top_p=1, min_p=null, min_completion_length=0, "
+                "repetition_penalty=1 for an exact correction."
             )
         return consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, rollout.completion_mask)

@@ -39,7 +39,7 @@ def append(
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
-        RuntimeError: If a slot is full, on the CPU; on a GPU its token is dropped, since nothing waits there.
+        RuntimeError: If a slot is full; on a GPU by ``pools.raise_errors``, the token is dropped.
     """
     call(
         "append", pools.keys, lambda: _check(pools, slots, seen, query, key, value, query_ring, cos, sin), query, key,

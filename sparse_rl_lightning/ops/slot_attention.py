@@ -40,7 +40,7 @@ def attend(
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
-        RuntimeError: If a head holds more than ``max_length`` entries, on the CPU.
+        RuntimeError: If a head holds more than ``max_length`` entries; on a GPU by ``pools.raise_errors``.
     """
     out = torch.empty_like(query)
     call(

@@ -40,7 +40,8 @@ def attend_pages(
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
-        RuntimeError: If a list does not ascend or names a page that is not there, on the CPU.
+        RuntimeError: If a list names a page that is not there, by ``pools.raise_errors`` on a GPU; on the CPU too if it
+            does not ascend.
     """
     out = torch.empty_like(query)
 

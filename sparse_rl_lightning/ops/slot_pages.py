@@ -45,7 +45,7 @@ def summarize_pages(
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
-        RuntimeError: If a head has more pages than ``summaries``, on the CPU.
+        RuntimeError: If a head has more pages than ``summaries``; on a GPU by ``pools.raise_errors``.
     """
 
     def check_all() -> None:
@@ -95,7 +95,8 @@ def select_pages(
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout, or a number is out of range.
-        RuntimeError: If a head has more pages than ``summaries``, or a row reads more than ``width``, on the CPU.
+        RuntimeError: If a head has more pages than ``summaries``, or a row reads more than ``width``; on a GPU by
+            ``pools.raise_errors``.
     """
     rows, heads, device = slots.shape[0], pools.offsets.shape[1], pools.keys.device
     pages = torch.empty(rows, heads, width, dtype=torch.int32, device=device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse_rl_lightning.rollout.sampling import SamplingParams
 
-HONOURED = {
+HONORED = {
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -47,7 +47,7 @@ def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | N
         kwargs: Settings by the names of transformers or vLLM; None for none.
 
     Raises:
-        ValueError: Naming a key that is not honoured and those that are, a setting that is given by two names, or a
+        ValueError: Naming a key that is not honored and those that are, a setting that is given by two names, or a
             value that is out of range.
     """
     changes: dict[str, Any] = {}
@@ -69,12 +69,12 @@ def _setting(key: str, value: Any) -> tuple[str | None, Any]:
         if not isinstance(value, bool):
             raise ValueError(f"generation_kwargs: do_sample must be true or false, got {value!r}.")
         return (None if value else "temperature"), 0.0
-    if key not in HONOURED:
+    if key not in HONORED:
         advice = f"set {ELSEWHERE[key]} instead" if key in ELSEWHERE else "remove it"
         raise ValueError(
-            f"generation_kwargs: {key} is not honoured, {advice}. Honoured are {', '.join(['do_sample', *HONOURED])}."
+            f"generation_kwargs: {key} is not honored, {advice}. Honored are {', '.join(['do_sample', *HONORED])}."
         )
-    name = HONOURED[key]
+    name = HONORED[key]
     if value is None or (name == "top_k" and value == -1):
         return (name if name in OFF else None), OFF.get(name)
     if name == "stop_strings":

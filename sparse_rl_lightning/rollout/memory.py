@@ -34,7 +34,7 @@ class SlotBytes:
     queries: int  # the ring of recent queries
     deaths: int  # the record of evictions
     rows: int  # tokens, counters and logs
-    fixed: int  # beside the slots: one more row, where rows that only pad a batch write
+    fixed: int  # beside the slots: one more row, where rows that only pad a batch write, and what stands there once
     arithmetic: str  # what a slot takes in words, one term after the other
     pages: int = 0  # vectors that a retriever keeps of pages
     probabilities: int = 0  # attention of one layer in a step, where running numbers are made of it
@@ -116,7 +116,8 @@ def slot_bytes(
     }
     absent = ("pages", "probabilities")  # where there are none, they are not spoken of
     arithmetic = " + ".join(f"{sizes[name]:,} for {how[name]}" for name in sizes if sizes[name] or name not in absent)
-    fixed = tokens + log_fixed + record + (0 if layout is None else layout.fixed_bytes)
+    # and the word of errors of the pools
+    fixed = tokens + log_fixed + record + (0 if layout is None else layout.fixed_bytes) + INT32
     return SlotBytes(**sizes, fixed=fixed, arithmetic=arithmetic)
 
 
