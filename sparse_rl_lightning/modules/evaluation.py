@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import writable_folder
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy, mean_accuracy
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.evaluation_tables import (
@@ -32,7 +33,7 @@ from sparse_rl_lightning.modules.evaluation_tables import (
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.problems import Problems, with_room
-from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder, fingerprint, weights_digest
+from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.modules.time_left import TimeLeft
 from sparse_rl_lightning.report.benchmarks import results_picture, results_table
