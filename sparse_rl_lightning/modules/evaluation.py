@@ -42,6 +42,7 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rewards.math import MathChecker
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.geometry import context_length
 
 SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
 MAX_SAMPLES = 1000  # of a problem, whose sequences begin at another multiple of it
@@ -219,7 +220,7 @@ class Evaluation(GenerationModule):
 
     def _problems(self, rows: Rows) -> Problems:
         """A benchmark's rows, apart from those that its limits and the model's context leave no room for."""
-        name, context = benchmark_name(rows), getattr(self.dense_policy.config, "max_position_embeddings", None)
+        name, context = benchmark_name(rows), context_length(self.dense_policy.config)
         return with_room(name, rows, self.encode(rows), self.params(name), context)
 
     def _evaluate_benchmark(self, problems: Problems, arm: str) -> BenchmarkResult:

@@ -111,8 +111,8 @@ def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
         keys, values, positions = pools.keys[rows], pools.values[rows], pools.positions[rows]
         running = None if cache.state_pool is None else cache.state_pool[rows]
     else:
-        width = size.capacities[layer]
-        first = sum(size.capacities[:layer]) * size.num_slots * heads
+        width = size.entries[layer]
+        first = sum(size.entries[:layer]) * size.num_slots * heads
         span, shape = slice(first, first + size.num_slots * heads * width), (size.num_slots, heads, width)
         # views where the slots are neighbours
         keys, values = (pool[span].view(*shape, -1)[own] for pool in (pools.keys, pools.values))

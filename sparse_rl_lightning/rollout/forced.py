@@ -17,7 +17,7 @@ from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.rollout.cache import CacheSize, SlotCache
 from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.decoder import Decoder
-from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.geometry import CacheGeometry, check_window
 from sparse_rl_lightning.rollout.graphs import GraphedStep
 from sparse_rl_lightning.rollout.preparation import eval_mode
 from sparse_rl_lightning.rollout.run import Plan, Run
@@ -45,6 +45,7 @@ class ForcedStep(Step):
         own = places < len(self.texts)  # the others pad the batch
         slots, at = places[own], self.cache.seen[places[own]]
         self.cache.tokens[slots, at] = self.texts[slots, at]
+        self.tracks.note_broken(slots, at, ~logits[own].logsumexp(dim=-1).isfinite())
         self.note(self.tracks, slots, at, logits[own])
 
 
@@ -75,6 +76,7 @@ def force(
     geometry, compressor, count = CacheGeometry.of(model), compression.compressor, len(texts)
     longest_prompt = max(prompt_lengths)
     length = longest_prompt + params.max_completion_length
+    check_window(model, texts.shape[1])
     capacities = compression.trigger.capacities(longest_prompt, length)
     splits = compressor.evicts and compressor.budget_rule.splits_heads
     size = CacheSize(count, capacities, compressor.num_queries, length, compressor.state_fields, splits)

@@ -74,7 +74,7 @@ class Workspace:
             sampler.record_pages > 0,
         )  # fmt: skip
         if size.retriever is not None and size.record_pages:
-            PageLayout(size.retriever, geometry, capacities).check_record(total, length, sampler.record_pages)
+            PageLayout(size.retriever, geometry, size.entries).check_record(total, length, sampler.record_pages)
         if sampler.memory_limit is not None:
             size = self._fit(size, geometry, params, sampler.memory_limit, versioned)
         self.run = None
