@@ -15,10 +15,11 @@ from pyarrow import parquet
 
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.modules.evaluation_tables import completion_table, name_arms, row_number
-from sparse_rl_lightning.modules.results import BenchmarkResult, fingerprint, weights_digest
+from sparse_rl_lightning.modules.results import BenchmarkResult
 from sparse_rl_lightning.modules.time_left import TimeLeft
 from sparse_rl_lightning.report.benchmarks import results_picture, results_table
 from sparse_rl_lightning.rewards.math import MathChecker

@@ -32,7 +32,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "whole-prompt": RKV(budget=12, buffer=5, num_sinks=0, window=4, compress_prompt=False),
     "heads": SnapKV(**SMALL, budget_rule=Adaptive(8)),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:A slot of 96 tokens")
+pytestmark = pytest.mark.filterwarnings("ignore:Budget and buffer, 96 tokens")
 # the engine records attention in float32 only
 in_float64 = pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS.keys())
 each_compressor = pytest.mark.parametrize(

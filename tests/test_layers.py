@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "calibration",
         "chunked_head",
         "corrections",
+        "fingerprints",
         "logit_scaling",
         "logprobs",
         "losses",

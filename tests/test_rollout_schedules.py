@@ -173,7 +173,7 @@ def test_trigger_and_a_walk_token_by_token_agree() -> None:
 def test_nothing_is_evicted_while_the_budget_grows_fast_enough() -> None:
     growing = LengthSchedule([0, 20, 40, 60], [20, 40, 60, 80])
     sampler = RolloutSampler(model(), RKV(growing, **SIZES))
-    with pytest.warns(UserWarning, match=r"A slot of 85 tokens .* nothing will be evicted"):
+    with pytest.warns(UserWarning, match=r"Budget and buffer, 85 tokens, .* nothing will be evicted"):
         rollout = sampler.generate([PROMPTS[1]], PARAMS)
     assert (rollout.evictions.death == NEVER).all()
 

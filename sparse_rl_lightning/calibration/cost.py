@@ -108,7 +108,8 @@ class CostModel:
         layers, per_layer = self.shape.num_layers, self.shape.kv_bytes_per_token // self.shape.num_layers
         if isinstance(method, Pages):
             return round((prompt + length) * (1 + method.metadata / method.page_size) * layers * per_layer)
-        return sum(Trigger(method, layers).capacities(prompt, prompt + length)) * per_layer
+        longest = prompt + length
+        return sum(min(entries, longest) for entries in Trigger(method, layers).capacities(prompt, longest)) * per_layer
 
     def best_batch(self, method: Method, limit: float, prompt: int, length: int, most: int | None = None) -> int:
         """Sequences that fit into so many bytes of cache: the most are the fastest.

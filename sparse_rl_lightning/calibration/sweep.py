@@ -5,7 +5,6 @@ Finished parts are files, so a sweep that was interrupted goes on where it was.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_files, write_whole
+from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.types import Rollout
@@ -158,15 +158,13 @@ class Sweep:
 
     def _fingerprint(self, method: Method) -> dict[str, str]:
         """What must be the same for parts to belong together."""
-        weights = hashlib.sha256()
-        for name, weight in self.model.state_dict().items():
-            weights.update(f"{name} {tuple(weight.shape)} {float(weight.sum(dtype=torch.float64))!r}\n".encode())
         settings = {name: self.sampler_options.get(name) for name in ("end_token_ids", "kv_dtype")}
+        any_budget = method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1))
         return {
-            "policy": weights.hexdigest(),
-            "prompts": hashlib.sha256(repr([list(prompt) for prompt in self.prompts]).encode()).hexdigest(),
-            "method": repr((method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1)), self.keeps)),
-            "sampling": repr((self.params, settings)),
+            "policy": fingerprint(policy=self.model),
+            "prompts": fingerprint(prompts=[list(map(int, prompt)) for prompt in self.prompts]),
+            "method": fingerprint(method=any_budget, keeps=self.keeps),
+            "sampling": fingerprint(params=self.params, settings=settings),
             "prompts_per_part": str(self.prompts_per_part),
         }
 

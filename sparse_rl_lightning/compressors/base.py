@@ -254,7 +254,11 @@ class Compressor(ABC):
 
     def _refuse_nan(self, scores: Tensor, layer: LayerState) -> None:
         if bool((scores.isnan() & layer.valid).any()):
-            raise ValueError(f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.")
+            broken = layer.keys.isnan().any(dim=-1) & layer.valid
+            cause = " Their keys are NaN themselves: look for NaN in the model's weights." if bool(broken.any()) else ""
+            raise ValueError(
+                f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.{cause}"
+            )
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}

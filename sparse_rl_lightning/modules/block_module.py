@@ -169,8 +169,8 @@ class BlockModule(GenerationModule):
         if self.partial is None:
             return
         check_storable(self._training_rows())
-        (longest,), config = self.encode([self.longest_row()]), self.dense_policy.config
-        check_prompts([longest], self.sampling, getattr(config, "max_position_embeddings", None), config.vocab_size)
+        (longest,) = self.encode([self.longest_row()])
+        check_prompts([longest], self.sampling, self.dense_policy)
         self.partial.begin(len(longest))
 
     def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:

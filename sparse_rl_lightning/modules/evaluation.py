@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import Expendable, writable_folder
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy, mean_accuracy
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.evaluation_tables import (
@@ -33,7 +34,7 @@ from sparse_rl_lightning.modules.evaluation_tables import (
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
 from sparse_rl_lightning.modules.policy import PolicySource
 from sparse_rl_lightning.modules.problems import Problems, with_room
-from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder, fingerprint, weights_digest
+from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.modules.time_left import TimeLeft
 from sparse_rl_lightning.report.benchmarks import results_picture, results_table
@@ -42,6 +43,7 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rewards.math import MathChecker
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.geometry import context_length
 
 SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
 MAX_SAMPLES = 1000  # of a problem, whose sequences begin at another multiple of it
@@ -237,7 +239,7 @@ class Evaluation(GenerationModule):
 
     def _problems(self, rows: Rows) -> Problems:
         """A benchmark's rows, apart from those that its limits and the model's context leave no room for."""
-        name, context = benchmark_name(rows), getattr(self.dense_policy.config, "max_position_embeddings", None)
+        name, context = benchmark_name(rows), context_length(self.dense_policy.config)
         return with_room(name, rows, self.encode(rows), self.params(name), context)
 
     def _evaluate_benchmark(self, problems: Problems, arm: str) -> BenchmarkResult:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from sparse_rl_lightning.callbacks.folders import write_parquet
 from sparse_rl_lightning.files import file_name, own_folder, write_whole
@@ -86,31 +82,3 @@ class ResultFolder:
 
     def _file(self, benchmark: str, arm: str, suffix: str) -> Path:
         return self.path / file_name(arm) / f"{file_name(benchmark)}.{suffix}"
-
-
-def fingerprint(**settings: Any) -> str:
-    """A hash of settings: plain values, dataclasses, tensors and objects with attributes of these kinds."""
-    return hashlib.sha256(json.dumps(_plain(settings), sort_keys=True).encode()).hexdigest()
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """A hash of about a hundred values of every parameter: any training step changes some of them."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        values = flat[:: max(1, flat.numel() // 100)].float().cpu()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + values.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Tensor):
-        return hashlib.sha256(value.detach().float().cpu().numpy().tobytes()).hexdigest()
-    if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
-    state = {name: item for name, item in getattr(value, "__dict__", {}).items() if not callable(item)}
-    return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **_plain(state)}

@@ -32,7 +32,7 @@ class CacheSize:
     """What decides how much memory a cache takes and how it is laid out."""
 
     num_slots: int
-    capacities: tuple[int, ...]  # (L) entries per slot and KV head, a mean over the heads
+    capacities: tuple[int, ...]  # (L) entries per slot and KV head that a sequence without end needs, a mean over heads
     num_queries: int  # most recent queries kept for scoring
     max_length: int  # longest sequence in tokens
     state_fields: tuple[str, ...] = ()  # running numbers per entry
@@ -61,7 +61,12 @@ class CacheSize:
 
     def most_entries(self, layer: int, num_kv_heads: int) -> int:
         """What no head of the layer can exceed."""
-        return self.capacities[layer] * (num_kv_heads if self.per_head else 1)
+        return self.entries[layer] * (num_kv_heads if self.per_head else 1)
+
+    @property
+    def entries(self) -> tuple[int, ...]:
+        """(L) entries per slot and KV head, a mean over the heads: never more than the longest sequence has tokens."""
+        return tuple(min(capacity, self.max_length) for capacity in self.capacities)
 
     def covers(self, other: CacheSize) -> bool:
         """Whether a cache of this size can do the work of the other."""
@@ -103,7 +108,7 @@ class SlotCache:
         g, slots, length = geometry, size.num_slots, size.max_length
         device = g.device
         self.geometry, self.size = g, size
-        capacities = torch.tensor(size.capacities, dtype=torch.int32, device=device)
+        capacities = torch.tensor(size.entries, dtype=torch.int32, device=device)
         heads = (g.num_layers, slots, g.num_kv_heads)
         self.pools = KVPools.ragged(capacities[:, None, None].expand(heads).contiguous(), g.head_dim, g.kv_dtype)
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
@@ -126,7 +131,7 @@ class SlotCache:
         self.sequence_keys = torch.zeros_like(self.seen)
         self.pages = None
         if size.retriever is not None:
-            self.pages = PageCache(size.retriever, g, slots, size.capacities, length, size.record_pages)
+            self.pages = PageCache(size.retriever, g, slots, size.entries, length, size.record_pages)
 
     def serves(self, geometry: CacheGeometry, size: CacheSize) -> bool:
         """Whether a rollout of this size can use this memory."""
@@ -155,7 +160,7 @@ class SlotCache:
         """One layer of a pool of entries, (S, H, N, ...), without a copy; where heads share a slot's memory equally."""
         assert self.arenas is None
         size, heads = self.size, self.geometry.num_kv_heads
-        first, width = sum(size.capacities[:layer]) * size.num_slots * heads, size.capacities[layer]
+        first, width = sum(size.entries[:layer]) * size.num_slots * heads, size.entries[layer]
         return pool[first : first + size.num_slots * heads * width].view(size.num_slots, heads, width, *pool.shape[1:])
 
     # ---------------------------------------------------------------- one layer, called from attention
@@ -213,7 +218,7 @@ class SlotCache:
         if self.arenas is not None:
             long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
             if long:
-                room = torch.tensor([prompts.room[i] for i in long], device=device)[:, None]
+                room = self._room([prompts.room[i] for i in long], slots[long])
                 self.arenas.lay_out(
                     slice(layer, layer + 1), slots[long], (torch.minimum(budgets, lengths)[long] + room)[None]
                 )
@@ -261,8 +266,7 @@ class SlotCache:
             torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
         )  # fmt: skip
         if self.arenas is not None:
-            free = torch.tensor(room, device=chosen.device)[:, None]
-            self.arenas.move(chosen, self.lengths[:, chosen] + free, self.state_pool)
+            self.arenas.move(chosen, self.lengths[:, chosen] + self._room(room, chosen), self.state_pool)
         self._refresh_pages(chosen)
 
     def held(self, slots: Tensor) -> Tensor:
@@ -306,6 +310,11 @@ class SlotCache:
             tensor[there] = tensor[source].clone()
         if self.pages is not None:
             self.pages.fork(source, there)
+
+    def _room(self, tokens: list[int], slots: Tensor) -> Tensor:
+        """(B, 1) places that a head of each slot (B,) needs for so many tokens more: there may not come so many."""
+        room = torch.tensor(tokens, device=slots.device)
+        return torch.minimum(room, self.size.max_length - self.seen[slots])[:, None]
 
     def _refresh_pages(self, slots: Tensor) -> None:
         """Entries of these slots (B,) have moved: summarise their pages anew."""

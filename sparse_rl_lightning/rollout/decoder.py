@@ -82,7 +82,7 @@ class Decoder:
         geometry: Its sizes and compute type.
 
     Raises:
-        ValueError: If what is walked by hand has a ``forward`` of somebody else's.
+        ValueError: If what is walked by hand has a ``forward`` of somebody else's, or a weight holds NaN.
     """
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
@@ -91,6 +91,7 @@ class Decoder:
         self._signature = _signature(model)
         self._projections: list[Projection] = []
         _check_walked(decoder)
+        _check_weights(model)
         self.embedding: nn.Module = decoder.embed_tokens
         self.final_norm: nn.Module = decoder.norm
         self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
@@ -153,7 +154,12 @@ class Decoder:
         return self.head(hidden)[0][:n].float()
 
     def refresh(self) -> None:
-        """Take over what an optimiser has changed in weights that are kept as copies."""
+        """Take over what an optimiser has changed in weights that are kept as copies.
+
+        Raises:
+            ValueError: If a weight holds NaN.
+        """
+        _check_weights(self.model)
         for projection in self._projections:
             projection.refresh()
         self.__dict__.pop("output_weights", None)
@@ -208,3 +214,20 @@ def _check_walked(decoder: Any) -> None:
                 stacklevel=2,
             )
             return
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    """Refuse NaN by name: attention may turn NaN queries and keys into finite numbers that mean nothing.
+
+    Raises:
+        ValueError: If a weight holds NaN.
+    """
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and p.itemsize > 1}
+    sums = torch.stack([weight.sum().isnan() for weight in weights.values()])  # the device is waited for once
+    broken = [name for name, is_nan in zip(weights, sums.tolist(), strict=True) if is_nan]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise ValueError(
+            f"The model's weights hold NaN: {broken[0]}{more} of {len(weights)}. Training has diverged or a file is "
+            "damaged: go back to an earlier checkpoint."
+        )

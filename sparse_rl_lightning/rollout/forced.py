@@ -17,7 +17,7 @@ from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.rollout.cache import CacheSize, SlotCache
 from sparse_rl_lightning.rollout.compression import Compression
 from sparse_rl_lightning.rollout.decoder import Decoder
-from sparse_rl_lightning.rollout.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.geometry import CacheGeometry, check_window
 from sparse_rl_lightning.rollout.graphs import GraphedStep
 from sparse_rl_lightning.rollout.preparation import drawing
 from sparse_rl_lightning.rollout.run import Plan, Run
@@ -45,6 +45,7 @@ class ForcedStep(Step):
         own = places < len(self.texts)  # the others pad the batch
         slots, at = places[own], self.cache.seen[places[own]]
         self.cache.tokens[slots, at] = self.texts[slots, at]
+        self.tracks.note_broken(slots, at, ~logits[own].logsumexp(dim=-1).isfinite())
         self.note(self.tracks, slots, at, logits[own])
 
 
@@ -74,6 +75,7 @@ def force(
     geometry, count = CacheGeometry.of(model), len(texts)
     longest_prompt = max(prompt_lengths)
     length = longest_prompt + params.max_completion_length
+    check_window(model, texts.shape[1])
     capacities = compression.trigger.capacities(longest_prompt, length)
     size = CacheSize.of(compression.compressor, geometry, count, capacities, length)
     with drawing(model):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.logprobs import output_head
 from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.replaced import check_reachable
 
@@ -74,10 +76,13 @@ def check_supported(model: PreTrainedModel) -> None:
     """Refuse a model whose cache could not be evicted correctly.
 
     Raises:
-        ValueError: For sliding-window and hybrid models, and for models without a plain rotary decoder.
+        ValueError: For hybrid models, and for models without weights, an output head or a plain rotary decoder.
     """
     check_reachable(model)
+    output_head(model)
     config, name = model.config, type(model).__name__
+    if model.device.type == "meta":
+        raise ValueError(f"The weights of this {name} are on the meta device: they hold no numbers. Load them first.")
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"{name} (model_type {config.model_type!r}) is not supported: other families may scale logits or attention "
@@ -90,16 +95,51 @@ def check_supported(model: PreTrainedModel) -> None:
             "would not fit. Use rope_type 'default', 'linear', 'llama3' or 'yarn'."
         )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
+    if not layer_types <= {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"{name} has layers of type {sorted(layer_types)}, only 'full_attention' layers can be evicted from. "
-            "Choose a full-attention model such as Qwen2, Qwen3 or Llama (use_sliding_window: false)."
+            "Choose a full-attention model such as Qwen2, Qwen3 or Llama."
         )
-    sliding = getattr(config, "sliding_window", None)
-    if sliding is not None and getattr(config, "use_sliding_window", True):
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens of the longest sequence that a model is made for; None where its configuration does not say.
+
+    Scaled rotary positions reach further than ``max_position_embeddings``, which model cards leave as it was:
+    ``factor`` times as far as the original context. Llama 3's scaling is part of its own number already.
+    """
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor") or 1.0
+    if own is None or kind not in ("linear", "dynamic", "yarn", "llama3"):
+        return own
+    original = rope.get("original_max_position_embeddings") or own
+    return own if kind == "llama3" and original < own else max(own, int(original * factor))
+
+
+def sliding_window(config: Any) -> int | None:
+    """Tokens that a query sees at most, itself among them, in layers that slide; None where none does."""
+    types = getattr(config, "layer_types", None)
+    slides = getattr(config, "use_sliding_window", True) if types is None else "sliding_attention" in types
+    return getattr(config, "sliding_window", None) if slides else None
+
+
+def check_window(model: PreTrainedModel, longest: int) -> None:
+    """Refuse sequences that a sliding window would cut: eviction and replay know full attention only.
+
+    Args:
+        model: The policy.
+        longest: Tokens of the longest sequence, prompt and completion.
+
+    Raises:
+        ValueError: If it exceeds the model's sliding window.
+    """
+    window = sliding_window(model.config)
+    if window is not None and longest > window:
         raise ValueError(
-            f"{name} uses sliding-window attention (sliding_window={sliding}). Set sliding_window to null in its "
-            "config, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
+            f"{type(model).__name__} uses sliding-window attention (sliding_window={window}), and sequences of up to "
+            f"{longest} tokens exceed the window: only full attention can be evicted from. Keep prompt and completion "
+            "within the window, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
         )
 
 

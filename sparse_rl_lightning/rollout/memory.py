@@ -77,7 +77,7 @@ def slot_bytes(
         ValueError: If ``size.capacities`` does not name every layer.
     """
     g, kind, wide = geometry, geometry.kv_dtype.itemsize, geometry.query_dtype.itemsize
-    capacities, max_length = size.capacities, size.max_length
+    capacities, max_length = size.entries, size.max_length
     if len(capacities) != g.num_layers:
         raise ValueError(
             f"capacities must name each of the {g.num_layers} layers, got {len(capacities)} numbers: "

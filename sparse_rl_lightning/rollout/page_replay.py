@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.attention import RETRIEVAL, attention_implementation
+from sparse_rl_lightning.rollout.geometry import check_window
 from sparse_rl_lightning.rollout.page_attention import LearnerPages
 from sparse_rl_lightning.rollout.replay import drawn_by_several
 from sparse_rl_lightning.types import Rollout
@@ -101,6 +102,7 @@ def _under(
     model: PreTrainedModel, rollout: Rollout, pages: LearnerPages, temperature: float, chunk_size: int = 512,
     head_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_window(model, rollout.sequences.shape[1])
     with attention_implementation(model, RETRIEVAL):
         return sequence_logprobs(
             model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32, retrieval=pages

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.rollout.attention import REPLAY, attention_implementation
+from sparse_rl_lightning.rollout.geometry import check_window
 from sparse_rl_lightning.types import Rollout
 
 
@@ -28,7 +29,7 @@ def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float
 
     Raises:
         ValueError: If the rollout carries no record of its evictions, or a sequence was drawn by several versions of
-            the policy (partial rollouts).
+            the policy (partial rollouts), or exceeds the model's sliding window.
     """
     return replay_statistics(model, rollout, temperature)[0]
 
@@ -63,6 +64,7 @@ def replay_statistics(
             f"Sequences {rows} were drawn by several versions of the policy (partial rollouts): no replay reproduces "
             "them. Replay the others, rollout[indices], or switch partial rollouts off."
         )
+    check_window(model, rollout.sequences.shape[1])
     with attention_implementation(model, REPLAY):
         return sequence_logprobs(
             model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,

@@ -7,7 +7,8 @@ to see which sequences have ended. What a sequence does between its end and that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,7 @@ class Run:
         self.keys: dict[int, int] = {}  # random key of each sequence
         self.ended: dict[int, Ended] = {}  # sequences not yet taken
         self.waiting: list[int] = []  # sequence numbers, next one last
+        self.waiting_of = Counter[int]()  # how many of them are each prompt's
         self.slots: dict[int, Held] = {}  # in use, by slot
         self.free = list(range(plan.num_slots))[::-1]
         self.read: dict[int, _Prompt] = {}  # prompts that were read, with samples that have not found a slot yet
@@ -103,7 +105,13 @@ class Run:
         sequences = range(numbers.start * generations, numbers.stop * generations)
         self.keys |= dict(zip(sequences, keys, strict=True))
         self.waiting = [*reversed(sequences), *self.waiting]
+        self.waiting_of.update(dict.fromkeys(numbers, generations))
         return numbers
+
+    def wait_for(self, sequences: Iterable[int]) -> None:
+        """Queue these and no others, next one last; their prompts are known."""
+        self.waiting = list(sequences)
+        self.waiting_of = Counter(sequence // self.plan.params.num_generations for sequence in self.waiting)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Work until every sequence has ended; after each look at the device the sequences that were found ended."""
@@ -116,14 +124,18 @@ class Run:
         return bool(self.waiting or self.slots)
 
     def advance(self) -> list[int]:
-        """Fill free slots, decode up to the next look at the device, and return the sequences that were found ended."""
-        self._admit()
-        ended = self._close_ended()
-        if not ended and self.slots:
-            for _ in range(self.plan.check_every):
-                self._decode()
-            ended = self._close_ended()
-        return ended
+        """Fill free slots, decode up to the next look at the device, and return the sequences that were found ended.
+
+        Raises:
+            ValueError: If logits are NaN or infinite, or the compressor refuses a sequence that has not ended.
+        """
+        ended, steps = self._close_ended() if self._admit() else [], 0
+        while not ended and self.slots and steps < self.plan.check_every:
+            full = self._decode()
+            steps += 1
+            if full:
+                ended = self._compress(full)
+        return ended or self._close_ended()
 
     def take(self, prompts: Sequence[int]) -> Rollout:
         """The rollout of these prompts, all of whose sequences have ended; the run forgets them.
@@ -148,7 +160,7 @@ class Run:
         for sequence in sequences:
             del self.keys[sequence]
         for prompt in prompts:
-            del self.prompts[prompt]
+            del self.prompts[prompt], self.waiting_of[prompt]
         full = g.num_layers * cache.size.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
         return assemble(ended, cache.pool_bytes, full, self.prefill_peak_bytes)
 
@@ -167,22 +179,33 @@ class Run:
 
     # ---------------------------------------------------------------- admission
 
-    def _admit(self) -> None:
-        """Give free slots to waiting sequences, reading each prompt once, and draw their first tokens."""
+    def _admit(self) -> bool:
+        """Give free slots to waiting sequences, reading each prompt once, and draw their first tokens.
+
+        Returns:
+            Whether there were any.
+        """
         admitted: dict[int, list[int]] = {}  # slots of each prompt
         while self.waiting and self.free:
             sequence, slot = self.waiting.pop(), self.free.pop()
             prompt = sequence // self.plan.params.num_generations
+            self.waiting_of[prompt] -= 1
             self.slots[slot] = Held(sequence, len(self.prompts[prompt]), 0)
             admitted.setdefault(prompt, []).append(slot)
         if not admitted:
-            return
+            return False
         self._rows = None
         fresh = {prompt: slots[0] for prompt, slots in admitted.items() if prompt not in self.read}
         for prompt, slots in admitted.items():
             if prompt not in fresh:
                 self.cache.write(slots[0], self.read[prompt].content)
-        self._read(fresh)
+        try:
+            self._read(fresh)
+        except ValueError as error:
+            unread = [self.slots[slot].sequence for p in fresh if p not in self.read for slot in admitted[p]]
+            raise ValueError(
+                f"Reading the prompts of sequences {unread}, at decode step {self.num_steps}: {error}"
+            ) from error
         for prompt, slots in admitted.items():
             self.cache.fork(slots[0], slots[1:])
             for slot in slots:
@@ -193,12 +216,11 @@ class Run:
         self.cache.sequence_keys[places] = self._tensor([self.keys[self.slots[slot].sequence] for slot in order])
         self.tracks.held[places, self.cache.seen[places] - 1] = self.cache.held(places)
         self.step.draw(torch.stack([self.read[p].logits for p, slots in admitted.items() for _ in slots]), places)
-        unfinished = self._waiting_prompts()
-        self.read = {prompt: read for prompt, read in self.read.items() if prompt in unfinished}
+        self.read = {prompt: read for prompt, read in self.read.items() if self.waiting_of[prompt]}
+        return True
 
     def _read(self, slots: dict[int, int]) -> None:
         """Read prompts, each into the slot of its first sample, and keep a copy for samples that have no slot yet."""
-        unfinished = self._waiting_prompts()
         compression, most, readings = self.plan.compression, self.plan.max_prefill_tokens, list[Reading]()
         trigger = compression.trigger
         for prompt, slot in slots.items():
@@ -211,56 +233,76 @@ class Run:
         read = read_prompts(self.cache, self.step.decoder, compression, readings, most)
         for reading, logits, staged in read:
             prompt = prompt_of[reading.slot]
-            content = self.cache.read(reading.slot) if prompt in unfinished else {}
+            content = self.cache.read(reading.slot) if self.waiting_of[prompt] else {}
             evicted = trigger.evicted_from_prompt(len(reading.tokens))
             self.read[prompt] = _Prompt(content, logits, reading.room, evicted)
             copies = [p.content[name] for p in self.read.values() for name in ("keys", "values") if p.content]
             parked = sum(tensor.nbytes for tensor in copies)
             self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked)
 
-    def _waiting_prompts(self) -> set[int]:
-        return {sequence // self.plan.params.num_generations for sequence in self.waiting}
-
     # ---------------------------------------------------------------- decoding
 
-    def _decode(self) -> None:
-        """Feed each slot its last token, draw the next, compress what is full."""
+    def _decode(self) -> list[int]:
+        """Feed each slot its last token, draw the next; returns the slots that are full."""
         if self._rows is None:
             device = self.plan.end_ids.device
             count = bucket(len(self.slots), device.type == "cuda")
             self._rows = Rows.of(sorted(self.slots), count, self.cache.size.num_slots, device)
         self.graphed(self._rows)
         self.num_steps += 1
-        compression, full = self.plan.compression, []
+        trigger, full = self.plan.compression.trigger, []
         for slot, held in self.slots.items():
             held.seen += 1
             held.room -= 1
             if held.room == 0:
                 full.append(slot)
-                held.evicted = compression.trigger.evicted(held.seen, held.evicted)
-                held.room = compression.trigger.room(held.seen, held.evicted)
-        if full:
-            full.sort()
-            lengths, room = [self.slots[slot].seen for slot in full], [self.slots[slot].room for slot in full]
-            compression.compress(self.cache, full, lengths, room)
-            places = self._tensor(full)
-            self.tracks.held[places, self.cache.seen[places] - 1] = self.cache.held(places)
+                held.evicted = trigger.evicted(held.seen, held.evicted)
+                held.room = trigger.room(held.seen, held.evicted)
+        return sorted(full)
+
+    def _compress(self, full: list[int]) -> list[int]:
+        """Compress these slots; returns sequences that were found ended, where that was looked for.
+
+        A compressor may refuse what a sequence has drawn past its end, which nobody will ever see: on an error the
+        device is looked at, and what has not ended is compressed again.
+        """
+        try:
+            self._cut(full)
+        except Exception:
+            ended = self._close_ended()
+            if not ended:
+                raise
+            self._cut([slot for slot in full if slot in self.slots])
+            return ended
+        return []
+
+    def _cut(self, full: list[int]) -> None:
+        if not full:
+            return
+        lengths, room = [self.slots[slot].seen for slot in full], [self.slots[slot].room for slot in full]
+        self.plan.compression.compress(self.cache, full, lengths, room)
+        places = self._tensor(full)
+        self.tracks.held[places, self.cache.seen[places] - 1] = self.cache.held(places)
 
     def _close_ended(self) -> list[int]:
         """Look at the device; copy out the sequences that have ended and free their slots."""
         if not self.slots:
             return []
         self.cache.pools.raise_errors()
-        ends, finished = self.tracks.ends.tolist(), self.tracks.finished.tolist()
+        ends, finished, broken = self.tracks.look()
         closed = []
+        bad: dict[int, int] = {}  # sequences drawn from what is no number, and their first such token
         for slot, held in sorted(self.slots.items()):
             end, by_token = ends[slot], finished[slot]
             if self.plan.stop is not None:
                 prompt, last = self._prompt_length(held), min(end, held.seen)
-                stopped = self.plan.stop.find(self.cache.tokens[slot], prompt, max(prompt, held.looked), last)
+                fresh = max(prompt + self.plan.params.min_completion_length, held.looked)
+                stopped = self.plan.stop.find(self.cache.tokens[slot], prompt, fresh, last)
                 held.looked = last + 1
                 end, by_token = (end, by_token) if stopped is None else (stopped, True)
-            if held.seen < end:
+            if broken[slot] <= min(end, held.seen):
+                bad[held.sequence] = broken[slot] - self._prompt_length(held)
+            if held.seen < end or bad:
                 continue
             self.ended[held.sequence] = Ended.copy(
                 self.cache, self.tracks, slot, self._prompt_length(held), end, by_token
@@ -269,6 +311,12 @@ class Run:
             self.num_tokens += end + 1 - self._prompt_length(held)
             self.free.append(slot)
             del self.slots[slot]
+        if bad:
+            raise ValueError(
+                f"The model's logits are NaN or infinite. Found at decode step {self.num_steps}; sequences and the "
+                f"completion token from which on they are: {bad}. Look for NaN in the model's weights, or for numbers "
+                f"that are too large for {self.cache.geometry.dtype}."
+            )
         self.num_finished += len(closed)
         if closed:
             self._rows = None

@@ -16,7 +16,12 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.cache import SlotCache
 from sparse_rl_lightning.rollout.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.memory import MemoryPlan
-from sparse_rl_lightning.rollout.preparation import check_prompts, default_end_token_ids, drawing
+from sparse_rl_lightning.rollout.preparation import (
+    check_end_tokens,
+    check_prompts,
+    default_end_token_ids,
+    drawing,
+)
 from sparse_rl_lightning.rollout.retrieval import check_retriever
 from sparse_rl_lightning.rollout.run import Progress, Run
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
@@ -104,7 +109,8 @@ class RolloutSampler:
         if retriever is not None:
             check_retriever(retriever, self.compressor, geometry.num_layers, geometry.kv_dtype, record_pages)
         self.num_slots = num_slots
-        self.end_token_ids = default_end_token_ids(model) if end_token_ids is None else list(end_token_ids)
+        ends = default_end_token_ids(model) if end_token_ids is None else end_token_ids
+        self.end_token_ids = check_end_tokens(ends, model.config.vocab_size)
         self.max_prefill_tokens = max_prefill_tokens
         self.tokenizer = tokenizer
         self.kv_dtype = _kv_dtype(kv_dtype)
@@ -210,8 +216,7 @@ class RolloutSampler:
             yield
 
     def _start(self, prompts: Sequence[Sequence[int]], params: SamplingParams, ids: Sequence[int] | None) -> Run:
-        config = self.model.config
-        check_prompts(prompts, params, getattr(config, "max_position_embeddings", None), config.vocab_size)
+        prompts = check_prompts(prompts, params, self.model)
         total = len(prompts) * params.num_generations
         numbers = torch.arange(total) if ids is None else torch.tensor(list(ids))
         if len(numbers) != total:
@@ -225,7 +230,7 @@ class RolloutSampler:
         return run
 
     def _warn_if_nothing_is_evicted(self, run: Run, lengths: list[int], completion: int) -> None:
-        """A slot that holds any sequence whole costs as much as a full cache."""
+        """A slot that holds any sequence whole is as large as a full cache's."""
         if not self.compressor.evicts or self._warned:
             return
         trigger = run.plan.compression.trigger
@@ -235,8 +240,9 @@ class RolloutSampler:
             self._warned = True
             capacity = min(trigger.capacities(max(lengths), max(lengths)))
             warnings.warn(
-                f"A slot of {capacity} tokens holds the longest prompt and completion ({max(lengths) + completion} "
-                "tokens) whole: nothing will be evicted. Lower the compressor's budget or buffer to save memory.",
+                f"Budget and buffer, {capacity} tokens, hold the longest prompt and completion "
+                f"({max(lengths) + completion} tokens) whole: nothing will be evicted, and slots are as large as those "
+                "of a full cache. Lower the compressor's budget or buffer to save memory.",
                 stacklevel=4,
             )
 

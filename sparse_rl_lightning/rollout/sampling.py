@@ -21,7 +21,8 @@ class SamplingParams:
     Args:
         num_generations: Samples per prompt.
         max_completion_length: Most tokens of a completion, the end token included.
-        min_completion_length: End tokens are forbidden before the completion has this many tokens.
+        min_completion_length: End tokens are forbidden before the completion has this many tokens, and stop strings do
+            not end it.
         temperature: Divides the logits; 0 is greedy.
         top_k: Draw from the k most likely tokens, 0 for all.
         top_p: Draw from the smallest set of tokens with at least this probability, 1 for all.
@@ -62,6 +63,7 @@ class SamplingParams:
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]"),
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a positive number, 1 for no penalty"),
             "top_logprobs": (self.top_logprobs >= 0, "0 (off) or more"),
+            "seed": (-(2**63) <= self.seed < 2**63, "a whole number of 64 bits, from -2**63 to 2**63 - 1"),
             "stop_strings": (
                 not isinstance(self.stop_strings, str) and all(self.stop_strings),
                 "a list of texts that are not empty",

@@ -15,6 +15,7 @@ from sparse_rl_lightning.rollout.results import Ended
 from sparse_rl_lightning.rollout.run import Held, Progress, Run
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
+from sparse_rl_lightning.rollout.tracks import UNLIMITED
 from sparse_rl_lightning.rollout.workspace import Workspace
 from sparse_rl_lightning.types import Rollout, tensors_to
 
@@ -69,8 +70,7 @@ class RolloutSession:
         Raises:
             ValueError: If a prompt cannot be completed, or is longer than ``max_prompt_length``.
         """
-        config = self.sampler.model.config
-        check_prompts(prompts, self.params, getattr(config, "max_position_embeddings", None), config.vocab_size)
+        prompts = check_prompts(prompts, self.params, self.sampler.model)
         longest = max(len(prompt) for prompt in prompts)
         if longest > self.max_prompt_length:
             raise ValueError(
@@ -178,10 +178,12 @@ class RolloutSession:
         run.prompts, run.keys = dict(state["prompts"]), dict(state["keys"])
         device = run.plan.end_ids.device
         run.ended = {number: Ended(**tensors_to(ended, device)) for number, ended in state["ended"].items()}
-        run.waiting, run.slots, run.read = list(state["waiting"]), {}, {}
+        run.slots, run.read = {}, {}
+        run.wait_for(state["waiting"])
         for name, value in state["counters"].items():
             setattr(run, name, value)
         run.tracks.version.fill_(state["version"])
+        run.tracks.broken.fill_(UNLIMITED)  # nothing that is broken is ever saved
         for slot, content in state["slots"].items():
             run.slots[slot] = Held(**content["held"])
             run.cache.write(slot, tensors_to(content["cache"], device))

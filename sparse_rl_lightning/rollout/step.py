@@ -82,6 +82,7 @@ class Step:
         drawn = draw(logits, self.params, cache.sequence_keys[places], steps, self.end_ids, occurred)
         cache.tokens[places, at] = drawn.tokens
         tracks.logprobs[places, at] = drawn.logprobs
+        tracks.note_broken(places, at, drawn.logprobs.isnan())
         if tracks.behavior is not None and drawn.behavior is not None:
             tracks.behavior[places, at] = drawn.behavior
         if tracks.versions is not None:

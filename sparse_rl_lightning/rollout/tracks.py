@@ -43,12 +43,23 @@ class Tracks:
         self.topk_ids = torch.zeros(top, dtype=torch.int64, device=device)
         self.topk_logprobs = torch.zeros(top, dtype=torch.float32, device=device)
         self.ends = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)  # index of the last token
+        self.broken = self.ends.clone()  # index of the first token that was drawn from logits that are no numbers
         self.finished = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)  # by an end token
 
     def begin(self, slot: int, last: int) -> None:
         """Start a sequence whose length ends it at token ``last``."""
         self.ends[slot] = last
+        self.broken[slot] = UNLIMITED
         self.finished[slot] = False
+
+    def note_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
+        """Tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
+        self.broken[slots] = torch.where(is_broken, torch.minimum(self.broken[slots], at), self.broken[slots])
+
+    def look(self) -> tuple[list[int], list[bool], list[int]]:
+        """Ends, finished and broken of every slot, in one wait for the device."""
+        ends, finished, broken = torch.stack([self.ends, self.finished.to(torch.int64), self.broken]).tolist()
+        return ends, [bool(one) for one in finished], broken
 
     def note_end(self, slots: Tensor, at: Tensor, is_end: Tensor) -> None:
         """Tokens at ``at`` (n,) were drawn, some of them end tokens; the first end counts."""

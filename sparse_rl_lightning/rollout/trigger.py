@@ -39,7 +39,7 @@ class Trigger:
         return self._levels[self.schedule.level(length)]
 
     def capacities(self, longest_prompt: int, max_length: int) -> tuple[int, ...]:
-        """(L) entries per slot and KV head that a cache needs."""
+        """(L) entries per slot and KV head that sequences of any length need, or of ``max_length`` without eviction."""
         if not self.evicts:
             return (max_length,) * self.num_layers
         held = 0 if self.compress_prompt else longest_prompt

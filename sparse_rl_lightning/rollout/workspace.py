@@ -72,7 +72,7 @@ class Workspace:
             sampler.compressor, geometry, slots, capacities, length, sampler.retriever, sampler.record_pages > 0
         )
         if size.retriever is not None and size.record_pages:
-            PageLayout(size.retriever, geometry, capacities).check_record(total, length, sampler.record_pages)
+            PageLayout(size.retriever, geometry, size.entries).check_record(total, length, sampler.record_pages)
         if sampler.memory_limit is not None:
             size = self._fit(size, geometry, params, sampler.memory_limit, versioned)
         self.run = None

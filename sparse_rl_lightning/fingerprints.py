@@ -1,0 +1,89 @@
+"""Fingerprints: whether something is what it was when a result was written, told by its bytes.
+
+What an object prints may leave out what counts (a file's statistics, a private tensor), and sums of weights do not see
+their order. So numbers are hashed as they stand in memory, with name, shape and type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+WHOLE = 2**16
+"""Weights with more numbers than this are sampled, at least so many of them and at least one of every row."""
+
+
+def fingerprint(**settings: Any) -> str:
+    """A hash of settings: plain values, tensors, models, and objects by all their attributes, private ones too."""
+    return hashlib.sha256(json.dumps(_plain(settings, ()), sort_keys=True).encode()).hexdigest()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A hash of parameters and buffers: any training step changes it, and so does another order of rows."""
+    digest = hashlib.sha256()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(f"{name} {_bytes_of(tensor, _step(tensor))}".encode())
+    return digest.hexdigest()
+
+
+def _step(tensor: Tensor) -> int:
+    """Between two numbers that are looked at: less than a row, so that every row and ever another column is met."""
+    rows_met = tensor.shape[-1] - 1 if tensor.dim() else 1
+    return max(1, min(tensor.numel() // WHOLE, rows_met))
+
+
+def _bytes_of(tensor: Tensor, step: int = 1) -> str:
+    own = tensor.detach().reshape(-1)[::step].contiguous().cpu()
+    content = hashlib.sha256(own.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {content}"
+
+
+def _plain(value: Any, above: tuple[int, ...]) -> Any:
+    """What JSON can write; ``above`` are the objects that hold this one."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Tensor):
+        return _bytes_of(value)
+    if isinstance(value, np.ndarray):
+        return f"{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if id(value) in above:
+        return "itself"
+    above = (*above, id(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, above) for key, item in value.items()}
+    if isinstance(value, Set):
+        return sorted(json.dumps(_plain(item, above), sort_keys=True) for item in value)
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, range)):
+        return [_plain(item, above) for item in value]
+    return {"class": _name(type(value)), **_inside(value, above)}
+
+
+def _inside(value: Any, above: tuple[int, ...]) -> dict[str, Any]:
+    """What tells an object from others of its class."""
+    if isinstance(value, nn.Module):
+        numbers = {name: _numbers(module) for name, module in value.named_modules()}
+        return {"weights": weights_digest(value), "numbers": {name: own for name, own in numbers.items() if own}}
+    if hasattr(value, "__qualname__"):  # functions, methods and classes
+        code = getattr(value, "__code__", None)
+        constants = [one for one in code.co_consts if isinstance(one, (str, int, float))] if code else []
+        return {"name": _name(value), "code": code.co_code.hex() if code else "", "constants": constants}
+    if hasattr(value, "__dict__"):
+        return {"attributes": _plain(vars(value), above)}
+    shown = repr(value)
+    return {} if shown.startswith("<") else {"shown": shown}  # an address says nothing
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    """Settings that a module keeps as attributes; flags such as ``training`` say how it is used."""
+    kinds = (int, float)
+    return {name: value for name, value in vars(module).items() if type(value) in kinds and not name.startswith("_")}
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"

@@ -1,0 +1,125 @@
+"""A result belongs to what its fingerprint says: the same bytes, however they print and whatever they sum to."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparse_rl_lightning.calibration.sweep import Sweep
+from sparse_rl_lightning.compressors import KNorm, Protect, QFilters, TriAttention
+from sparse_rl_lightning.compressors.statistics import QueryStatistics
+from sparse_rl_lightning.fingerprints import WHOLE, fingerprint, weights_digest
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.testing import tiny_model
+
+SIZES: dict[str, Any] = {"budget": 12, "buffer": 3, "num_sinks": 1, "window": 3}
+
+
+def statistics(seed: int) -> QueryStatistics:
+    """Of the tiny model: 2 layers, 4 query heads on 2 KV heads, head size 16."""
+    g = torch.Generator().manual_seed(seed)
+    return QueryStatistics(*(torch.rand(2, heads, size, generator=g) for heads, size in ((4, 16), (4, 8), (2, 16))))
+
+
+class Learned(KNorm):
+    """A user's: what makes it differ is a network, tensors, a number and a function in private attributes."""
+
+    def __init__(self, seed: int = 0, factor: float = 1.0, power: float = 1.0) -> None:
+        super().__init__(**SIZES)
+        torch.manual_seed(seed)
+        self._net = nn.Linear(16, 1)
+        self._net.factor = factor
+        self._parts = {"values": [torch.arange(3.0) * power], "array": np.full(2000, power)}
+        self._function = (lambda x: x) if power == 1 else (lambda x: x * 2)
+
+
+METHODS: dict[str, tuple[Any, Any]] = {
+    "statistics": (
+        lambda: QFilters(**SIZES, statistics=statistics(0)),
+        lambda: QFilters(**SIZES, statistics=statistics(1)),
+    ),
+    "wrapped": (
+        lambda: Protect(TriAttention(**SIZES, statistics=statistics(0))),
+        lambda: Protect(TriAttention(**SIZES, statistics=statistics(1))),
+    ),
+    "a network": (Learned, lambda: Learned(seed=1)),
+    "a network's number": (Learned, lambda: Learned(factor=2.0)),
+    "tensors, arrays, functions": (Learned, lambda: Learned(power=2.0)),
+}
+
+
+def sweep(policy: Any, folder: Path) -> Sweep:
+    params = SamplingParams(max_completion_length=4, top_logprobs=4)
+    return Sweep(policy, [[3, 4], [5]], params, folder)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_calibration_with_another_method_is_refused(name: str, tmp_path: Path) -> None:
+    policy, (make, make_other) = tiny_model(), METHODS[name]
+    assert repr(make()) == repr(make_other())
+    assert sum(fingerprint(method=one) == fingerprint(method=make()) for one in (make(), make_other())) == 1
+    sweep(policy, tmp_path).claim(make())
+    sweep(policy, tmp_path).claim(make().with_budget(20))  # the budget does not count
+    with pytest.raises(ValueError, match="holds a calibration with another method"):
+        sweep(policy, tmp_path).claim(make_other())
+
+
+def turned(policy: Any) -> None:
+    weight = policy.model.layers[1].self_attn.q_proj.weight
+    weight.data = weight.data.flip(0)
+
+
+def swapped(policy: Any) -> None:
+    first, second = policy.model.layers[0].mlp.up_proj, policy.model.layers[1].mlp.up_proj
+    first.weight.data, second.weight.data = second.weight.data, first.weight.data
+
+
+def rounded(policy: Any) -> None:
+    policy.to(torch.bfloat16)
+
+
+def stretched(policy: Any) -> None:
+    policy.model.rotary_emb.inv_freq = policy.model.rotary_emb.inv_freq / 2
+
+
+def one_number(policy: Any) -> None:
+    policy.model.norm.weight.data[5] += 2**-20
+
+
+@pytest.mark.parametrize("change", [turned, swapped, rounded, stretched, one_number])
+def test_a_calibration_of_other_weights_is_refused(change: Any, tmp_path: Path) -> None:
+    policy = tiny_model(initializer_range=0.2)
+    sweep(policy, tmp_path).claim(KNorm(**SIZES))
+    sweep(copy.deepcopy(policy).train(), tmp_path).claim(KNorm(**SIZES))
+    other = copy.deepcopy(policy)
+    change(other)
+    with pytest.raises(ValueError, match="holds a calibration with another policy"):
+        sweep(other, tmp_path).claim(KNorm(**SIZES))
+
+
+def test_every_row_of_a_large_weight_counts() -> None:
+    table = nn.Embedding(30_000, 24)
+    assert table.weight.numel() > WHOLE
+    before = weights_digest(table)
+    for first, second in ((0, 1), (17_321, 29_999)):
+        with torch.no_grad():
+            table.weight[[first, second]] = table.weight[[second, first]]
+        assert weights_digest(table) != before
+        with torch.no_grad():
+            table.weight[[first, second]] = table.weight[[second, first]]
+        assert weights_digest(table) == before
+
+
+def test_what_holds_itself_ends_and_what_has_no_address_is_repeated() -> None:
+    class Round:
+        def __init__(self) -> None:
+            self.own, self.kinds, self.path, self.thing = self, {torch.float32, int}, Path("a"), object()
+
+    assert fingerprint(a=Round()) == fingerprint(a=Round())
+    assert len({fingerprint(a=a) for a in (torch.ones(4), torch.ones(2, 2), torch.ones(4).double(), [1.0] * 4)}) == 4
