@@ -11,6 +11,7 @@ speed: equal work for sparse and full cache, ``model.generate`` and ``generate_b
 with longer completions, where ``generate`` runs on request only (``--long-rival``).
 split: what one step is spent on.
 tail: completions of long-tailed lengths, refilled slots against lock-step batches.
+state: steps of a compressor with running state, with all slots in use and with free ones between.
 
 On a GPU (meant for 10 minutes; the page says what it took):
 cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: one rollout.
@@ -29,10 +30,11 @@ from _cells import Grid, cells_table, memory_table, whole_table
 from _policies import SMALL, TINY
 from _speed import Setting, say, speed_tables
 from _split import split_table
+from _state import state_table
 from _table import Table, machine, save
 from _tail import Tail, tail_table
 
-PARTS = {"cpu": ("speed", "split", "tail"), "cuda": ("cells", "memory", "whole")}
+PARTS = {"cpu": ("speed", "split", "tail", "state"), "cuda": ("cells", "memory", "whole")}
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
     parts: dict[str, Callable[[], tuple[Table, ...]]] = {
         "speed": lambda: speed_tables(setting, sizes.new_tokens, sizes.long_tokens, args.rounds, args.long_rival),
         "split": lambda: (split_table(setting, setting.prompt_length + sizes.new_tokens // 2, sizes.cycles),),
+        "state": lambda: (state_table(setting, args.rounds),),
         "tail": lambda: (tail_table(sizes.tail, setting.compressor(), args.rounds),),
         "cells": lambda: (cells_table(sizes.grid, dtype, args.device),),
         "memory": lambda: (memory_table(sizes.grid, dtype, args.device),),

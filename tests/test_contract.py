@@ -108,8 +108,8 @@ class Unheard(KNorm):
         update.state["mass"].add_(update.mass.sum(dim=2))
 
 
-class HeadFieldsAsATable(H2O):
-    head_state_fields = {"count": 1}  # type: ignore[assignment]
+class HeadFieldsAsATuple(H2O):
+    head_state_fields = ("count",)  # type: ignore[assignment]
 
 
 class OneHead(Compressor):
@@ -243,7 +243,7 @@ BROKEN = [
     (OwnArguments, "constructor", "TypeError: .*unexpected keyword argument 'budget'", "check an instance"),
     (FractionOfQueries, "declarations", "num_queries is 0.5", "whole number"),
     (Unheard, "declarations", "state_fields is empty, so nobody calls it", "state_fields"),
-    (HeadFieldsAsATable, "declarations", "head_state_fields is .*not a method", "head_state_fields"),
+    (HeadFieldsAsATuple, "declarations", "head_state_fields is .*not a method", "head_state_fields"),
     (OneHead, "shape", r"shape \(3, 14\) for slots, KV heads, entries = \(3, 2, 14\)", "one floating-point number"),
     (WholeNumbers, "shape", "torch.int64", "floating-point"),
     (Crash, "shape", "AttributeError: .*key_norms", "traceback above"),

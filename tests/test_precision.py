@@ -9,13 +9,15 @@ import torch
 from lightning.pytorch import Trainer
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback, SparsityAwareRejection
-from sparse_rl_lightning.compressors import RKV
+from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV
 from sparse_rl_lightning.data import PromptDataModule
 from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.retrievers import Centroid
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 ALPHABET = "0123456789abcdef"
+SIZES: dict[str, Any] = {"budget": 8, "buffer": 3, "num_sinks": 1, "window": 2}
 
 
 class Prompts(PromptDataModule):
@@ -46,11 +48,14 @@ def likes_a(completions: list[str], **_: Any) -> list[float | None]:
     return [text.count("a") / 10 for text in completions]
 
 
-def fit(kind: type[SparseGRPO], precision: str = "32-true", **options: Any) -> tuple[list[Rollout], dict[str, float]]:
+def fit(
+    kind: type[SparseGRPO], precision: str = "32-true", compressor: Compressor | None = None, **options: Any
+) -> tuple[list[Rollout], dict[str, float]]:
     tokenizer, keep = character_tokenizer(ALPHABET), Keep()
+    compressor = compressor or RKV(**SIZES)
     policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1)
     module = kind(
-        LoadedPolicy(policy, tokenizer), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a, num_generations=4,
+        LoadedPolicy(policy, tokenizer), compressor, likes_a, num_generations=4,
         max_completion_length=12, steps_per_generation=2, seed=3,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5), **options,
     )  # fmt: skip
@@ -85,3 +90,19 @@ def test_half_precision_keeps_statistics_in_single() -> None:
     for name in ("sampler_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights"):
         assert getattr(rollouts[0], name).dtype == torch.float32, name
     assert all(torch.tensor(value).isfinite() for value in metrics.values())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("method", ["running state", "retrieval"])
+def test_every_precision_trains_with_running_state_and_with_retrieval(method: str, precision: str) -> None:
+    if method == "retrieval":
+        options: dict[str, Any] = {"retriever": Centroid(8, page_size=2, num_dense_layers=1), "compressor": FullKV()}
+    else:
+        options = {"compressor": H2O(**SIZES, age_normalized=True)}
+    rollouts, metrics = fit(SparseGRPO, precision, beta=0.1, **options)
+    assert len(rollouts) == 2
+    kind = torch.float64 if precision == "64-true" else torch.float32
+    assert rollouts[0].sampler_logprobs.dtype == rollouts[0].advantages.dtype == torch.float32
+    assert rollouts[0].old_logprobs.dtype == rollouts[0].weights.dtype == kind
+    assert all(torch.tensor(value).isfinite() for value in metrics.values())
+    assert torch.get_default_dtype() == torch.float32

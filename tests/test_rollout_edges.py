@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV, StreamingLLM
-from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.compressors import H2O, RKV, FullKV, SnapKV, StreamingLLM
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
 from sparse_rl_lightning.types import NEVER
 
@@ -65,3 +67,28 @@ def test_a_prompt_stored_whole_is_compressed_like_any_other_after_its_first_time
     want = [NEVER, *[12] * 6, *[14] * 2, *[16] * 2, *[18] * 2, *[NEVER] * 6]
     assert rollout.evictions.death[0, 0, 0].tolist() == want
     assert rollout.kv.stored.tolist() == [6.0]
+
+
+@pytest.mark.parametrize("num_generations", [1, 2, 3])
+def test_unequal_heads_of_a_single_layer_are_forked(num_generations: int) -> None:
+    policy = tiny_model(initializer_range=0.2, eos_token_id=None, num_layers=1)
+    prompts = [list(range(3, 30)), [3, 4]]
+    params = SamplingParams(num_generations=num_generations, max_completion_length=20, seed=1)
+    rollout = RolloutSampler(policy, SnapKV(**SMALL, budget_rule=Adaptive(floor=7))).generate(prompts, params)
+    with torch.no_grad():
+        replayed = replay_logprobs(policy, rollout)
+    torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("compressor", [H2O(**SMALL), H2O(**SMALL, value_weighted=True, budget_rule=Adaptive(floor=7))])
+def test_running_sums_of_a_float64_model(compressor: H2O) -> None:
+    policy = tiny_model(initializer_range=0.2, eos_token_id=None)
+    prompts, single = [list(range(3, 30)), [3, 4]], RolloutSampler(policy, compressor)
+    want = single.generate(prompts, PARAMS)
+    policy = policy.double()
+    rollout = RolloutSampler(policy, compressor).generate(prompts, PARAMS)
+    assert torch.equal(rollout.sequences, want.sequences)
+    assert torch.equal(rollout.evictions.death, want.evictions.death)
+    with torch.no_grad():
+        replayed = replay_logprobs(policy, rollout)
+    torch.testing.assert_close(replayed.float(), rollout.sampler_logprobs, atol=1e-6, rtol=0)

@@ -62,6 +62,10 @@ def attributes(cache: SlotCache) -> dict[str, Any]:
         CacheSize(1, (9, 30, 5), 1, 100),
         CacheSize(1, (33, 33, 33), 0, 33),
         CacheSize(1, (24, 8, 24), 2, 40, ("mass", "age"), per_head=True),
+        CacheSize(1, (24, 8, 25), 2, 40, ("mass",), keeps_probabilities=True),
+        CacheSize(
+            1, (24, 8, 24), 2, 40, ("mass",), True, head_state_fields=(("a", 1), ("b", 7)), keeps_probabilities=True
+        ),
         CacheSize(1, (24, 24, 25), 0, 40, retriever=Centroid(16, page_size=4, num_dense_layers=1)),
         CacheSize(1, (24, 8, 24), 2, 40, retriever=Quest(48, num_dense_layers=0), record_pages=True),
     ],

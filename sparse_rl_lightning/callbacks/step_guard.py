@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -128,10 +129,11 @@ def _scale(trainer: Trainer, optimizer: Any) -> float:
 
 
 def _norms(gradients: list[torch.Tensor], order: float = torch.inf) -> list[torch.Tensor]:
-    """One float32 norm per gradient, infinite or NaN if anything in it is."""
+    """One norm per gradient, float32 or wider, infinite or NaN if anything in it is."""
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     own = [gradient for gradient in own if gradient.numel()]  # of a small weight a rank may hold nothing
-    return list(torch._foreach_norm(own, order, dtype=torch.float32)) if own else []
+    kind = reduce(torch.promote_types, (gradient.dtype for gradient in own), torch.float32)
+    return list(torch._foreach_norm(own, order, dtype=kind)) if own else []
 
 
 def _length(trainer: Trainer, gradients: list[torch.Tensor]) -> float:

@@ -45,7 +45,7 @@ def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
     """
     known = scores.masked_fill(~valid, torch.inf).contiguous()
     lower = torch.searchsorted(known.sort(dim=-1).values, known, side="left")
-    ranks = lower / (valid.sum(dim=-1, keepdim=True) - 1).clamp(min=1)
+    ranks = lower.to(torch.float32) / (valid.sum(dim=-1, keepdim=True) - 1).clamp(min=1)
     return ranks.masked_fill(scores == torch.inf, torch.inf)
 
 

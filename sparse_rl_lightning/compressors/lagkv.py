@@ -51,7 +51,7 @@ class LagKV(Compressor):
         """Ranks within the chunk from 0 to below 1; from 1 on in the kept tail: (S, H, N)."""
         num_entries, lag = layer.valid.shape[-1], self.lag_size
         index = torch.arange(num_entries, device=layer.valid.device)
-        scores = (1.0 + index).expand(layer.valid.shape)  # the kept tail, most recent first
+        scores = (1.0 + index.to(torch.float32)).expand(layer.valid.shape)  # the kept tail, most recent first
         num_chunks = max(num_entries - self.num_sinks, 0) // lag
         if num_chunks < 2:
             return scores
@@ -59,7 +59,7 @@ class LagKV(Compressor):
         shape = (*layer.keys.shape[:2], num_chunks, lag, -1)
         keys, values = (live_entries(t, layer.valid)[:, :, chunks].reshape(shape) for t in (layer.keys, layer.values))
         shares = _difference(keys) + _difference(values)
-        ranks = shares.argsort(dim=-1, stable=True).argsort(dim=-1) / lag
+        ranks = shares.argsort(dim=-1, stable=True).argsort(dim=-1).to(torch.float32) / lag
         scored = slice(self.num_sinks, self.num_sinks + (num_chunks - 1) * lag)
         chunk = (index[scored] - self.num_sinks) // lag
         next_is_full = self.num_sinks + (chunk + 2) * lag <= layer.lengths.unsqueeze(-1)
