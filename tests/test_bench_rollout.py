@@ -81,8 +81,8 @@ def test_equal_work_has_all_contenders(found: dict[str, Rows], page: str) -> Non
         (kind, name) for kind in ("float32", "bfloat16") for name in ("sparse", "FullKV", "generate", "generate_batch")
     ], page
     for row in rows:
-        rate = 4 * 1e3 / float(row["ms per step"])  # four sequences, one token each
-        assert float(row["tokens/s"].replace(",", "")) == pytest.approx(rate, rel=0.02)
+        ms, rate = float(row["ms per step"]), float(row["tokens/s"].replace(",", ""))  # rounded to 0.01 and to 1
+        assert 4 * 1e3 / (ms + 0.006) - 1 < rate < 4 * 1e3 / (ms - 0.006) + 1  # four sequences, one token each
         assert (row["share of the bound"] != "") == (row["what"] in ("sparse", "FullKV"))
     # 8 + 24 tokens at most, of which the sparse slots hold 12 + 4
     assert [row["share of dense"] for row in rows if row["what"] == "sparse"] == ["50.0 % (= 16/32)"] * 2

@@ -77,7 +77,7 @@ def test_ranks_recover_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
     path, together, rename = tmp_path / "last.ckpt", Barrier(4), Path.rename
 
     def wait_and_rename(own: Path, target: Path) -> Path:
-        together.wait(20)
+        together.wait(280)
         return rename(own, target)
 
     monkeypatch.setattr(Path, "rename", wait_and_rename)

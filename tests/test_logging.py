@@ -12,32 +12,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from tiny_grpo import Recorder, fit, likes_a, module
 
-from sparse_rl_lightning.callbacks import CompletionsTable, StepTimes
+from sparse_rl_lightning.callbacks import CompletionsTable, RolloutCallback, StepTimes
+from sparse_rl_lightning.rollout import Progress
 
 
-class SlowUpdate(Callback):
+class Clock(RolloutCallback):
+    """Time goes on where this says so, and nowhere else."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.rollout = 1000.0, 0.0
+        patch.setattr(time, "perf_counter", lambda: self.now)
+
+    def on_rollout_start(self, trainer: Any, module: Any, rows: Any) -> None:
+        self.rollout = 0.0
+
+    def on_rollout_progress(self, trainer: Any, module: Any, progress: Progress) -> None:
+        self.now += 0.125
+        self.rollout += 0.125
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        time.sleep(0.2)
+        self.now += 2.0
+
+    def reward(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+        self.now += 3.0
+        return likes_a(prompts, completions, **columns)
 
 
-def slow_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
-    time.sleep(0.3)
-    return likes_a(prompts, completions, **columns)
-
-
-def test_time_is_split_where_it_goes() -> None:
-    """Two optimiser steps of 0.2 s each per rollout, and rewards of 0.3 s."""
-    trainer = fit(module(slow_reward, num_iterations=2), 4, [SlowUpdate()])
+def test_time_is_split_where_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two optimiser steps of 2 s each per rollout, rewards of 3 s, and steps of sampling that take an eighth each."""
+    clock = Clock(monkeypatch)
+    trainer = fit(module(clock.reward, num_iterations=2), 4, [clock])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert metrics["time/update"] >= 0.4
-    assert metrics["time/rewards"] >= 0.3
+    assert metrics["time/update"] == 4
+    assert metrics["time/rewards"] == 3
+    assert metrics["time/rollout"] == clock.rollout > 0
     stages = sum(metrics[f"time/{stage}"] for stage in ("rollout", "rescoring", "rewards", "update"))
-    assert stages == pytest.approx(metrics["time/block"], rel=0.2)
+    assert stages == metrics["time/block"]
     assert "memory/update_peak_bytes" not in metrics, "there is no GPU to ask"
 
 
@@ -122,7 +136,7 @@ def test_wandb_has_completions_and_metrics(tmp_path: Path, monkeypatch: pytest.M
     tables = [json.loads(path.read_text()) for path in sorted((place / "files" / "media" / "table").iterdir())]
     found = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]]
     assert [{"step": row["step"], "completion": row["completion"]} for row in found] == rows
-    until, history = time.monotonic() + 30, []
+    until, history = time.monotonic() + 240, []
     while len(history) < 4 and time.monotonic() < until:  # W&B's own process may write on after finish()
         history = [row for row in wandb_history(next(place.glob("*.wandb"))) if "reward" in row]
         time.sleep(0.2)

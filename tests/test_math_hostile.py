@@ -18,12 +18,12 @@ from sparse_rl_lightning.rewards.math.boxes import extract_boxed
 from sparse_rl_lightning.rewards.math.compare import Comparison
 
 HOSTILE = hostile_completions()
-TIMEOUT = 1.0
+ENOUGH, TIMEOUT = 240.0, 1.0  # seconds for what takes milliseconds, and for what takes minutes
 
 
 @pytest.fixture(scope="module")
 def checker() -> Iterator[MathChecker]:
-    checker = MathChecker(num_workers=1, timeout=TIMEOUT)
+    checker = MathChecker(num_workers=1, timeout=ENOUGH)
     assert checker.check([r"\boxed{6}"], [r"\sum_{k=1}^{3}k"]) == [True]
     yield checker
     checker.close()
@@ -46,14 +46,18 @@ def test_is_not_paid_and_takes_no_time(hostile: Hostile) -> None:
     assert time.process_time() - start < 2.0
 
 
-def test_all_together_cost_their_timeouts_and_pay_nothing(checker: MathChecker, folder: Path) -> None:
+def test_all_together_cost_their_timeouts_and_pay_nothing(
+    checker: MathChecker, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checker.take_counters()
+    monkeypatch.setattr(checker.pool, "timeout", TIMEOUT)
     paid = checker.check([h.completion for h in HOSTILE], [h.gold for h in HOSTILE])
     assert [h.name for h, right in zip(HOSTILE, paid, strict=True) if right] == []
     counts = checker.take_counters()
     assert counts["checks"] == len(HOSTILE)
     assert 1 <= counts["timeouts"] <= counts["fallbacks"] <= 12
     assert list(folder.iterdir()) == []  # nothing was executed
+    monkeypatch.undo()
     assert checker.check([r"\boxed{6}", r"\boxed{5}"], [r"\sum_{k=1}^{3}k", "5"]) == [True, True]
 
 

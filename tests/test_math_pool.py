@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -18,22 +17,24 @@ from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 EASY = ("6", r"\sum_{k=1}^{3}k")  # answer and gold answer
 SLOW = (r"\int_0^1 \sin(\sin(\sin(x^5)))e^{x^x}dx", r"\int_0^1 x^{x^{x^x}}dx")
+ENOUGH = 240.0  # seconds, for what takes milliseconds
+SHORT = 0.1  # for what takes minutes
 
 
 def test_a_pair_that_takes_too_long_costs_its_timeout_and_nothing_else() -> None:
-    pool = SymbolicPool(num_workers=1, timeout=1.0)
+    pool = SymbolicPool(num_workers=1, timeout=ENOUGH)
     assert pool.compare([EASY]) == ["same"]
     (first,) = pool._workers
-    start = time.monotonic()
+    pool.timeout = SHORT
     assert pool.compare([SLOW]) == ["timeout"]
-    assert 1.0 <= time.monotonic() - start < 1.5
+    pool.timeout = ENOUGH
     assert first.process.returncode == -signal.SIGKILL
     assert pool.compare([EASY, ("7", EASY[1]), EASY]) == ["same", "different", "same"]
     pool.close()
 
 
 def test_outcomes_keep_their_order_over_several_processes() -> None:
-    pool = SymbolicPool(num_workers=2, timeout=20.0)
+    pool = SymbolicPool(num_workers=2, timeout=ENOUGH)
     pairs = [(str(total), rf"\sum_{{k=1}}^{{{n}}}k") for n, total in ((3, 6), (4, 9), (4, 10), (5, 15), (6, 1))]
     assert pool.compare(pairs) == ["same", "different", "same", "same", "different"]
     assert len(pool._workers) == 2
@@ -42,19 +43,19 @@ def test_outcomes_keep_their_order_over_several_processes() -> None:
 
 
 def test_a_process_without_memory_or_life_is_replaced() -> None:
-    pool = SymbolicPool(num_workers=1, timeout=5.0, memory_limit=32 * 2**20)
+    pool = SymbolicPool(num_workers=1, timeout=ENOUGH, memory_limit=32 * 2**20)
     assert pool.compare([EASY, EASY]) == ["crash", "crash"]
     pool.memory_limit = 2**31
     assert pool.compare([EASY]) == ["same"]
     pool._workers[0].process.kill()
-    time.sleep(0.1)
+    pool._workers[0].process.wait()
     assert pool.compare([EASY, EASY])[1] == "same"
     pool.close()
 
 
 @pytest.mark.parametrize("pair", [(r"\sum", "6"), (r"\sum_{k=1}^{3}k+\text{x}", "6"), (r"\sum_{k=1}^{3}q(k)", "6")])
 def test_what_math_verify_reads_in_part_is_not_compared(pair: tuple[str, str]) -> None:
-    pool = SymbolicPool(timeout=20.0)
+    pool = SymbolicPool(timeout=ENOUGH)
     assert pool.compare([pair]) == ["unparsed"]
     pool.close()
 
@@ -66,7 +67,7 @@ def test_only_what_needs_math_verify_is_sent_there() -> None:
 
 
 def test_a_fork_starts_processes_of_its_own() -> None:
-    pool = SymbolicPool(timeout=20.0)
+    pool = SymbolicPool(timeout=ENOUGH)
     assert pool.compare([EASY]) == ["same"]
     child = os.fork()
     if child == 0:
@@ -80,28 +81,21 @@ def test_a_fork_starts_processes_of_its_own() -> None:
 
 def test_neither_alarms_nor_signal_handlers_are_touched() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGINT)]
-    signal.setitimer(signal.ITIMER_REAL, 250.0)
+    signal.setitimer(signal.ITIMER_REAL, 100_000.0)
     try:
-        assert MathChecker(timeout=20.0).check([r"\boxed{6}"], [EASY[1]]) == [True]
-        assert 200.0 < signal.getitimer(signal.ITIMER_REAL)[0] < 250.0
+        assert MathChecker(timeout=ENOUGH).check([r"\boxed{6}"], [EASY[1]]) == [True]
+        assert 90_000 < signal.getitimer(signal.ITIMER_REAL)[0] < 100_000
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
     assert [signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGINT)] == handlers
 
 
 def test_counters() -> None:
-    checker = MathChecker(timeout=1.0)
-    checker.check([r"\boxed{6}"], [EASY[1]])  # so that the process is there
-    checker.take_counters()
-    completions = ["none", r"\boxed{}", r"\boxed{5}", rf"\boxed{{{SLOW[0]}}}", r"\boxed{6}", r"\boxed{\sum}"]
-    assert checker.check(completions, ["5", "5", "5", SLOW[1], EASY[1], "n"]) == [
-        False,
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
+    checker = MathChecker(timeout=ENOUGH)
+    completions = ["none", r"\boxed{}", r"\boxed{5}", r"\boxed{6}", r"\boxed{\sum}"]
+    assert checker.check(completions, ["5", "5", "5", EASY[1], "n"]) == [False, False, True, True, False]
+    checker.pool.timeout = SHORT
+    assert checker.check([rf"\boxed{{{SLOW[0]}}}"], [SLOW[1]]) == [False]
     counts = {"checks": 6, "no_box": 2, "fallbacks": 3, "unparsed": 1, "timeouts": 1, "crashes": 0, "errors": 0}
     assert checker.take_counters() == counts
     assert checker.take_counters() == dict.fromkeys(COUNTERS, 0)

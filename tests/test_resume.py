@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -185,42 +186,55 @@ def test_resume_from_a_checkpoint_that_a_validation_chose(batches: int, tmp_path
     assert_equal(final_weights(tmp_path), whole)
 
 
-def kill_and_resume(folder: Path, moment: Callable[[Path], bool], delay: float = 0.0) -> None:
-    """Start a real process, SIGKILL it ``delay`` seconds after a moment in its folder, and resume in a new one."""
-    command = [sys.executable, "-m", "sparse_rl_lightning", "fit", "--config", str(config(folder))]
+KILLED_WHILE_SAVING = """
+import resource, signal, sys
+
+opened = []
+
+def watch(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".incomplete/last.ckpt"):
+        opened.append(arguments)
+        if len(opened) == 3:  # two have been saved; the system kills who writes more than this
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+sys.addaudithook(watch)
+from sparse_rl_lightning.cli import console
+console()
+"""
+
+
+@contextmanager
+def process_of(folder: Path, *program: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A real process of a run; what is left of it is resumed in another."""
+    arguments = ["fit", "--config", str(config(folder))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(Path(__file__).parents[1])])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while not moment(folder / "checkpoints"):
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run([*command, "--ckpt_path", "last"], env=environment, check=True, capture_output=True)
-
-
-def saved(step: int) -> Callable[[Path], bool]:
-    """Both checkpoints of a step are there."""
-    return lambda folder: bool(list(folder.glob(f"*step={step}.ckpt"))) and (folder / "last.ckpt").exists()
-
-
-def while_saving(folder: Path) -> bool:
-    """``last.ckpt`` is being replaced."""
-    return (folder / "last.ckpt").exists() and (folder / ".incomplete" / "last.ckpt").exists()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, *program, *arguments], env=environment, **quiet) as process:
+        yield process
+    command = [sys.executable, "-m", "sparse_rl_lightning", *arguments, "--ckpt_path", "last"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("kill", range(2))
 def test_killed_run_loses_nothing(kill: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     """At a moment drawn anew in every run of the tests; the message of a failure has it."""
     step, delay = random.SystemRandom().randint(1, 8), random.SystemRandom().uniform(0, 0.1)
-    kill_and_resume(tmp_path, saved(step), delay)
+    folder = tmp_path / "checkpoints"
+    with process_of(tmp_path, "-m", "sparse_rl_lightning") as process:
+        while not (list(folder.glob(f"*step={step}.ckpt")) and (folder / "last.ckpt").exists()):
+            assert process.poll() in (None, 0), "the run failed"
+            time.sleep(0.0005)
+        time.sleep(delay)
+        process.kill()
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 
 def test_run_killed_while_saving_loses_nothing(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
-    kill_and_resume(tmp_path, while_saving)
+    with process_of(tmp_path, "-c", KILLED_WHILE_SAVING) as process:
+        assert process.wait() == -signal.SIGXFSZ
+        folder = tmp_path / "checkpoints"
+        assert (folder / ".incomplete" / "last.ckpt").stat().st_size <= 10_000 < (folder / "last.ckpt").stat().st_size
     assert_equal(final_weights(tmp_path), uninterrupted)
 
 

@@ -285,11 +285,11 @@ def test_an_empty_gold_pays_nothing(gold: str) -> None:
     ],
 )
 def test_hostile_text_takes_no_time(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert not verify(text, "1")
-    assert time.perf_counter() - start < 1  # milliseconds on a quiet machine
+    assert time.process_time() - start < 10  # takes milliseconds
     normalize_answer(text)
-    assert time.perf_counter() - start < 10  # of one megabyte: a quadratic step would take hours
+    assert time.process_time() - start < 100  # of one megabyte: a quadratic step would take hours
 
 
 @pytest.mark.parametrize(

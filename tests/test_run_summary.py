@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger
 from test_callbacks_fit import fit
 from tiny_run import config
 
-from sparse_rl_lightning.callbacks import AcceptanceMonitor, RunSummary
+from sparse_rl_lightning.callbacks import AcceptanceMonitor, RunSummary, summary
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.run_facts import flattened
 from sparse_rl_lightning.callbacks.worst_completions import WorstCompletions
@@ -158,7 +159,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_progress_gives_way_to_the_summary(tmp_path: Path) -> None:
+def test_progress_gives_way_to_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "time", SimpleNamespace(monotonic=lambda: 0.0))  # nothing takes any time
+
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             states.append((read_run(tmp_path).state, len(read_run(tmp_path).history)))
