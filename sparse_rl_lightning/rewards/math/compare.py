@@ -192,7 +192,8 @@ def _is_product(text: str) -> bool:
 
 
 def _read(text: str) -> tuple[Number | None, Node | None]:
-    text = _BRACED_NUMBER.sub(r"\1\2", text)
+    if text.endswith("}"):
+        text = _BRACED_NUMBER.sub(r"\1\2", text)
     number = parse_number(text)
     if number is None:
         return None, readable(text)

@@ -98,7 +98,7 @@ def without_variable(text: str) -> str:
 
 def split_condition(text: str) -> tuple[str, str]:
     r"""An answer and for what it holds: ``2^n\text{ for all }n\ge2`` is ``2^n``; "" where nothing is said."""
-    condition = _CONDITION.search(text)
+    condition = _CONDITION.search(text) if "for\x1f" in text else None
     return (text[: condition.start()], condition[0]) if condition and condition.start() else (text, "")
 
 
@@ -242,6 +242,8 @@ def _group(kind: str, pieces: list[str], depth: int) -> Group:
 
 def _split(text: str, separators: frozenset[str]) -> tuple[list[str], list[str]]:
     """The pieces of a text between separators that stand outside of all brackets, and those separators."""
+    if not any(separator in text for separator in separators):
+        return [text.strip()], []
     pieces, found, start, depth = [""], [], 0, 0
     for match in _TOKEN.finditer(text):
         token = match[0]
