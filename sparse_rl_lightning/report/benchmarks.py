@@ -60,7 +60,8 @@ def results_table(results: Sequence[Result], answers: Convention = "strict") -> 
         )
         peak = max(result.kv_peak_bytes for result in own)
         costs.append([arm, number(length, 1), percent(clipped), percent(saved), size(peak)])
-    note = f"Accuracy in %, answers {answers}, with 95 % confidence over the problems. Costs are means over the benchmarks."
+    note = f"Accuracy in % (answers: {answers}), with 95 % confidence over the problems. "
+    note += "Costs are means over the benchmarks."
     too_long = {result.benchmark: result.too_long for result in results if result.too_long}
     if too_long:
         named = ", ".join(f"{name} {count}" for name, count in too_long.items())
