@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+from sparse_rl_lightning.rewards.math.units import split_unit
 from sparse_rl_lightning.rewards.numbers import parse_number
 
 MAX_ITEMS = 64
@@ -160,7 +161,7 @@ def has_relation(text: str) -> bool:
 
 
 def _parse(text: str, depth: int) -> Answer:
-    if depth > 4 or parse_number(text) is not None:
+    if depth > 4 or parse_number(text) is not None or ("," in text and parse_number(split_unit(text)[0]) is not None):
         return Atom(text)
     for separators, kind in ((frozenset(",;"), "list"), (frozenset({"\\cup"}), "union")):
         pieces, _ = split_outside(text, separators)
