@@ -1,6 +1,7 @@
 """How fast answers are checked: checks per second and the slow ones, set by set.
 
     python benchmarks/checker.py [--data FOLDER] [--workers 1] [--quick] [--save DIR]
+    python benchmarks/checker.py --data FOLDER --outputs FOLDER [--page docs/evaluation.md]
 
 Every gold answer is checked twice, against a completion that boxes it and against one that boxes the next row's
 answer. ``rationals`` are made up (whole numbers, decimals, fractions, powers of ten, in several spellings);
@@ -8,6 +9,9 @@ answer. ``rationals`` are made up (whole numbers, decimals, fractions, powers of
 Checks per second are of one call for the whole set, by the clock and by the processor time of this process (what a
 core that does nothing else would reach; math-verify's processes are not in it), times per check of single calls. What
 was parsed before is forgotten before both.
+
+With ``--outputs`` nothing is timed: it compares what strict and lenient answers pay of models' outputs and of golds
+that are written otherwise, and puts the tables into a page, between its markers.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import time
 from pathlib import Path
 from random import Random
 
+from _conventions import conventions
 from _table import Table, machine, save
 
 from sparse_rl_lightning.data import MathBenchmarks
@@ -84,7 +89,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes for math-verify")
     parser.add_argument("--quick", action="store_true", help="few answers, to see that it runs")
     parser.add_argument("--save", type=Path, help="folder for checker-cpu.md")
+    parser.add_argument("--outputs", type=Path, help="folder of outputs, as the evaluation of Qwen2.5-Math writes them")
+    parser.add_argument("--page", type=Path, help="page that gets the tables of the conventions")
     arguments = parser.parse_args()
+    if arguments.outputs is not None:
+        if arguments.data is None:
+            parser.error("--outputs needs --data, the folder of the published benchmarks")
+        print(conventions(arguments.data, arguments.outputs, arguments.page))
+        return
 
     sets = {
         "rationals": rationals(100 if arguments.quick else 2000),

@@ -59,13 +59,23 @@ EVALUATED: list[Row] = [
     ("val/{benchmark}/pass@{k}_dense", "share", "the same of one benchmark; in one process"),
     ("val/{benchmark}/pass@{k}_sparse", "share", "with the compressed cache"),
     ("test/...", "", "the same keys in `sparse-rl test` of a module that trains"),
-    ("test/{benchmark}/{arm}", "share", "right samples, `Evaluation`; arms: `dense`, compressors by name and budget"),
+    (
+        "test/{benchmark}/{arm}",
+        "share",
+        "right samples by the convention `answers`, `Evaluation`; arms: `dense`, compressors by name and budget",
+    ),
+    ("test/{benchmark}/{arm}/strict", "share", "the same by the strict convention, whatever `answers` says"),
+    ("test/{benchmark}/{arm}/lenient", "share", "and by that of the papers' graders"),
     (
         "test/{benchmark}/too_long",
         "problems",
         "not sampled, counted as wrong: prompt and completion exceed the model's context; `Evaluation`",
     ),
-    ("test/mean/{arm}", "share", "unweighted mean over the benchmarks"),
+    (
+        "test/mean/{arm}",
+        "share",
+        "unweighted mean over the benchmarks; `.../strict` and `.../lenient` by either convention",
+    ),
 ]
 WARMUP: list[Row] = [
     ("loss", "nats/token", "cross-entropy of the solutions"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmark_files import GOLDS, write_benchmarks
 
 from sparse_rl_lightning.rewards.math import MathChecker
 
@@ -49,3 +51,28 @@ def test_a_rational_answer_costs_less_than_ten_thousand_steps_of_a_loop(monkeypa
     assert all(right[:1000])
     assert sum(right[1000:]) < 10  # neighbours that happen to be equal
     assert own.take_counters()["fallbacks"] == 0
+
+
+def test_conventions_are_compared_on_outputs(tmp_path: Path) -> None:
+    """Five outputs of one problem, one strictly right and three leniently, with another grader's verdicts."""
+    written = [
+        (r"\boxed{25}", True),
+        (r"\boxed{20+5=25}", True),
+        (r"\boxed{\sqrt{625}}", True),
+        ("The answer is 25.", False),
+        (r"\boxed{26}", False),
+    ]
+    texts = [json.dumps({"idx": 0, "code": [text], "score": [score]}) for text, score in written]
+    folders = write_benchmarks(tmp_path / "data"), tmp_path / "outputs" / "aime24"
+    folders[1].mkdir(parents=True)
+    (folders[1] / "test.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    assert GOLDS["aime24"] == ["025"]
+    page = tmp_path / "page.md"
+    command = [sys.executable, str(SCRIPT), "--data", str(folders[0]), "--outputs", str(tmp_path / "outputs")]
+    subprocess.run([*command, "--page", str(page)], check=True, capture_output=True, text=True)
+    text = page.read_text(encoding="utf-8")
+    assert "| aime24 | 5 | 60.00 | 20.00 | 80.00 | 60.00 |" in text
+    for kind in ("said, not boxed", "last side of a chain", "arithmetic not done"):
+        assert f"| {kind} | 1 | 20.000 |" in text
+    assert "| rounded decimal | 0 | 0.000 |" in text
+    assert "| The answer is 5. |" in text

@@ -22,7 +22,7 @@ from sparse_rl_lightning.modules.evaluation_tables import completion_table, name
 from sparse_rl_lightning.modules.results import BenchmarkResult
 from sparse_rl_lightning.modules.time_left import TimeLeft
 from sparse_rl_lightning.report.benchmarks import results_picture, results_table
-from sparse_rl_lightning.rewards.math import MathChecker
+from sparse_rl_lightning.rewards.math import CONVENTIONS, MathChecker
 from sparse_rl_lightning.rollout import Progress, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -260,7 +260,15 @@ def results() -> list[BenchmarkResult]:
     correct = torch.tensor([[True, False], [True, True]])
     costs = {"mean_length": 10.0, "clipped": 0.25, "kv_saving_integral": 0.1, "kv_peak_bytes": 2048, "seconds": 1.0}
     return [
-        BenchmarkResult(name, arm, "", accuracy(correct[: 1 + (arm == "dense")]), kv_saving_final=0.5, **costs)
+        BenchmarkResult(
+            name,
+            arm,
+            "",
+            accuracy(correct[: 1 + (arm == "dense")]),
+            accuracy(correct[1:]),
+            kv_saving_final=0.5,
+            **costs,
+        )
         for name in ("gsm8k", "aime24")
         for arm in ("dense", "RKV-24")
     ]
@@ -277,6 +285,17 @@ def test_table_and_picture() -> None:
     assert lines[4].startswith("mean")
     assert "2.0 KiB" in text
     assert results_picture(results())[:4] == b"\x89PNG"
+
+
+def test_the_convention_of_the_answers_chooses_what_is_shown_first() -> None:
+    strict, lenient = (results_table(results(), answers) for answers in CONVENTIONS)
+    assert "75.0 [" in strict.splitlines()[2]
+    assert "100.0 [" in lenient.splitlines()[2]
+    assert "answers: lenient" in lenient
+    for text in (strict, lenient):
+        assert "75.0 / 100.0" in text
+        assert "50.0 / 100.0" in text
+    assert results_picture(results(), "lenient") != results_picture(results())
 
 
 def test_time_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,8 @@ SAME = [
     # units in any type
     (r"\frac{1}{3} \textbf{meters}", "1/3"),
     (r"5\textit{ cm}", r"5\text{ cm}"),
+    (r"15,000 \, \text{kcal m}^{-2} \text{ yr}^{-1}", "15000"),
+    (r"1,234\text{ cm}", "1234"),
     # matrices over several lines
     ("\\begin{pmatrix}\n1 & 2 \\\\\n3 & 4\n\\end{pmatrix}", MATRIX),
     ("\\begin{pmatrix}\n1 & 2 \\\\[4pt]\n3 & 4 \\\\\n\\end{pmatrix}", MATRIX),
@@ -134,6 +136,8 @@ DIFFERENT = [
     (r"\frac{1}{3} \textbf{squared}", "1/3"),
     (r"\frac{1}{3}\textbf{x}", "1/3"),
     (r"5\textbf{ m}", r"5\text{ cm}"),
+    (r"1,234\text{ cm}", r"1,234\text{ m}"),
+    (r"1, 234\text{ cm}", "1234"),
     ("\\begin{pmatrix}\n1 & 2\n3 & 4\n\\end{pmatrix}", MATRIX),
     ("\\begin{pmatrix}\n1 & 3 \\\\\n2 & 4\n\\end{pmatrix}", MATRIX),
     ("\\begin{pmatrix}\n1 \\\n2 \\\n3 \\\n4\n\\end{pmatrix}", MATRIX),

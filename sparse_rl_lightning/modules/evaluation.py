@@ -21,6 +21,7 @@ from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy, mean_accuracy
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.evaluation_tables import (
+    CORRECT_COLUMNS,
     KV_COLUMNS,
     Table,
     benchmark_name,
@@ -41,7 +42,8 @@ from sparse_rl_lightning.report.benchmarks import results_picture, results_table
 from sparse_rl_lightning.report.text import prompt_text
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import MathReward
-from sparse_rl_lightning.rewards.math import MathChecker
+from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
+from sparse_rl_lightning.rewards.math.checker import known_convention
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.geometry import context_length
 
@@ -81,6 +83,8 @@ class Evaluation(GenerationModule):
         cuda_graphs: Decode from CUDA graphs on a GPU.
         check_workers: Processes for answers that only math-verify can compare.
         seed: Of the samples.
+        answers: By which convention the accuracies are shown and logged first, ``strict`` or ``lenient``, which pays
+            what graders of papers do. Both are measured, written and logged.
 
     Raises:
         ValueError: If there is nothing to evaluate, or a number is out of range; at the end of a test, if results
@@ -112,6 +116,7 @@ class Evaluation(GenerationModule):
         cuda_graphs: bool = True,
         check_workers: int = 1,
         seed: int = 0,
+        answers: Convention = "strict",
     ) -> None:
         self.arms = name_arms([*([FullKV()] if dense else []), *(compressors or []), *(retrievers or [])])
         if not self.arms or batch_size < 1:
@@ -133,6 +138,7 @@ class Evaluation(GenerationModule):
             val_sampling=None, chat_template_kwargs=chat_template_kwargs, optimizer=default_optimizer,
             lr_scheduler=None, disable_dropout=True,
         )  # fmt: skip
+        self.answers = known_convention(answers)
         self.num_samples_of = dict(num_samples_of or {})
         self.max_completion_length_of = dict(max_completion_length_of or {})
         self.batch_size = batch_size
@@ -176,15 +182,21 @@ class Evaluation(GenerationModule):
                 rank_zero_info(f"{name}, {arm}: taken from {self.folder.path}")
                 self._clock.total -= self._work(problems)
             self.results.append(result)
-            self.log(f"test/{name}/{arm}", result.accuracy.mean, batch_size=1)
+            self.log(f"test/{name}/{arm}", result.by(self.answers).mean, batch_size=1)
+            for answers in CONVENTIONS:
+                self.log(f"test/{name}/{arm}/{answers}", result.by(answers).mean, batch_size=1)
 
     def on_test_epoch_end(self) -> None:
         """Table, JSON and picture of everything."""
         if not self.results:
             return
         for arm in self.arms:
-            self.log(f"test/mean/{arm}", mean_accuracy([r.accuracy for r in self.results if r.arm == arm])[0])
-        text = results_table(self.results)
+            own = [result for result in self.results if result.arm == arm]
+            means = {answers: mean_accuracy([r.by(answers) for r in own])[0] for answers in CONVENTIONS}
+            self.log(f"test/mean/{arm}", means[self.answers])
+            for answers in CONVENTIONS:
+                self.log(f"test/mean/{arm}/{answers}", means[answers])
+        text = results_table(self.results, self.answers)
         say(f"\n{text}\n")
         try:
             say(f"Written: {', '.join(map(str, self._write(text)))}")
@@ -234,7 +246,7 @@ class Evaluation(GenerationModule):
         self.folder.write("results.txt", text + "\n")
         stored = [dataclasses.asdict(result) for result in self.results]
         written = [self.folder.write("results.json", json.dumps(stored, indent=2) + "\n")]
-        picture = results_picture(self.results)
+        picture = results_picture(self.results, self.answers)
         return written if picture is None else [*written, self.folder.write("results.png", picture)]
 
     def _problems(self, rows: Rows) -> Problems:
@@ -258,10 +270,11 @@ class Evaluation(GenerationModule):
         columns = joined(tables)
         peak = max(columns.pop("kv_peak_bytes"))
         everything = joined([columns, unsampled_table(problems.too_long, params.num_generations)])
-        correct = torch.tensor(everything["correct"]).view(len(problems), params.num_generations)
+        shape = len(problems), params.num_generations
+        correct = {a: torch.tensor(everything[column]).view(shape) for a, column in CORRECT_COLUMNS.items()}
         total = {key: sum(columns[key]) for key in KV_COLUMNS}
         result = BenchmarkResult(
-            name, arm, self._fingerprint(problems, arm), accuracy(correct),
+            name, arm, self._fingerprint(problems, arm), accuracy(correct["strict"]), accuracy(correct["lenient"]),
             mean_length=sum(columns["length"]) / len(columns["length"]),
             clipped=1 - sum(columns["finished"]) / len(columns["finished"]),
             kv_saving_final=1 - total["kv_stored"] / max(1, total["kv_full"]),
@@ -271,7 +284,7 @@ class Evaluation(GenerationModule):
             counters=checker.take_counters(),
             too_long=len(problems.too_long),
         )  # fmt: skip
-        table = {"benchmark": [name] * len(correct.flatten()), **everything}
+        table = {"benchmark": [name] * len(everything["index"]), **everything}
         self._part_way(lambda: self.folder.save(result, table))
         return result
 

@@ -11,10 +11,11 @@ from sparse_rl_lightning.modules.generation import Rows
 from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report.text import prompt_text
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rewards.math import MathChecker, extract_boxed
+from sparse_rl_lightning.rewards.math import Convention, MathChecker, extract_answer
 from sparse_rl_lightning.types import Rollout
 
 Table: TypeAlias = dict[str, list[Any]]
+CORRECT_COLUMNS: dict[Convention, str] = {"strict": "correct", "lenient": "correct_lenient"}
 KV_COLUMNS = ("kv_stored", "kv_full", "kv_stored_steps", "kv_full_steps")
 
 
@@ -61,7 +62,7 @@ def unsampled_table(rows: Rows, samples: int) -> Table:
         "completion": [None] * count,
         "answer": [str(row["answer"]) for row in repeated],
         "extracted": [None] * count,
-        "correct": [False] * count,
+        **{column: [False] * count for column in CORRECT_COLUMNS.values()},
         "finished": [False] * count,
         **{key: [0] * count for key in ("length", *KV_COLUMNS)},
     }
@@ -72,16 +73,16 @@ def completion_table(rows: Rows, rollout: Rollout, texts: Sequence[str], checker
     samples = len(texts) // len(rows)
     repeated = [row for row in rows for _ in range(samples)]
     assert rollout.kv is not None
+    golds, tolerances = [str(row["answer"]) for row in repeated], [float(row.get("tolerance") or 0) for row in repeated]
+    verdicts = checker.check_both(texts, golds, tolerances)
     return {
         "index": [row_number(row, n) for n, row in enumerate(rows) for _ in range(samples)],
         "sample": list(range(samples)) * len(rows),
         "prompt": [prompt_text(row["prompt"]) for row in repeated],
         "completion": list(texts),
-        "answer": [str(row["answer"]) for row in repeated],
-        "extracted": [extract_boxed(text) for text in texts],
-        "correct": checker.check(
-            texts, [str(row["answer"]) for row in repeated], [float(row.get("tolerance") or 0.0) for row in repeated]
-        ),
+        "answer": golds,
+        "extracted": [extract_answer(text) for text in texts],
+        **{column: verdicts[answers] for answers, column in CORRECT_COLUMNS.items()},
         "length": rollout.completion_lengths.tolist(),
         "finished": rollout.finished.tolist(),
         "kv_stored": rollout.kv.stored.tolist(),

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import write_parquet
 from sparse_rl_lightning.files import file_name, own_folder, write_whole
 from sparse_rl_lightning.metrics import Accuracy
+from sparse_rl_lightning.rewards.math import Convention
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class BenchmarkResult:
     benchmark: str
     arm: str  # the cache: dense, or a compressor with its budget
     fingerprint: str  # of everything that decides the result
-    accuracy: Accuracy
+    accuracy: Accuracy  # of answers that count strictly
+    lenient: Accuracy  # of answers that graders of papers pay
     mean_length: float  # tokens
     clipped: float  # share of completions cut off by the length limit
     kv_saving_final: float  # share of KV tokens not stored at the end of the sequences
@@ -30,6 +33,10 @@ class BenchmarkResult:
     seconds: float
     counters: dict[str, int] = field(default_factory=dict)  # of the answer checker
     too_long: int = 0  # problems for which the context has no room: not sampled, wrong in accuracy, in nothing else
+
+    def by(self, answers: Convention) -> Accuracy:
+        """The accuracy by a convention of what counts as the answer."""
+        return self.accuracy if answers == "strict" else self.lenient
 
     @property
     def measure(self) -> str:
@@ -49,17 +56,24 @@ class ResultFolder:
         self.path = path
 
     def load(self, benchmark: str, arm: str, fingerprint: str) -> BenchmarkResult | None:
-        """A finished result of the same settings, None if there is none."""
+        """A finished result of the same settings, None if there is none or it was judged by one convention only."""
+        file = self._file(benchmark, arm, "json")
         try:
-            stored = json.loads(self._file(benchmark, arm, "json").read_text(encoding="utf-8"))
+            stored = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        wanted = (benchmark, fingerprint)
-        if not isinstance(stored, dict) or (stored.get("benchmark"), stored.get("fingerprint")) != wanted:
+        if not isinstance(stored, dict) or stored.get("benchmark") != benchmark:
             return None
-        counts = stored["accuracy"]
-        counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}
-        return BenchmarkResult(**stored | {"accuracy": Accuracy(**counts)})
+        if "lenient" not in stored:
+            say(f"{file} was written when answers were judged by one convention only: {benchmark} is evaluated again.")
+            return None
+        if stored.get("fingerprint") != fingerprint:
+            return None
+        for name in ("accuracy", "lenient"):
+            counts = stored[name]
+            counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}
+            stored[name] = Accuracy(**counts)
+        return BenchmarkResult(**stored)
 
     def save(self, result: BenchmarkResult, completions: Mapping[str, list[Any]]) -> None:
         """Write both files.

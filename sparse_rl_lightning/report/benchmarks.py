@@ -8,6 +8,7 @@ from typing import Protocol
 
 from sparse_rl_lightning.metrics import Accuracy, mean_accuracy
 from sparse_rl_lightning.report.text import DASH, number, percent, size, table
+from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention
 
 COLORS = ("#1f2937", "#2563eb", "#c2410c", "#059669", "#7c3aed", "#ca8a04", "#db2777", "#64748b")
 
@@ -21,8 +22,7 @@ class Result(Protocol):
     def arm(self) -> str: ...  # noqa: D102
     @property
     def measure(self) -> str: ...  # noqa: D102
-    @property
-    def accuracy(self) -> Accuracy: ...  # noqa: D102
+    def by(self, answers: Convention) -> Accuracy: ...  # noqa: D102
     @property
     def mean_length(self) -> float: ...  # noqa: D102
     @property
@@ -35,16 +35,21 @@ class Result(Protocol):
     def too_long(self) -> int: ...  # noqa: D102
 
 
-def results_table(results: Sequence[Result]) -> str:
-    """Accuracy in percent with its 95 % interval by benchmark and cache, the mean, and what each cache costs."""
+def results_table(results: Sequence[Result], answers: Convention = "strict") -> str:
+    """Accuracy in percent with its 95 % interval by benchmark and cache, the mean, and what each cache costs.
+
+    Args:
+        results: What was measured.
+        answers: By which convention; a second table has the accuracies by both.
+    """
     arms, benchmarks = _names(results)
     found = {(result.benchmark, result.arm): result for result in results}
     rows = [["benchmark", "problems", "measure", *arms]]
     for benchmark in benchmarks:
         own = [found[benchmark, arm] for arm in arms if (benchmark, arm) in found]
-        cells = [_cell(found.get((benchmark, arm))) for arm in arms]
-        rows.append([benchmark, str(own[0].accuracy.num_problems), own[0].measure, *cells])
-    means = [mean_accuracy([r.accuracy for r in results if r.arm == arm]) for arm in arms]
+        cells = [_cell(found.get((benchmark, arm)), answers) for arm in arms]
+        rows.append([benchmark, str(own[0].by(answers).num_problems), own[0].measure, *cells])
+    means = [_mean(results, arm, answers) for arm in arms]
     rows.append(["mean", "", "", *(_interval(*mean) for mean in means)])
     costs = [["cache", "mean length", "cut off", "KV tokens saved", "peak KV memory"]]
     for arm in arms:
@@ -55,22 +60,24 @@ def results_table(results: Sequence[Result]) -> str:
         )
         peak = max(result.kv_peak_bytes for result in own)
         costs.append([arm, number(length, 1), percent(clipped), percent(saved), size(peak)])
-    note = "Accuracy in %, with 95 % confidence over the problems. Costs are means over the benchmarks."
+    note = f"Accuracy in % (answers: {answers}), with 95 % confidence over the problems. "
+    note += "Costs are means over the benchmarks."
     too_long = {result.benchmark: result.too_long for result in results if result.too_long}
     if too_long:
         named = ", ".join(f"{name} {count}" for name, count in too_long.items())
         note += f"\nNot sampled, counted as wrong, since prompt and completion exceed the context: {named}."
-    return f"{table(rows, 'lrl' + 'r' * len(arms))}\n\n{table(costs, 'lrrrr')}\n\n{note}"
+    parts = (table(rows, "lrl" + "r" * len(arms)), _both_conventions(results), table(costs, "lrrrr"), note)
+    return "\n\n".join(parts)
 
 
-def results_picture(results: Sequence[Result]) -> bytes | None:
-    """Bars with their 95 % intervals as PNG, None without matplotlib."""
+def results_picture(results: Sequence[Result], answers: Convention = "strict") -> bytes | None:
+    """Bars with their 95 % intervals as PNG, None without matplotlib; arguments as for the table."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
     arms, benchmarks = _names(results)
-    found = {(result.benchmark, result.arm): result.accuracy for result in results}
+    found = {(result.benchmark, result.arm): result.by(answers) for result in results}
     figure = Figure(figsize=(max(6.0, 1.5 * (len(benchmarks) + 1)), 3.6), layout="constrained")
     ax = figure.add_subplot()
     width = 0.8 / len(arms)
@@ -97,8 +104,31 @@ def _names(results: Sequence[Result]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(r.arm for r in results)), list(dict.fromkeys(r.benchmark for r in results))
 
 
-def _cell(result: Result | None) -> str:
-    return DASH if result is None else _interval(result.accuracy.mean, result.accuracy.low, result.accuracy.high)
+def _both_conventions(results: Sequence[Result]) -> str:
+    """Accuracies by both conventions, side by side."""
+    arms, benchmarks = _names(results)
+    found = {(result.benchmark, result.arm): result for result in results}
+    rows = [["strict / lenient", *arms]]
+    for benchmark in benchmarks:
+        own = [found.get((benchmark, arm)) for arm in arms]
+        rows.append([benchmark, *(DASH if r is None else _pair(*(r.by(a).mean for a in CONVENTIONS)) for r in own)])
+    rows.append(["mean", *(_pair(*(_mean(results, arm, a)[0] for a in CONVENTIONS)) for arm in arms)])
+    return table(rows, "l" + "r" * len(arms))
+
+
+def _pair(strict: float, lenient: float) -> str:
+    return f"{100 * strict:.1f} / {100 * lenient:.1f}"
+
+
+def _mean(results: Sequence[Result], arm: str, answers: Convention) -> tuple[float, float, float]:
+    return mean_accuracy([result.by(answers) for result in results if result.arm == arm])
+
+
+def _cell(result: Result | None, answers: Convention) -> str:
+    if result is None:
+        return DASH
+    accuracy = result.by(answers)
+    return _interval(accuracy.mean, accuracy.low, accuracy.high)
 
 
 def _interval(mean: float, low: float, high: float) -> str:

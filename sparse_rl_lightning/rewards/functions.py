@@ -13,7 +13,7 @@ from typing import Any
 from sparse_rl_lightning.rewards.base import counting
 from sparse_rl_lightning.rewards.expression import evaluate_expression
 from sparse_rl_lightning.rewards.math import TAIL, MathChecker, answer_kind, extract_boxed, find_last_box
-from sparse_rl_lightning.rewards.math.checker import default_checker
+from sparse_rl_lightning.rewards.math.checker import Convention, default_checker, known_convention
 
 _MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
 """What may stand behind the final box: the end of a formula and of a sentence."""
@@ -28,13 +28,15 @@ class MathReward:
     Args:
         num_workers: Processes for the few answers that only math-verify can compare.
         timeout: Seconds such a comparison may take before its process is killed.
+        answers: ``strict``, or ``lenient`` to pay as well what graders of papers do, such as ``2+3`` for 5.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or no such answers are known.
     """
 
-    def __init__(self, num_workers: int = 1, timeout: float = 3.0) -> None:
+    def __init__(self, num_workers: int = 1, timeout: float = 3.0, answers: Convention = "strict") -> None:
         self.checker = MathChecker(num_workers, timeout)
+        self.answers = known_convention(answers)
 
     def __call__(
         self,
@@ -46,7 +48,7 @@ class MathReward:
         **_: Any,
     ) -> list[float | None]:
         """The rewards of a batch."""
-        return _math_rewards(self.checker, completions, answer, tolerance)
+        return _math_rewards(self.checker, completions, answer, tolerance, self.answers)
 
     def take_counters(self) -> dict[str, int]:
         """What was counted since the last call."""
@@ -105,10 +107,14 @@ def worked_steps_reward(
 
 
 def _math_rewards(
-    checker: MathChecker, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None
+    checker: MathChecker,
+    completions: Sequence[str],
+    golds: Sequence[str],
+    tolerances: Sequence[float] | None,
+    answers: Convention = "strict",
 ) -> list[float | None]:
     golds = ["" if gold is None else str(gold) for gold in golds]  # files have numbers too
-    right = checker.check(completions, golds, tolerances)
+    right = checker.check_by(answers, completions, golds, tolerances)
     usable = {gold: bool(gold) and answer_kind(gold) != "uncheckable" for gold in set(golds)}
     return [float(paid) if usable[gold] else None for paid, gold in zip(right, golds, strict=True)]
 

@@ -30,18 +30,22 @@ that are killed when they take too long. Conventions, where mathematics leaves a
 
 from sparse_rl_lightning.rewards.math.audit import AnswerKind, GoldAudit, answer_kind, audit_golds
 from sparse_rl_lightning.rewards.math.boxes import MAX_BOX, MAX_NESTING, TAIL, extract_boxed, find_last_box
-from sparse_rl_lightning.rewards.math.checker import MathChecker, same_answer, verify
+from sparse_rl_lightning.rewards.math.checker import CONVENTIONS, Convention, MathChecker, same_answer, verify
+from sparse_rl_lightning.rewards.math.lenient import extract_answer
 from sparse_rl_lightning.rewards.math.text import normalize_answer
 
 __all__ = [
+    "CONVENTIONS",
     "MAX_BOX",
     "MAX_NESTING",
     "TAIL",
     "AnswerKind",
+    "Convention",
     "GoldAudit",
     "MathChecker",
     "answer_kind",
     "audit_golds",
+    "extract_answer",
     "extract_boxed",
     "find_last_box",
     "normalize_answer",

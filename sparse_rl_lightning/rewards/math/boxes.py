@@ -33,7 +33,7 @@ def extract_boxed(text: str) -> str | None:
 
 def announced_box(answer: str) -> str:
     r"""The content of the inner box of ``\text{The answer is }\boxed{5}``; any other answer as it is."""
-    span = find_last_box(answer)
+    span = find_last_box(answer) if "boxed" in answer else None
     if span is None or answer[span[2] + 1 :].strip(" \n$.)"):
         return answer
     words = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}|[$\s]+", r" \1 ", answer[: span[0]])
@@ -46,12 +46,11 @@ def find_last_box(text: str) -> tuple[int, int, int] | None:
     open_braces: list[tuple[int, int] | None] = []  # None for a brace that is not a box's
     last: tuple[int, int, int] | None = None
     for match in _BRACE.finditer(text):
-        box, brace = match.groups()
-        if box:
+        if match.lastindex == 1:
             open_braces.append(match.span())
-        elif brace == "{":
+        elif match.lastindex and match[2] == "{":
             open_braces.append(None)
-        elif brace and open_braces and (opened := open_braces.pop()):
+        elif match.lastindex and open_braces and (opened := open_braces.pop()):
             last = (*opened, match.start())
     unclosed = max((opened[0] for opened in open_braces if opened), default=-1)
     return last if last and last[0] > unclosed else None

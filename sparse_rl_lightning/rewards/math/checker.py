@@ -5,16 +5,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from sparse_rl_lightning.rewards.math.boxes import extract_boxed
 from sparse_rl_lightning.rewards.math.compare import Comparison, Pair
+from sparse_rl_lightning.rewards.math.lenient import LenientComparison, extract_answer
 from sparse_rl_lightning.rewards.math.symbolic import SymbolicPool
 
 COUNTERS = ("checks", "no_box", "fallbacks", "unparsed", "timeouts", "crashes", "errors")
 """What a checker counts: completions, those without a box that counts, those that math-verify was asked about, and of
 its answers those it did not understand, that took too long, and in which its process died; comparisons that raised."""
 
+Convention: TypeAlias = Literal["strict", "lenient"]
+"""What counts as the answer: what this package takes for the same, or also what graders of papers do."""
+CONVENTIONS: tuple[Convention, ...] = ("strict", "lenient")
+
 _FAILURES = {"unparsed": "unparsed", "timeout": "timeouts", "crash": "crashes"}
+
+
+def known_convention(answers: str) -> Convention:
+    """The convention of that name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for convention in CONVENTIONS:
+        if answers == convention:
+            return convention
+    raise ValueError(f"answers must be one of {', '.join(CONVENTIONS)}, got answers={answers!r}.")
 
 
 class MathChecker:
@@ -49,18 +67,58 @@ class MathChecker:
         self._counts.update(checks=len(boxed), no_box=boxed.count(None))
         return self.same(["" if box is None else box for box in boxed], golds, tolerances)
 
+    def check_both(
+        self, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
+    ) -> dict[Convention, list[bool]]:
+        """Whether each completion has its gold answer, by either convention: lenient pays all that strict pays.
+
+        Args:
+            completions: B texts, hostile ones too.
+            golds: B bare answers.
+            tolerances: B relative tolerances of numbers, default none.
+        """
+        strict = self.check(completions, golds, tolerances)
+        wrong = [place for place, is_right in enumerate(strict) if not is_right]
+        lenient = list(strict)
+        found = self._same(
+            [extract_answer(completions[place]) or "" for place in wrong],
+            [golds[place] for place in wrong],
+            [tolerances[place] for place in wrong] if tolerances else None,
+            LenientComparison,
+        )
+        for place, is_right in zip(wrong, found, strict=True):
+            lenient[place] = is_right
+        return {"strict": strict, "lenient": lenient}
+
+    def check_by(
+        self,
+        answers: Convention,
+        completions: Sequence[str],
+        golds: Sequence[str],
+        tolerances: Sequence[float] | None = None,
+    ) -> list[bool]:
+        """Whether each completion has its gold answer, by one convention; arguments as in :meth:`check`."""
+        if answers == "strict":
+            return self.check(completions, golds, tolerances)
+        return self.check_both(completions, golds, tolerances)["lenient"]
+
     def same(
         self, answers: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
     ) -> list[bool]:
         """Whether each bare answer is its gold answer; arguments as in :meth:`check`."""
+        return self._same(answers, golds, tolerances, Comparison)
+
+    def _same(
+        self, answers: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None, how: type[Comparison]
+    ) -> list[bool]:
         triples = list(zip(answers, golds, tolerances or [0.0] * len(golds), strict=True))
-        comparisons = [Comparison(tolerance) for _, _, tolerance in triples]
+        comparisons = [how(tolerance) for _, _, tolerance in triples]
         verdicts = [self._compare(c, answer, gold) for c, (answer, gold, _) in zip(comparisons, triples, strict=True)]
         open_cases = [index for index, verdict in enumerate(verdicts) if verdict is None]
         known = self._ask([pair for index in open_cases for pair in comparisons[index].missing])
         for index in open_cases:
             answer, gold, tolerance = triples[index]
-            verdicts[index] = self._compare(Comparison(tolerance, known), answer, gold)
+            verdicts[index] = self._compare(how(tolerance, known), answer, gold)
         self._counts.update(fallbacks=len(open_cases))
         return [verdict is True for verdict in verdicts]
 
@@ -94,14 +152,15 @@ def default_checker() -> MathChecker:
     return MathChecker()
 
 
-def verify(completion: str, gold: str) -> bool:
+def verify(completion: str, gold: str, answers: Convention = "strict") -> bool:
     r"""Whether the last balanced ``\boxed{}`` of a completion holds the gold answer.
 
     Args:
         completion: What the policy wrote; hostile text of any length is fine.
         gold: The bare answer, without a box. An empty gold matches nothing.
+        answers: What counts, ``strict`` or ``lenient``.
     """
-    return default_checker().check([completion], [gold])[0]
+    return default_checker().check_by(answers, [completion], [gold])[0]
 
 
 def same_answer(answer: str, gold: str) -> bool:

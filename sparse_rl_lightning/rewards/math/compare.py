@@ -125,8 +125,8 @@ class Comparison:
             return same_number(one.number, two.number, self.tolerance)
         if one.plain == two.plain or _same_words(one.plain, two.plain, "\\text" in first + second):
             return one.plain != ""
-        if two.number is not None and not _is_product(two.plain):
-            return False  # a number wants a number, not the calculation that ends in it
+        if self._wants_number(two):
+            return False
         tree = one.tree or (two.tree and product_of_letters(first))
         other = two.tree or (one.tree and product_of_letters(second))
         if tree is not None and other is not None:
@@ -138,13 +138,17 @@ class Comparison:
             self.missing.append(pair)
         return self.known.get(pair)
 
+    def _wants_number(self, gold: Reading) -> bool:
+        """Whether a gold answer is a number, which the calculation that ends in it is not."""
+        return gold.number is not None and not _is_product(gold.plain)
+
 
 @lru_cache(maxsize=4096)
 def read_atom(text: str) -> Reading:
     """What a tidied expression is, with its unit split off where a number or a constant stands before it."""
     value, unit = split_unit(text)
     number, tree = _read(value)
-    if unit and number is None and (tree is None or _has_letters(tree)):
+    if unit and number is None and (tree is None or has_letters(tree)):
         value, unit = text, ""  # no quantity with a unit, but a product or a phrase
         number, tree = _read(text)
     return Reading(plain_text(value), number, unit, tree)
@@ -192,7 +196,8 @@ def _is_product(text: str) -> bool:
 
 
 def _read(text: str) -> tuple[Number | None, Node | None]:
-    text = _BRACED_NUMBER.sub(r"\1\2", text)
+    if text.endswith("}"):
+        text = _BRACED_NUMBER.sub(r"\1\2", text)
     number = parse_number(text)
     if number is None:
         return None, readable(text)
@@ -201,8 +206,9 @@ def _read(text: str) -> tuple[Number | None, Node | None]:
     return number, None if value is None else Node("num", value=value)
 
 
-def _has_letters(tree: Node) -> bool:
-    return tree.kind == "var" or any(map(_has_letters, tree.parts))
+def has_letters(tree: Node) -> bool:
+    """Whether an expression has a letter that stands for a number."""
+    return tree.kind == "var" or any(map(has_letters, tree.parts))
 
 
 def _all(verdicts: list[bool | None]) -> bool | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+from sparse_rl_lightning.rewards.math.units import split_unit
 from sparse_rl_lightning.rewards.numbers import parse_number
 
 MAX_ITEMS = 64
@@ -85,8 +86,8 @@ def without_variable(text: str) -> str:
     ``x=1,2`` names it once, ``x_1=1,x_2=2`` with indices; ``AB=CD=5`` names it twice. Anything else comes back as it
     is, so ``41=42`` is not 42.
     """
-    pieces, separators = _split(text, frozenset(",;"))
-    parts = [_split(piece, frozenset({"=", "\\in"})) for piece in pieces]
+    pieces, separators = split_outside(text, frozenset(",;"))
+    parts = [split_outside(piece, frozenset({"=", "\\in"})) for piece in pieces]
     named = [(sides[0], *signs) for sides, signs in parts if len(sides) > 1]
     if not all(is_variable(name) for sides, _ in parts for name in sides[:-1]):
         return text
@@ -98,7 +99,7 @@ def without_variable(text: str) -> str:
 
 def split_condition(text: str) -> tuple[str, str]:
     r"""An answer and for what it holds: ``2^n\text{ for all }n\ge2`` is ``2^n``; "" where nothing is said."""
-    condition = _CONDITION.search(text)
+    condition = _CONDITION.search(text) if "for\x1f" in text else None
     return (text[: condition.start()], condition[0]) if condition and condition.start() else (text, "")
 
 
@@ -156,14 +157,14 @@ def _variable_place(group: Group) -> int | None:
 
 def has_relation(text: str) -> bool:
     """Whether a relation stands outside of all brackets."""
-    return any(len(_split(part, _RELATIONS)[0]) > 1 for part in _split(text, frozenset(",;"))[0])
+    return any(len(split_outside(part, _RELATIONS)[0]) > 1 for part in split_outside(text, frozenset(",;"))[0])
 
 
 def _parse(text: str, depth: int) -> Answer:
-    if depth > 4 or parse_number(text) is not None:
+    if depth > 4 or parse_number(text) is not None or ("," in text and parse_number(split_unit(text)[0]) is not None):
         return Atom(text)
     for separators, kind in ((frozenset(",;"), "list"), (frozenset({"\\cup"}), "union")):
-        pieces, _ = _split(text, separators)
+        pieces, _ = split_outside(text, separators)
         if 1 < len(pieces) <= MAX_ITEMS:
             return _group(kind, pieces, depth)
     if text == "\\mathbb{R}":
@@ -176,13 +177,13 @@ def _is_name(answer: Answer) -> bool:
 
 
 def _relation(text: str, depth: int) -> Answer | None:
-    sides, signs = _split(text, _RELATIONS)
+    sides, signs = split_outside(text, _RELATIONS)
     if len(sides) == 1:
         return None
     if signs[0] in _FLIPPED:
         sides, signs = sides[::-1], [_FLIPPED.get(sign, sign) for sign in signs[::-1]]
     if signs == ["="] and _TUPLE.fullmatch(sides[0]):  # (x,y)=(1,2)
-        names, values = (_split(side[1:-1], frozenset(","))[0] for side in sides)
+        names, values = (split_outside(side[1:-1], frozenset(","))[0] for side in sides)
         if sides[1][:1] == "(" and len(names) == len(values):
             return _group("list", [f"{name}={value}" for name, value in zip(names, values, strict=True)], depth)
     return _group(" ".join(signs), sides, depth)
@@ -193,7 +194,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     if len(tokens) < 3 or tokens[0] not in ("(", "[", "{", "\\{") or _closing(tokens) != len(tokens) - 1:
         return None
     inner = "".join(tokens[1:-1]).strip()
-    pieces, _ = _split(inner, frozenset(",;"))
+    pieces, _ = split_outside(inner, frozenset(",;"))
     if tokens[0] == "\\{":
         return _braced(inner, pieces, depth) if tokens[-1] == "\\}" else None
     if tokens[0] == "{" or (len(pieces) == 1 and ((tokens[0], tokens[-1]) == ("(", ")") or _MATRIX.fullmatch(inner))):
@@ -203,7 +204,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
 
 def _braced(inner: str, pieces: list[str], depth: int) -> Answer | None:
     """A set by its elements, or by a rule: ``{x | x > 0}``."""
-    rule, _ = _split(inner, frozenset("|:"))
+    rule, _ = split_outside(inner, frozenset("|:"))
     if len(rule) == 1:
         return _group("list", pieces, depth) if len(pieces) <= MAX_ITEMS else None
     name = rule[0].removesuffix("\\in\\mathbb{R}")
@@ -216,7 +217,7 @@ def _matrix(text: str, depth: int) -> Answer | None:
     match = _MATRIX.fullmatch(text)
     if match is None or match[1] == "vmatrix":
         return None
-    rows = [_split(row, frozenset("&"))[0] for row in _split(match[2], frozenset({"\\\\"}))[0] if row]
+    rows = [split_outside(row, frozenset("&"))[0] for row in split_outside(match[2], frozenset({"\\\\"}))[0] if row]
     if len({len(row) for row in rows}) != 1 or len(rows) * len(rows[0]) > MAX_ITEMS:
         return None
     return _group(f"matrix {len(rows)}", [cell for row in rows for cell in row], depth)
@@ -240,8 +241,10 @@ def _group(kind: str, pieces: list[str], depth: int) -> Group:
     return Group(kind, tuple(items))
 
 
-def _split(text: str, separators: frozenset[str]) -> tuple[list[str], list[str]]:
+def split_outside(text: str, separators: frozenset[str]) -> tuple[list[str], list[str]]:
     """The pieces of a text between separators that stand outside of all brackets, and those separators."""
+    if not any(separator in text for separator in separators):
+        return [text.strip()], []
     pieces, found, start, depth = [""], [], 0, 0
     for match in _TOKEN.finditer(text):
         token = match[0]

@@ -89,16 +89,20 @@ def tidy(text: str) -> str:
     text = TEXT_CONTENT.sub(_keep_spaces, text)
     text = _INCHES.sub(r"\\text{in}", text)
     text = _THOUSANDS.sub(lambda match: match[0].replace(_THIN, "").replace(" ", ""), text)
-    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), _LIST_COMMA.sub(";", text))
+    if "," in text:
+        text = _LIST_COMMA.sub(";", text)
+    if " " in text:
+        text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
     text = _IDLE_MARK.sub(r"\1 ", _PARTED_DIGITS.sub(" ", text)).replace(_MARK, "").replace(_THIN, "")
     text = _COMMAND_SPACE.sub("\\1\x00", text)
     text = _IDLE_SPACE.sub("", text).replace("\x00", " ")
     if "\\over" in text or "\\choose" in text:
         text = _OVER.sub(_old_fraction, text)
-    text = re.sub(r"\\(frac|binom) ?([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+) ?", r"\\\1{\2}", text)
-    text = re.sub(r"(\\(?:frac|binom)\{[^{}]*\})([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+)", r"\1{\2}", text)
-    text = re.sub(r"\\sqrt ?([0-9a-zA-Z])", r"\\sqrt{\1}", text)
-    text = re.sub(r"\\pmod ?([0-9]+|[a-zA-Z])", r"\\pmod{\1}", text)
+    if "\\" in text:
+        text = re.sub(r"\\(frac|binom) ?([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+) ?", r"\\\1{\2}", text)
+        text = re.sub(r"(\\(?:frac|binom)\{[^{}]*\})([0-9a-zA-Z]|\\(?!frac|sqrt)[a-zA-Z]+)", r"\1{\2}", text)
+        text = re.sub(r"\\sqrt ?([0-9a-zA-Z])", r"\\sqrt{\1}", text)
+        text = re.sub(r"\\pmod ?([0-9]+|[a-zA-Z])", r"\\pmod{\1}", text)
     text = re.sub(r"([_^])\{([0-9a-zA-Z])\}(?![0-9])", r"\1\2", text)
     text = re.sub(r"(?:^|(?<=[(\[{,;=<>]))\+", "", text)
     text = re.sub(r"\bnp\.(?=[a-z])", r"\\", text)
@@ -116,6 +120,8 @@ def _single_backslashes(text: str) -> str:
     r"""``\\\\frac``, escaped once too often, as ``\frac``; two backslashes end a row, and only a matrix has rows."""
     if "\\begin" in text.replace("\\\\", ""):
         return _ROW_END.sub(r"\\\\", text)
+    if "\\\\" not in text:
+        return text
     return _DOUBLED.sub(r"\\", text) if "\\\\begin" not in text else text.replace("\\\\", "\\")
 
 

@@ -1,0 +1,113 @@
+r"""What graders of papers pay beyond the conventions of this package, so that accuracies can be compared with theirs.
+
+- An equation is its last side (``5\times3\times12=180``), unless two of its sides are numbers that differ.
+- Arithmetic need not be done: ``2+3`` is 5, ``\binom{5}{2}`` is 10, ``\sqrt{4}`` is 2.
+- A decimal of at least two digits behind the point and two that count is the gold answer, unless that is a whole
+  number, where it rounds to these digits: ``0.33`` is one third.
+- ``50\%`` is one half as well as 50, in the answer or in the gold answer.
+- Where no ``\boxed`` is written, the end of the sentence behind the last "the answer is" is the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from sparse_rl_lightning.rewards.math.boxes import MAX_BOX, TAIL, extract_boxed, is_within_limits
+from sparse_rl_lightning.rewards.math.compare import Comparison, Reading, has_letters, read_atom
+from sparse_rl_lightning.rewards.math.expressions import Node
+from sparse_rl_lightning.rewards.math.structure import has_relation, split_outside
+from sparse_rl_lightning.rewards.math.text import tidy
+from sparse_rl_lightning.rewards.math.values import evaluate, readable, same_expression
+from sparse_rl_lightning.rewards.numbers import is_whole
+
+_SAID = re.compile(r"\bthe (?:final |correct )?answers? (?:is|are)\b:?\s*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
+_EQUALS = frozenset({"="})
+_NEARLY = frozenset({"\\approx", "\\simeq", "≈"})
+_NEAR = 0.02  # relative difference of two sides of \approx
+_PERCENT = re.compile(r"\\?%|\\text\s*\{\s*percent\s*\}|\s*\bpercent\b")
+_ROUNDED = re.compile(r"[+-]?([0-9,]*)\.([0-9]{2,})(?:(?:[eE]|\\times|\\cdot|\*).*)?")
+
+
+def extract_answer(completion: str) -> str | None:
+    r"""The content of the last ``\boxed{}``, or where none is written, what is said to be the answer."""
+    tail = completion[-TAIL:]
+    if "\\boxed" in tail:
+        return extract_boxed(completion)
+    ends = [said.end() for said in _SAID.finditer(tail)]
+    answer = _SENTENCE_END.split(tail[ends[-1] :], maxsplit=1)[0].strip(" *_") if ends else ""
+    return answer if 0 < len(answer) <= MAX_BOX else None
+
+
+class LenientComparison(Comparison):
+    """Compares as graders of papers do; what :class:`Comparison` pays has to be asked of it."""
+
+    def same(self, answer: str, gold: str) -> bool | None:
+        """As the base class says, for any of the readings of both."""
+        verdicts = [super(LenientComparison, self).same(*pair) for pair in _readings(answer, gold)]
+        return True if True in verdicts else None if None in verdicts else False
+
+    def _wants_number(self, gold: Reading) -> bool:
+        return False
+
+    def _same_atom(self, first: str, second: str) -> bool | None:
+        verdict = super()._same_atom(first, second)
+        return True if verdict is False and _is_rounded(read_atom(first), read_atom(second)) else verdict
+
+
+def _readings(answer: str, gold: str) -> list[tuple[str, str]]:
+    """What may be compared: as it is, the ends of a chain, and a percentage as the number that it is."""
+    if not (is_within_limits(answer) and is_within_limits(gold)):
+        return [(answer, gold)]
+    ends = [] if has_relation(tidy(gold)) else _ends(tidy(answer))
+    pairs = [(reading, gold) for reading in (answer, *ends)]
+    one, two = _PERCENT.sub("", answer), _PERCENT.sub("", gold)
+    if one != answer and two == gold:
+        pairs += [(rf"\frac{{{reading}}}{{100}}", gold) for reading in (one, *ends)]
+    elif one == answer and two != gold:
+        pairs += [(reading, rf"\frac{{{two}}}{{100}}") for reading in (one, *ends)]
+    return pairs
+
+
+def _ends(text: str) -> list[str]:
+    r"""The last side of a chain of equations, and the one before ``\approx``; none of a chain that is wrong."""
+    if len(split_outside(text, frozenset(",;"))[0]) > 1:
+        return []
+    sides, signs = split_outside(text, _EQUALS | _NEARLY)
+    trees = [readable(side) for side in sides]
+    for one, two, sign in zip(trees[:-1], trees[1:], signs, strict=True):
+        if _differ(one, two, _NEAR if sign in _NEARLY else 0.0):
+            return []
+    exact = next((side for side, sign in zip(sides, signs, strict=False) if sign in _NEARLY), None)
+    return [side for side in (sides[-1], exact) if side and len(sides) > 1]
+
+
+def _differ(first: Node | None, second: Node | None, tolerance: float) -> bool:
+    """Whether both are numbers and not the same."""
+    if first is None or second is None or has_letters(first) or has_letters(second):
+        return False
+    return same_expression(first, second, tolerance) is not True
+
+
+def _is_rounded(answer: Reading, gold: Reading) -> bool:
+    """Whether a decimal is what a number that is not whole rounds to."""
+    decimal = _ROUNDED.fullmatch(answer.plain)
+    if answer.number is None or decimal is None or gold.tree is None or has_letters(gold.tree):
+        return False
+    if answer.unit and gold.unit and answer.unit != gold.unit:
+        return False
+    if int(f"{decimal[1]}{decimal[2]}".replace(",", "")) < 10 or abs(answer.number.exponent) > MAX_BOX:
+        return False
+    try:
+        value = evaluate(gold.tree, lambda _: Fraction(0))
+        scale = Fraction(10) ** answer.number.exponent
+        if isinstance(value, Fraction):
+            error = abs(value - answer.number.mantissa * scale)
+            is_whole_gold = value.denominator == 1 and (gold.number is None or is_whole(gold.number))
+            return not is_whole_gold and error <= scale / (2 * 10 ** len(decimal[2]))
+        wanted, unit = answer.number.mantissa * scale, scale / 10 ** len(decimal[2])
+        difference = abs(value * wanted.denominator - wanted.numerator) / wanted.denominator
+        return bool(difference * (2 * unit.denominator) <= unit.numerator)
+    except (ArithmeticError, TypeError, ValueError):
+        return False
