@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -208,7 +208,7 @@ def _checkpointed(
     return in_one_call(lm_head, found_by, hidden, targets)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the module is one product with its weight and nothing else."""
     return type(module) is nn.Linear and not has_own_hooks(module)
 
@@ -232,13 +232,12 @@ def _call_in_float32(lm_head: nn.Module, hidden: Tensor, targets: Tensor, temper
 
 def _head(lm_head: nn.Module, head_in_float32: bool) -> Callable[[Tensor], Tensor]:
     """From hidden states to logits; weights of a narrower type are copied once. Hooks of ZeRO-3 are not called."""
-    plain = _is_plain_linear(lm_head)
     if not head_in_float32:
-        return partial(nn.Linear.forward, lm_head) if plain else lm_head
+        return partial(nn.Linear.forward, lm_head) if _is_plain_linear(lm_head) else lm_head
     wide = {
         name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in lm_head.named_parameters()
     }
-    if plain:
+    if _is_plain_linear(lm_head):
         return partial(_logits_in_float32, lambda states: F.linear(states, **wide))
     return partial(_logits_in_float32, lambda states: functional_call(lm_head, wide, (states,)))
 
