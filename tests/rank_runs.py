@@ -28,6 +28,7 @@ from sparse_rl_lightning.callbacks import (
     AcceptanceMonitor,
     ImportanceReweighting,
     MismatchSplit,
+    RankWatch,
     RolloutCallback,
     SparsityAwareRejection,
     ZeroSharding,
@@ -136,6 +137,17 @@ class Uneven(RolloutCallback):
         return index % trainer.world_size == trainer.global_rank
 
 
+class OwnFolder(Callback):
+    """A checkpoint folder that is another one on this rank, as on a machine without the others' file system."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
+        trainer.checkpoint_callback.dirpath = self.folder
+
+
 class Poison(RolloutCallback):
     """Spoils one sequence of the first rollout on the last rank only."""
 
@@ -174,23 +186,17 @@ def strategy(name: str, world_size: int) -> Any:
     return name if world_size > 1 else "auto"
 
 
-def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
-    """Train one job in this process; all ranks call it."""
-    options = {**SETTINGS, **job.get("settings", {}), "learner": Learner(**job.get("learner", {}))}
-    reward = letters if job.get("letters") else likes_a
-    kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
-    grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
-    if isinstance(grpo, Recorded):
-        grpo.record = torch.load(job["record"], weights_only=True)
-    tap, sampled = Tap(), Sampled()
+def asked(job: Job) -> list[Any]:
+    """The callbacks of a job."""
     callbacks: list[Any] = [
-        SparsityAwareRejection(threshold=0.5), ImportanceReweighting(clip_max=1.5, normalize="batch"), tap, sampled
+        SparsityAwareRejection(threshold=0.5), ImportanceReweighting(clip_max=1.5, normalize="batch"),
+        RankWatch(stuck_after=30),
     ]  # fmt: skip
     if job.get("poison"):
         callbacks.append(Poison())
     if job.get("uneven"):
         callbacks += [Uneven(**job["uneven"]), AcceptanceMonitor(1), MismatchSplit(1)]
-    for name, kind in (("terminate", Terminate), ("full_disk", FullDisk)):
+    for name, kind in (("terminate", Terminate), ("full_disk", FullDisk), ("own_folder", OwnFolder)):
         if name in job:
             callbacks.append(kind(job[name]))
     if "sharding" in job:
@@ -200,20 +206,44 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
         callbacks.append(
             ModelCheckpoint(folder, every_n_train_steps=every, save_last=True, enable_version_counter=False)
         )
+    return callbacks
+
+
+def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
+    """Train one job in this process; all ranks call it."""
+    if int(os.environ.get("RANK", "0")) == world_size - 1:
+        job = job | job.get("last_rank", {})
+    options = {**SETTINGS, **job.get("settings", {}), "learner": Learner(**job.get("learner", {}))}
+    reward = letters if job.get("letters") else likes_a
+    kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
+    grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
+    with torch.no_grad():
+        next(grpo.policy_source.load()[0].parameters()).mul_(job.get("scale", 1.0))  # as a file that is another one
+    if isinstance(grpo, Recorded):
+        grpo.record = torch.load(job["record"], weights_only=True)
+    data = Rows(prompts_per_rollout=PROMPTS // world_size)
+    data.train_rows = lambda: Rows.train_rows(data)[: job.get("rows")]  # type: ignore[method-assign]
+    tap, sampled = Tap(), Sampled()
     torch.manual_seed(11)
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy(job.get("strategy", "ddp"), world_size), logger=False,
         enable_checkpointing=bool(job.get("checkpoints")), enable_progress_bar=False, enable_model_summary=False,
-        callbacks=callbacks, default_root_dir=out, **{**TRAINER, "limit_val_batches": 0, **job.get("trainer", {})},
+        callbacks=[*asked(job), tap, sampled], default_root_dir=out,
+        **{**TRAINER, "limit_val_batches": 0, **job.get("trainer", {})},
     )  # fmt: skip
     ckpt_path = job.get("ckpt_path")
-    status = None
+    status, refused = None, ""
     try:
-        trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=PROMPTS // world_size), ckpt_path=ckpt_path)
+        trainer.fit(grpo, datamodule=data, ckpt_path=ckpt_path)
     except SystemExit as end:
         status = end.code
+    except ValueError as error:
+        if "last_rank" not in job:
+            raise
+        refused = str(error)
     return {
         "status": status,
+        "refused": refused,
         "shadow": 0 if grpo.shadow is None else grpo.shadow.nbytes,
         "gradients": tap.gradients,
         "weights": tap.weights,

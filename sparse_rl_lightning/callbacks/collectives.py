@@ -55,7 +55,7 @@ def current_wait() -> Wait | None:
     None where there is none, where the recorder is off (``TORCH_FR_BUFFER_SIZE=0``), or where torch has none.
     """
     try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]  # private
     except ImportError:
         return None
     entries = json.loads(_dump_fr_trace_json(True, True)).get("entries", [])

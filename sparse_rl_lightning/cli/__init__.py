@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from jsonargparse.typing import PositiveInt
@@ -28,8 +29,9 @@ from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.callbacks.console import say
 from sparse_rl_lightning.callbacks.folders import write_whole
 from sparse_rl_lightning.cli.calibrate import main as calibrate
-from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, warn_of_earlier_run
+from sparse_rl_lightning.cli.checks import check_checkpoint, check_folders, check_launch, warn_of_earlier_run
 from sparse_rl_lightning.cli.export import ExportingTrainer
+from sparse_rl_lightning.cli.launch import follow_launcher, network_error
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_own, own_error
 from sparse_rl_lightning.cli.quiet import quiet
 from sparse_rl_lightning.cli.report import main as report
@@ -61,9 +63,11 @@ class SparseRLCLI(LightningCLI):
         """Check folders and checkpoint, and apply what concerns the whole process.
 
         Raises:
-            ValueError: If the checkpoint to resume from does not exist, or an output folder cannot be written.
+            ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, or
+                strategy and processes do not fit together.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
+        check_launch(config)
         check_folders(config)
         check_checkpoint(config)
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
@@ -168,6 +172,7 @@ def console() -> None:
     if sys.argv[1:2] == ["doctor"]:
         doctor.main()
         return
+    follow_launcher()
     try:
         if sys.argv[1:2] == ["calibrate"]:
             with _prepared():
@@ -180,8 +185,16 @@ def console() -> None:
     except (ValueError, MisconfigurationException) as error:
         if _wants_traceback() or not (is_own(error) or isinstance(error, MisconfigurationException)):
             raise
-        Tqdm.write(f"error: {error}", file=sys.stderr)  # above a bar that is still on the screen
-        sys.exit(1)
+        _end(str(error))
+    except torch.distributed.DistNetworkError as error:
+        if _wants_traceback():
+            raise
+        _end(network_error(error))
+
+
+def _end(message: str) -> NoReturn:
+    Tqdm.write(f"error: {message}", file=sys.stderr)  # above a bar that is still on the screen
+    sys.exit(1)
 
 
 def _wants_traceback() -> bool:

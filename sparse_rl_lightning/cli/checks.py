@@ -11,6 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.files import replaced
+from sparse_rl_lightning.modules.ranks import check_processes
+from sparse_rl_lightning.strategies import not_deepspeed
 
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
 """What Lightning's ``ckpt_path`` may say instead of a path, ``last`` apart."""
@@ -59,6 +61,26 @@ def check_checkpoint(config: Any) -> None:
             "path of a checkpoint, or leave ckpt_path out to start anew. ModelCheckpoint writes last.ckpt with "
             "save_last: true and a fixed dirpath."
         )
+
+
+def check_launch(config: Any) -> None:
+    """What the module would refuse as well, but Lightning's trainer meets first.
+
+    Args:
+        config: The parsed configuration of a subcommand.
+
+    Raises:
+        ValueError: If the strategy is Lightning's own DeepSpeed, or other processes were started than are asked for.
+    """
+    strategy = config.trainer.strategy
+    name = strategy if isinstance(strategy, str) else str(getattr(strategy, "class_path", "")).rpartition(".")[2]
+    if name.startswith("deepspeed") or name == "DeepSpeedStrategy":
+        raise ValueError(not_deepspeed(f"trainer.strategy={name}"))
+    devices = config.trainer.devices
+    if isinstance(devices, str) and devices.isdecimal():
+        devices = int(devices)
+    if isinstance(devices, int) and devices > 0:
+        check_processes(devices * config.trainer.num_nodes)
 
 
 def warn_of_earlier_run(config: Any) -> None:

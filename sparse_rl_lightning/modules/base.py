@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
+from sparse_rl_lightning.modules.ranks import check_processes, check_strategy, fingerprint
 from sparse_rl_lightning.modules.rng import random_state, restore_random_state
 from sparse_rl_lightning.sharding import is_sharded, shard_fully, whole_weights
 
@@ -48,8 +49,19 @@ class PolicyModule(LightningModule):
         self.without_dropout = without_dropout
         self.policy: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.same_on_ranks: dict[str, str] = {}
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
         self._random_state_of_training: dict[str, Any] | None = None  # while a validation draws numbers of its own
+
+    def configure_callbacks(self) -> list[Callback]:
+        """None; asked before the strategy starts anything, so here it is looked at, and the number of processes.
+
+        Raises:
+            ValueError: If the strategy is one that trains something else, or the trainer is of other processes.
+        """
+        check_strategy(self.trainer.strategy)
+        check_processes(self.trainer.world_size)
+        return []
 
     def setup(self, stage: str) -> None:
         """Have single-file checkpoints written durably, unless the trainer was given a way of its own."""
@@ -74,6 +86,7 @@ class PolicyModule(LightningModule):
             disable_dropout(self.policy)
         self.on_policy_loaded()
         if self._device_mesh is not None:
+            self.same_on_ranks["starting weights"] = fingerprint(self.policy.state_dict())  # FSDP2 takes a part of each
             self._shard_fully()
 
     def on_policy_loaded(self) -> None:

@@ -23,7 +23,7 @@ from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
 from sparse_rl_lightning.modules.policy import PolicySource
-from sparse_rl_lightning.modules.ranks import advantages_of_rank
+from sparse_rl_lightning.modules.ranks import advantages_of_rank, fingerprint
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import check_rewards
@@ -298,6 +298,8 @@ class SparseGRPO(BlockModule):
         """Load the reference policy where the objective needs one."""
         if self.objective.beta > 0:
             self._reference = [self.policy_source.load_reference()]
+            if self._world_size > 1:  # no strategy shares it
+                self.same_on_ranks["reference policy"] = fingerprint(self._reference[0].state_dict())
 
     def on_fit_start(self) -> None:
         """Check that the numbers fit together, and that nothing needs log-probs that are not computed."""
