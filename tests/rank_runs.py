@@ -33,6 +33,8 @@ from sparse_rl_lightning.callbacks import (
     SparsityAwareRejection,
     ZeroSharding,
 )  # fmt: skip
+from sparse_rl_lightning.checkpoints import sharded
+from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.modules import Learner, SparseGRPO
 from sparse_rl_lightning.sharding import whole_weights
 from sparse_rl_lightning.strategies import SparseRLDeepSpeed, zero_config
@@ -102,6 +104,32 @@ class Terminate(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Kill(Callback):
+    """Power fails on one rank, in the second micro-batch of the fourth optimiser step."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and batch_idx == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class OwnParts(Callback):
+    """From the third optimiser step on, this rank's part of a checkpoint is written where the others do not see it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= 2:
+            (self.folder / sharded.TAG).mkdir(parents=True, exist_ok=True)
+            sharded.incomplete = lambda path: self.folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        sharded.incomplete = incomplete
+
+
 class FullDisk(Callback):
     """From the third optimiser step on, one rank can write no files above 4 KiB."""
 
@@ -164,6 +192,14 @@ def letters(completions: list[str], **_: Any) -> list[float | None]:
     return [sum(map(ord, text)) % 97 / 97 for text in completions]
 
 
+def counted(completions: list[str], **_: Any) -> list[float | None]:
+    """A reward whose counter has another name on every rank."""
+    return likes_a([], completions)
+
+
+counted.take_counters = lambda: {f"of_rank_{os.environ['RANK']}": 1.0}  # type: ignore[attr-defined]
+
+
 def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     if isinstance(parameter.grad, DTensor):
         return parameter.grad.full_tensor()
@@ -196,7 +232,10 @@ def asked(job: Job) -> list[Any]:
         callbacks.append(Poison())
     if job.get("uneven"):
         callbacks += [Uneven(**job["uneven"]), AcceptanceMonitor(1), MismatchSplit(1)]
-    for name, kind in (("terminate", Terminate), ("full_disk", FullDisk), ("own_folder", OwnFolder)):
+    faults = {
+        "terminate": Terminate, "kill": Kill, "full_disk": FullDisk, "own_folder": OwnFolder, "own_parts": OwnParts
+    }  # fmt: skip
+    for name, kind in faults.items():
         if name in job:
             callbacks.append(kind(job[name]))
     if "sharding" in job:
@@ -214,7 +253,7 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     if int(os.environ.get("RANK", "0")) == world_size - 1:
         job = job | job.get("last_rank", {})
     options = {**SETTINGS, **job.get("settings", {}), "learner": Learner(**job.get("learner", {}))}
-    reward = letters if job.get("letters") else likes_a
+    reward = letters if job.get("letters") else counted if job.get("uneven") else likes_a
     kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
     grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
     with torch.no_grad():
@@ -256,6 +295,13 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
 
 def run(jobs: list[Job], folder: Path, world_size: int, timeout: float = 240) -> dict[str, dict[str, Any]]:
     """Start the processes, wait for all, and return rank zero's outcomes by the jobs' names."""
+    statuses, texts = statuses_of(jobs, folder, world_size, timeout)
+    assert not any(statuses), "\n\n".join(text[-3000:] for text in texts)
+    return {job["name"]: torch.load(folder / f"{job['name']}.pt", weights_only=True) for job in jobs}
+
+
+def statuses_of(jobs: list[Job], folder: Path, world_size: int, timeout: float = 240) -> tuple[list[int], list[str]]:
+    """Start the processes, wait for all, and return each one's status and output; one that was ended here has -9."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     processes = start([sys.executable, __file__, str(folder)], folder, world_size)
@@ -267,9 +313,9 @@ def run(jobs: list[Job], folder: Path, world_size: int, timeout: float = 240) ->
     finally:
         for process in processes:
             process.kill()
-    texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(world_size)]
-    assert all(process.returncode == 0 for process in processes), "\n\n".join(text[-3000:] for text in texts)
-    return {job["name"]: torch.load(folder / f"{job['name']}.pt", weights_only=True) for job in jobs}
+    return [process.wait() for process in processes], [
+        (folder / f"rank{rank}.txt").read_text() for rank in range(world_size)
+    ]
 
 
 def start(command: list[str], folder: Path, world_size: int) -> list[subprocess.Popen[bytes]]:

@@ -180,6 +180,7 @@ def test_ranks_need_not_have_as_many_tokens(name: str, together: Outcomes) -> No
     outcome, ddp = together[f"uneven-ReplayGRPO-{name}"], together["uneven-ReplayGRPO-ddp"]
     assert (outcome["global_step"], outcome["num_rollouts"]) == (6, 3)
     assert [one["rollout"]["completion_mask"].sum().item() for one in outcome["sampled"]] == [16, 96, 16]
+    assert {outcome["metrics"][f"rewards/counted/of_rank_{rank}"] for rank in (0, 1)} == {1.0}
     for own, want in zip(outcome["gradients"][:2], ddp["gradients"][:2], strict=True):  # of the first rollout
         for key, value in want.items():
             torch.testing.assert_close(own[key], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))

@@ -29,6 +29,19 @@ def gather_to_zero(value: Any, world_size: int) -> list[Any]:
     return values or []
 
 
+def mean_over_ranks(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """Every metric's mean over the ranks that have it, on all ranks, in one exchange. Collective.
+
+    Which names there are may depend on a rank's data, as counters of reward functions do.
+    """
+    own = {name: float(value) for name, value in metrics.items()}
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, own)
+    names = dict.fromkeys(name for metrics in ranks for name in metrics)
+    values = {name: [metrics[name] for metrics in ranks if name in metrics] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
 def advantages_of_rank(
     rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards, trainer: Trainer | None
 ) -> Tensor:

@@ -23,7 +23,7 @@ from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
 from sparse_rl_lightning.modules.policy import PolicySource
-from sparse_rl_lightning.modules.ranks import advantages_of_rank, fingerprint
+from sparse_rl_lightning.modules.ranks import advantages_of_rank, fingerprint, mean_over_ranks
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import check_rewards
@@ -290,7 +290,9 @@ class SparseGRPO(BlockModule):
 
     def _log_rollout(self, scored: ScoredRollout) -> None:
         own = {} if self.partial is None else self.partial.metrics(scored.rollout)
-        self.log_dict(rollout_metrics(scored) | own, batch_size=len(scored.completions), sync_dist=True)
+        metrics = rollout_metrics(scored) | own
+        metrics = metrics if self._world_size == 1 else mean_over_ranks(metrics)
+        self.log_dict(metrics, batch_size=len(scored.completions))
 
     # ---------------------------------------------------------------- Lightning
 
