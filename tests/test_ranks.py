@@ -55,7 +55,8 @@ def uneven(strategy: str, module: str, **settings: Any) -> dict[str, Any]:
     """Everything that runs the policy, on ranks whose completions differ in length in every rollout."""
     return {
         "name": f"uneven-{module}-{strategy}", "strategy": strategy, "module": module, "settings": settings,
-        "uneven": {"rejects": True}, "learner": {"head_chunk_size": 4}, "trainer": {"max_steps": 6},
+        "uneven": {"rejects": True}, "trainer": {"max_steps": 6},
+        "learner": {"head_chunk_size": 4, "head_in_float32": module == "ReplayGRPO"},
     }  # fmt: skip
 
 
