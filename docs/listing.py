@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, retrievers, rewards, strategies
-from sparse_rl_lightning.callbacks.defaults import CALLBACKS
+from sparse_rl_lightning.callbacks.defaults import EVERY_RUN, ROLLING_OUT
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
@@ -107,7 +107,7 @@ One behaviour each, switched on by a line under `trainer.callbacks`, or on the c
 `--trainer.callbacks+=TIS`. Callbacks that change what a rollout counts for run before those that only read it, whatever
 their order in the file. The numbers they log are explained with the others in [logged metrics](metrics.md)."""
 
-OWN = list(CALLBACKS)
+OWN = [*ROLLING_OUT, *EVERY_RUN]
 CORRECTIONS = [callbacks.SparsityAwareRejection, callbacks.ImportanceReweighting]
 PUBLISHED = [
     callbacks.TIS, callbacks.IcePop, callbacks.SequenceTIS, callbacks.GeometricTIS, callbacks.SequenceMIS,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 WHOLE = 2**16
 """Weights with more numbers than this are sampled, at least so many of them and at least one of every row."""
@@ -48,6 +49,8 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
     """What JSON can write; ``above`` are the objects that hold this one."""
     if value is None or isinstance(value, (str, int, float)):
         return value
+    if isinstance(value, DTensor):
+        return "sharded"  # every rank has another part
     if isinstance(value, Tensor):
         return _bytes_of(value)
     if isinstance(value, np.ndarray):

@@ -183,4 +183,19 @@ def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters:
     }
 
 
+def not_deepspeed(given: str) -> str:
+    """Why Lightning's own DeepSpeed strategies are refused, and what to use.
+
+    Args:
+        given: What was asked for, such as ``trainer.strategy=deepspeed_stage_2``.
+    """
+    wanted = f"sparse_rl_{given.rpartition('=')[2]}"
+    names = [name for name in StrategyRegistry.available_strategies() if name.startswith("sparse_rl_deepspeed")]
+    return (
+        f"{given} is Lightning's own, which divides the loss twice where gradients are accumulated. Use "
+        f"--trainer.strategy={wanted if wanted in names else f'sparse_rl_deepspeed_stage_2 (or {names})'}, or "
+        "SparseRLDeepSpeed with a configuration of your own."
+    )
+
+
 SparseRLDeepSpeed.register_strategies(StrategyRegistry)

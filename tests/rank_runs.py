@@ -28,10 +28,13 @@ from sparse_rl_lightning.callbacks import (
     AcceptanceMonitor,
     ImportanceReweighting,
     MismatchSplit,
+    RankWatch,
     RolloutCallback,
     SparsityAwareRejection,
     ZeroSharding,
 )  # fmt: skip
+from sparse_rl_lightning.checkpoints import sharded
+from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.modules import Learner, SparseGRPO
 from sparse_rl_lightning.sharding import whole_weights
 from sparse_rl_lightning.strategies import SparseRLDeepSpeed, zero_config
@@ -101,6 +104,32 @@ class Terminate(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Kill(Callback):
+    """Power fails on one rank, in the second micro-batch of the fourth optimiser step."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and batch_idx == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class OwnParts(Callback):
+    """From the third optimiser step on, this rank's part of a checkpoint is written where the others do not see it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= 2:
+            (self.folder / sharded.TAG).mkdir(parents=True, exist_ok=True)
+            sharded.incomplete = lambda path: self.folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        sharded.incomplete = incomplete
+
+
 class FullDisk(Callback):
     """From the third optimiser step on, one rank can write no files above 4 KiB."""
 
@@ -136,6 +165,17 @@ class Uneven(RolloutCallback):
         return index % trainer.world_size == trainer.global_rank
 
 
+class OwnFolder(Callback):
+    """A checkpoint folder that is another one on this rank, as on a machine without the others' file system."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
+        trainer.checkpoint_callback.dirpath = self.folder
+
+
 class Poison(RolloutCallback):
     """Spoils one sequence of the first rollout on the last rank only."""
 
@@ -150,6 +190,14 @@ class Poison(RolloutCallback):
 def letters(completions: list[str], **_: Any) -> list[float | None]:
     """A reward that differs from text to text."""
     return [sum(map(ord, text)) % 97 / 97 for text in completions]
+
+
+def counted(completions: list[str], **_: Any) -> list[float | None]:
+    """A reward whose counter has another name on every rank."""
+    return likes_a([], completions)
+
+
+counted.take_counters = lambda: {f"of_rank_{os.environ['RANK']}": 1.0}  # type: ignore[attr-defined]
 
 
 def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -174,23 +222,20 @@ def strategy(name: str, world_size: int) -> Any:
     return name if world_size > 1 else "auto"
 
 
-def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
-    """Train one job in this process; all ranks call it."""
-    options = {**SETTINGS, **job.get("settings", {}), "learner": Learner(**job.get("learner", {}))}
-    reward = letters if job.get("letters") else likes_a
-    kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
-    grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
-    if isinstance(grpo, Recorded):
-        grpo.record = torch.load(job["record"], weights_only=True)
-    tap, sampled = Tap(), Sampled()
+def asked(job: Job) -> list[Any]:
+    """The callbacks of a job."""
     callbacks: list[Any] = [
-        SparsityAwareRejection(threshold=0.5), ImportanceReweighting(clip_max=1.5, normalize="batch"), tap, sampled
+        SparsityAwareRejection(threshold=0.5), ImportanceReweighting(clip_max=1.5, normalize="batch"),
+        RankWatch(stuck_after=30),
     ]  # fmt: skip
     if job.get("poison"):
         callbacks.append(Poison())
     if job.get("uneven"):
         callbacks += [Uneven(**job["uneven"]), AcceptanceMonitor(1), MismatchSplit(1)]
-    for name, kind in (("terminate", Terminate), ("full_disk", FullDisk)):
+    faults = {
+        "terminate": Terminate, "kill": Kill, "full_disk": FullDisk, "own_folder": OwnFolder, "own_parts": OwnParts
+    }  # fmt: skip
+    for name, kind in faults.items():
         if name in job:
             callbacks.append(kind(job[name]))
     if "sharding" in job:
@@ -200,20 +245,44 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
         callbacks.append(
             ModelCheckpoint(folder, every_n_train_steps=every, save_last=True, enable_version_counter=False)
         )
+    return callbacks
+
+
+def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
+    """Train one job in this process; all ranks call it."""
+    if int(os.environ.get("RANK", "0")) == world_size - 1:
+        job = job | job.get("last_rank", {})
+    options = {**SETTINGS, **job.get("settings", {}), "learner": Learner(**job.get("learner", {}))}
+    reward = letters if job.get("letters") else counted if job.get("uneven") else likes_a
+    kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
+    grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
+    with torch.no_grad():
+        next(grpo.policy_source.load()[0].parameters()).mul_(job.get("scale", 1.0))  # as a file that is another one
+    if isinstance(grpo, Recorded):
+        grpo.record = torch.load(job["record"], weights_only=True)
+    data = Rows(prompts_per_rollout=PROMPTS // world_size)
+    data.train_rows = lambda: Rows.train_rows(data)[: job.get("rows")]  # type: ignore[method-assign]
+    tap, sampled = Tap(), Sampled()
     torch.manual_seed(11)
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy(job.get("strategy", "ddp"), world_size), logger=False,
         enable_checkpointing=bool(job.get("checkpoints")), enable_progress_bar=False, enable_model_summary=False,
-        callbacks=callbacks, default_root_dir=out, **{**TRAINER, "limit_val_batches": 0, **job.get("trainer", {})},
+        callbacks=[*asked(job), tap, sampled], default_root_dir=out,
+        **{**TRAINER, "limit_val_batches": 0, **job.get("trainer", {})},
     )  # fmt: skip
     ckpt_path = job.get("ckpt_path")
-    status = None
+    status, refused = None, ""
     try:
-        trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=PROMPTS // world_size), ckpt_path=ckpt_path)
+        trainer.fit(grpo, datamodule=data, ckpt_path=ckpt_path)
     except SystemExit as end:
         status = end.code
+    except ValueError as error:
+        if "last_rank" not in job:
+            raise
+        refused = str(error)
     return {
         "status": status,
+        "refused": refused,
         "shadow": 0 if grpo.shadow is None else grpo.shadow.nbytes,
         "gradients": tap.gradients,
         "weights": tap.weights,
@@ -226,6 +295,13 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
 
 def run(jobs: list[Job], folder: Path, world_size: int, timeout: float = 240) -> dict[str, dict[str, Any]]:
     """Start the processes, wait for all, and return rank zero's outcomes by the jobs' names."""
+    statuses, texts = statuses_of(jobs, folder, world_size, timeout)
+    assert not any(statuses), "\n\n".join(text[-3000:] for text in texts)
+    return {job["name"]: torch.load(folder / f"{job['name']}.pt", weights_only=True) for job in jobs}
+
+
+def statuses_of(jobs: list[Job], folder: Path, world_size: int, timeout: float = 240) -> tuple[list[int], list[str]]:
+    """Start the processes, wait for all, and return each one's status and output; one that was ended here has -9."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     processes = start([sys.executable, __file__, str(folder)], folder, world_size)
@@ -237,9 +313,9 @@ def run(jobs: list[Job], folder: Path, world_size: int, timeout: float = 240) ->
     finally:
         for process in processes:
             process.kill()
-    texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(world_size)]
-    assert all(process.returncode == 0 for process in processes), "\n\n".join(text[-3000:] for text in texts)
-    return {job["name"]: torch.load(folder / f"{job['name']}.pt", weights_only=True) for job in jobs}
+    return [process.wait() for process in processes], [
+        (folder / f"rank{rank}.txt").read_text() for rank in range(world_size)
+    ]
 
 
 def start(command: list[str], folder: Path, world_size: int) -> list[subprocess.Popen[bytes]]:

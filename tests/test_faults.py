@@ -25,7 +25,7 @@ from sparse_rl_lightning.callbacks import (
     RolloutCallback,
     SparsityAwareRejection,
     StepGuard,
-    rank_watch,
+    rank_links,
 )
 from sparse_rl_lightning.callbacks.rank_watch import STATUS
 from sparse_rl_lightning.types import ScoredRollout
@@ -268,7 +268,7 @@ fit(module(kind=Dying), 4, [Die()], data=Rows(prompts_per_rollout=2), devices=2,
 
 def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """One says nothing, one resets, one talks nonsense; the real rank comes last."""
-    monkeypatch.setattr(rank_watch, "SILENCE", 0.2)
+    monkeypatch.setattr(rank_links, "SILENCE", 0.2)
     token = "0" * 32
     with socket.create_server(("127.0.0.1", 0)) as server:
         silent, rude, odd, rank = (socket.create_connection(server.getsockname()) for _ in range(4))
@@ -276,11 +276,11 @@ def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPa
         rude.close()
         odd.sendall(b"\xff" * 30 + b" x " + b"\xff" * 19)
         rank.sendall(f"{token} {1:08d} {7:010d}".encode())
-        found = RankWatch()._accept(server, token, 2)
+        found = rank_links.accept(server, token, 2)
         assert {number: place.getpeername() for number, place in found.items()} == {1: rank.getsockname()}
-        monkeypatch.setattr(rank_watch, "PATIENCE", 0.2)
+        monkeypatch.setattr(rank_links, "PATIENCE", 0.2)
         with pytest.raises(TimeoutError, match="rank 1 did not connect to rank 0 within 0"):
-            RankWatch()._accept(server, token, 2)
+            rank_links.accept(server, token, 2)
     for connection in (silent, odd, rank, *found.values()):
         connection.close()
 
@@ -326,9 +326,9 @@ def test_bad_arguments(make: Any, message: str) -> None:
 SLOW = """
 import time
 from tiny_grpo import Rows, fit, module
-from sparse_rl_lightning.callbacks import rank_watch
+from sparse_rl_lightning.callbacks import rank_links
 
-rank_watch.PATIENCE = 2
+rank_links.PATIENCE = 2
 
 class SlowRows(Rows):
     def setup(self, stage):

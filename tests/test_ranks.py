@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         {"name": "one-to-two", "strategy": "ddp", "ckpt_path": alone["last"]},
         {"name": "three-to-two", "strategy": "zero2", "ckpt_path": str(folder / "zero3-parts" / "last.ckpt")},
     ]
+    jobs += unlike(folder)
     return run(jobs, folder, 2) | {"folder": {"path": str(folder)}}
 
 
@@ -53,8 +55,23 @@ def uneven(strategy: str, module: str, **settings: Any) -> dict[str, Any]:
     """Everything that runs the policy, on ranks whose completions differ in length in every rollout."""
     return {
         "name": f"uneven-{module}-{strategy}", "strategy": strategy, "module": module, "settings": settings,
-        "uneven": {"rejects": True}, "learner": {"head_chunk_size": 4}, "trainer": {"max_steps": 6},
+        "uneven": {"rejects": True}, "trainer": {"max_steps": 6},
+        "learner": {"head_chunk_size": 4, "head_in_float32": module == "ReplayGRPO"},
     }  # fmt: skip
+
+
+def unlike(folder: Path) -> list[dict[str, Any]]:
+    """What ranks must not differ in; the files are those of earlier jobs."""
+    whole, kept = ({"ckpt_path": str(folder / name / "last.ckpt")} for name in ("ddp-whole", "ddp-kept"))
+    place = {"checkpoints": str(folder / "shared"), "last_rank": {"own_folder": str(folder / "elsewhere")}}
+    return [
+        {"name": "unlike-rows", "strategy": "zero1", "last_rank": {"rows": 9}},
+        {"name": "unlike-weights", "strategy": "fsdp2", "settings": {"beta": 0.0}, "last_rank": {"scale": 1.5}},
+        {"name": "unlike-reference", "strategy": "ddp", "last_rank": {"scale": 1.5}},
+        {"name": "unlike-last", "strategy": "ddp", **kept, "last_rank": whole},
+        {"name": "unlike-folder-zero2", "strategy": "zero2", **place},
+        {"name": "unlike-folder-fsdp2", "strategy": "fsdp2", **place},
+    ]
 
 
 def test_the_comparison_means_something(alone: dict[str, Any]) -> None:
@@ -164,9 +181,27 @@ def test_ranks_need_not_have_as_many_tokens(name: str, together: Outcomes) -> No
     outcome, ddp = together[f"uneven-ReplayGRPO-{name}"], together["uneven-ReplayGRPO-ddp"]
     assert (outcome["global_step"], outcome["num_rollouts"]) == (6, 3)
     assert [one["rollout"]["completion_mask"].sum().item() for one in outcome["sampled"]] == [16, 96, 16]
+    assert {outcome["metrics"][f"rewards/counted/of_rank_{rank}"] for rank in (0, 1)} == {1.0}
     for own, want in zip(outcome["gradients"][:2], ddp["gradients"][:2], strict=True):  # of the first rollout
         for key, value in want.items():
             torch.testing.assert_close(own[key], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rows", r"Ranks differ in their training rows: rank 0 has 16 of the hash \w+, rank 1 has 9 of the hash"),
+        ("weights", r"Ranks differ in their starting weights: rank 0 has \w+, rank 1 has \w+. All must read the same"),
+        ("reference", "Ranks differ in their reference policy: rank 0 has"),
+        ("last", "Ranks differ in their checkpoint: rank 0 has one with the hash"),
+        ("folder-zero2", "of ModelCheckpoint is another folder on rank 1 than on rank 0"),
+        ("folder-fsdp2", "of ModelCheckpoint is another folder on rank 1 than on rank 0"),
+    ],
+)
+def test_ranks_that_are_unlike_are_refused_before_the_first_step(name: str, said: str, together: Outcomes) -> None:
+    outcome = together[f"unlike-{name}"]
+    assert re.search(said, outcome["refused"]), outcome["refused"]
+    assert outcome["num_rollouts"] == (2 if name == "last" else 0)
 
 
 def text(together: Outcomes) -> str:

@@ -18,10 +18,10 @@ from sparse_rl_lightning.callbacks.zero_sharding import ZeroSharding
 EVERY_RUN: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
 """Of all modules."""
 
-CALLBACKS: tuple[type[Callback], ...] = (
-    DryRun, ZeroSharding, StepTimes, EmptyRollouts, StepGuard, RankWatch, Preemption, *EVERY_RUN
+ROLLING_OUT: tuple[type[Callback], ...] = (
+    DryRun, ZeroSharding, StepTimes, EmptyRollouts, StepGuard, RankWatch, Preemption
 )  # fmt: skip
-"""Of modules that roll out."""
+"""Of modules that roll out, beside the others."""
 
 
 def added_to(trainer: Trainer, kinds: tuple[type[Callback], ...]) -> list[Callback]:

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from sparse_rl_lightning.callbacks.rank_watch import STATUS
+from sparse_rl_lightning.callbacks.rank_watch import STATUS, AgreedExit
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -55,11 +55,11 @@ class Preemption(Callback):
                     f"Stopped on {name} after optimiser step {trainer.global_step}, which could not be saved. Make "
                     f"room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any ({path})."
                 )
-                raise SystemExit(STATUS)
+                raise AgreedExit(STATUS)
             rank_zero_info(
                 f"Stopped on {name} after optimiser step {trainer.global_step}; go on with --ckpt_path=last ({path})."
             )
-        raise SystemExit(0)
+        raise AgreedExit(0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave signals to whom they belonged."""

@@ -1,159 +1,230 @@
-"""RankWatch: when one rank dies, the others say which, and stop."""
+"""RankWatch: when one rank dies, or ranks wait for each other for ever, all stop and say where."""
 
 from __future__ import annotations
 
+import math
 import os
-import secrets
 import selectors
-import socket
 import sys
 import threading
 import time
+import traceback
 from typing import NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-ALIVE, GOODBYE = b"a", b"g"
-PATIENCE = 60  # seconds until all ranks must have connected, once all are there
-SILENCE = 5  # seconds that one which has connected may take to say who it is
+from sparse_rl_lightning.callbacks.collectives import Wait, conflict, current_wait, place_of
+from sparse_rl_lightning.callbacks.rank_links import Link, Message, connect
+
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
+INTERVAL = 10.0  # seconds between two looks at what a rank waits for, at most
+GRACE = 3  # seconds in which a rank may end by itself, of the same cause as another
+RESUME = "go on from the last checkpoint with --ckpt_path=last."
+
+
+class AgreedExit(SystemExit):
+    """All ranks end here together."""
 
 
 class RankWatch(Callback):
-    """Every rank holds a connection to rank zero; one that breaks without a goodbye ends all ranks within seconds.
+    """End all ranks within seconds when one ends, and when ranks wait for each other for ever; say who and where.
 
-    Otherwise ranks wait for a dead one in their next collective: on GPUs until its timeout, 30 minutes by default. A
-    process that dies closes its connections at once; a machine that vanishes is noticed after ``timeout``. The ranks
-    that are left end with status 75 and without saving: what they have is not whole. Modules that roll out add this
-    callback themselves; a single process is not watched.
+    Otherwise ranks wait for a dead one in their next collective: on GPUs until its timeout, 30 minutes by default.
+    Every rank holds a connection to rank zero. One that raises an error tells the others before it goes; one that is
+    killed breaks its connection; a machine that vanishes is noticed after ``timeout``.
+
+    Ranks wait for each other for ever when code that runs on some of them only begins a collective. They are ended
+    when *every* rank has been in one for ``stuck_after`` seconds, and not all in the same. A rank that draws, loads
+    data, computes a reward or saves, however long, is in none. Each rank's place is told, as torch's recorder of
+    collectives knows it.
+
+    The ranks that are left end with status 75 and without saving: what they have is not whole. Modules that roll out
+    add this callback themselves; a single process is not watched.
 
     Args:
         timeout: Seconds after which a silent machine counts as dead.
+        stuck_after: Seconds in a collective after which a rank says so; null leaves waiting ranks alone.
 
     Raises:
-        ValueError: If the time is shorter than 3 seconds.
+        ValueError: If a time is too short.
     """
 
-    def __init__(self, timeout: int = 30) -> None:
+    def __init__(self, timeout: int = 30, stuck_after: float | None = 300) -> None:
         if timeout < 3:
             raise ValueError(f"RankWatch: timeout must be at least 3 seconds, got timeout={timeout}.")
+        if stuck_after is not None and stuck_after < 1:
+            raise ValueError(
+                f"RankWatch: stuck_after must be at least 1 second, or null, got stuck_after={stuck_after}."
+            )
         self.timeout = timeout
-        self._connections: dict[int, socket.socket] = {}
-        self._ending = threading.Event()
-        self._rank = 0
+        self.stuck_after = stuck_after
+        self._watch: _Watch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Connect the ranks before they load anything large, and watch in a thread of its own."""
-        if trainer.world_size == 1 or stage != "fit":
-            return
-        self._rank = trainer.global_rank
-        self._ending.clear()
-        trainer.strategy.barrier()  # the data may be ready on one rank long before another, which is no fault
-        if trainer.is_global_zero:
-            with socket.create_server(("", 0)) as server:
-                host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-                place = trainer.strategy.broadcast((host, server.getsockname()[1], secrets.token_hex(16)))
-                self._connections = self._accept(server, place[2], trainer.world_size)
-        else:
-            host, port, token = trainer.strategy.broadcast(("", 0, ""))  # rank zero's
-            connection = socket.create_connection((host, port), timeout=PATIENCE)
-            connection.sendall(f"{token} {self._rank:08d} {os.getpid():010d}".encode())
-            self._connections = {0: connection}
-        for connection in self._connections.values():
-            self._keep_alive(connection)
-        threading.Thread(target=self._watch, name="RankWatch", daemon=True).start()
+        if trainer.world_size > 1 and stage == "fit":
+            self._watch = _Watch(trainer.global_rank, connect(trainer, self.timeout), self.stuck_after)
+            threading.Thread(target=self._watch.run, name="RankWatch", daemon=True).start()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say goodbye: from now on ranks may end in any order."""
-        self._leave()
+        if self._watch is not None:
+            self._watch.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A rank that fails goes without a goodbye, unless all stop together."""
-        if isinstance(exception, (SystemExit, KeyboardInterrupt)):
-            self._leave()
+        """Tell the others why this rank ends, unless all stop together or it ends because of another."""
+        if self._watch is not None:
+            self._watch.leave() if isinstance(exception, AgreedExit) else self._watch.fail(exception)
 
-    def _accept(self, server: socket.socket, token: str, world_size: int) -> dict[int, socket.socket]:
-        """One connection per other rank; strangers are sent away, those that say nothing after a while."""
-        deadline = time.monotonic() + PATIENCE
-        found: dict[int, socket.socket] = {}
-        while len(found) < world_size - 1:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would mean not to wait at all
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in found)
-                raise TimeoutError(
-                    f"RankWatch: rank {missing} did not connect to rank 0 within {PATIENCE} s. Its own output says why "
-                    f"if it has ended; if not, let port {server.getsockname()[1]} and others of rank 0's machine be "
-                    "reached from the machines of the others."
-                ) from None
-            connection.settimeout(SILENCE)
-            try:
-                words = connection.recv(len(token) + 20, socket.MSG_WAITALL).split()
-            except OSError:
-                words = []
-            if len(words) == 3 and secrets.compare_digest(words[0], token.encode()):
-                found[int(words[1])] = connection
-            else:
-                connection.close()
-        return found
 
-    def _keep_alive(self, connection: socket.socket) -> None:
-        """Have the system ask a silent machine three times within the timeout."""
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
-            if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(1, self.timeout // 4))
-        if hasattr(socket, "TCP_KEEPCNT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+class _Watch:
+    """What a rank hears of the others during one fit, and what it tells them.
 
-    def _watch(self) -> None:
-        """Wait for connections to break. Rank zero hears of a rank and tells the others its number."""
+    Args:
+        rank: This one.
+        links: By rank: rank zero's to all others, everyone else's to rank zero.
+        stuck_after: As in RankWatch.
+    """
+
+    def __init__(self, rank: int, links: dict[int, Link], stuck_after: float | None) -> None:
+        self.rank, self.links, self.stuck_after = rank, links, stuck_after
+        self.interval = INTERVAL if stuck_after is None else min(INTERVAL, stuck_after / 4)
+        self.ending = threading.Event()  # this rank ends by itself, well or not
+        self.suffers = threading.Event()  # a collective has failed here, which is another's fault
+        self.left: set[int] = set()
+        self.answers: dict[int, Wait | None] = {}  # to the question that was asked last
+        self.unanswered: set[int] = set()
+        self._wait: Wait | None = None  # at the last look
+        self._looks = 0  # at the same wait; counted, because time goes on while a process is stopped
+        self._looked = time.monotonic()
+
+    # ---------------------------------------------------------------- this rank's own end
+
+    def leave(self) -> None:
+        """Say goodbye."""
+        self.ending.set()
+        for link in self.links.values():
+            link.send(kind="goodbye")
+
+    def fail(self, exception: BaseException) -> None:
+        """Tell the reason; of a collective that failed, whoever has ended is heard of first, which ends this too."""
+        if _is_of_a_collective(exception):
+            self.suffers.set()
+            time.sleep(GRACE)
+        self.ending.set()
+        for link in self.links.values():
+            link.send(kind="end", rank=self.rank, why=_reason(exception))
+
+    # ---------------------------------------------------------------- the thread
+
+    def run(self) -> None:
+        """Hear what the others say, and look at what this rank waits for, until all have left."""
         with selectors.DefaultSelector() as selector:
-            for rank, connection in self._connections.items():
-                selector.register(connection, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    assert isinstance(key.fileobj, socket.socket)
-                    word = _read(key.fileobj)
-                    if word == GOODBYE or self._ending.is_set():
+            for rank, link in self.links.items():
+                selector.register(link.connection, selectors.EVENT_READ, (rank, link))
+            while not self.ending.is_set() or self.links.keys() - self.left:
+                for key, _ in selector.select(self.interval):
+                    rank, link = key.data
+                    messages = link.receive()
+                    for message in messages or []:
+                        self._hear(rank, message)
+                    if messages is None:
                         selector.unregister(key.fileobj)
-                    else:
-                        self._stop(int(word) if word else key.data)
+                        self._gone(rank)
+                if self.stuck_after is not None and time.monotonic() - self._looked >= self.interval:
+                    self._look()
 
-    def _stop(self, dead: int) -> NoReturn:
-        """Tell who died, to the other ranks and to the user, and end this process whatever it is doing."""
-        if self._rank == 0:
-            for rank, connection in self._connections.items():
-                if rank != dead:
-                    _send(connection, f"{dead:08d}".encode())
-        print(
-            f"Rank {dead} has died. Rank {self._rank} stops as well, because no step can be finished without it. The "
-            f"cause is in rank {dead}'s own output; go on from the last checkpoint with --ckpt_path=last.",
-            file=sys.stderr,
-            flush=True,
+    def _hear(self, rank: int, message: Message) -> None:
+        if message["kind"] == "goodbye":
+            self.left.add(rank)
+            self.unanswered.discard(rank)
+        elif message["kind"] == "end":
+            self._end_with(message["rank"], message["why"])
+        elif message["kind"] == "stop":
+            self._stop(message["why"])
+        elif message["kind"] == "question":
+            wait = self._own()
+            self.links[0].send(kind="answer", wait=None if wait is None else wait.state())
+        elif message["kind"] == "answer":
+            self.answers[rank] = None if message["wait"] is None else Wait(**message["wait"])
+            self.unanswered.discard(rank)
+            if not self.unanswered:
+                self._judge()
+
+    def _gone(self, rank: int) -> None:
+        """A connection broke."""
+        if rank not in self.left and not self.ending.is_set():
+            self._end_with(rank, None)
+        self.left.add(rank)
+
+    def _end_with(self, rank: int, why: str | None) -> None:
+        """End this process whatever it is doing, unless it ends by itself; rank zero tells the others first."""
+        if self.rank == 0:
+            for other, link in self.links.items():
+                if other != rank:
+                    link.send(kind="end", rank=rank, why=why)
+        if why is not None and not self.suffers.is_set() and self.ending.wait(GRACE):
+            return
+        how = "has died." if why is None else f"has ended: {why.rstrip('.')}."
+        cause = f"The cause is in rank {rank}'s own output; " * (why is None)
+        self._exit(
+            f"Rank {rank} {how} Rank {self.rank} stops as well, because no step can be finished without it. "
+            f"{cause}{RESUME if cause else RESUME.capitalize()}"
         )
+
+    # ---------------------------------------------------------------- waiting for each other
+
+    def _look(self) -> None:
+        """Note what this rank waits for. Rank zero asks the others if it waits too long, or has left."""
+        wait, self._looked = current_wait(), time.monotonic()
+        self._looks = self._looks + 1 if wait is not None and wait == self._wait else 0
+        self._wait = wait
+        if self.rank != 0:
+            if 0 in self.left:  # and asks no more
+                self._judge()
+        elif not self.unanswered and (self.ending.is_set() or self._own() is not None):
+            self.unanswered, self.answers = self.links.keys() - self.left, {}
+            for rank in self.unanswered:
+                self.links[rank].send(kind="question")
+            if not self.unanswered:
+                self._judge()
+
+    def _own(self) -> Wait | None:
+        """What this rank has been waiting for too long, None if it does something else, or does again."""
+        if self._wait is None or self._looks * self.interval < (self.stuck_after or math.inf):
+            return None
+        return self._wait if self._wait == current_wait() else None
+
+    def _judge(self) -> None:
+        """When all have answered. Each then was in its collective at the moment when it was asked."""
+        waits: dict[int, Wait | None] = dict.fromkeys(self.left)
+        for rank, wait in (self.answers | {self.rank: self._own()}).items():
+            if wait is not None:
+                waits[rank] = wait
+            elif rank != self.rank or not self.ending.is_set():
+                return  # it does something else
+        why = conflict(waits)
+        if why is not None:
+            for link in self.links.values():
+                link.send(kind="stop", why=why)
+            self._stop(why)
+
+    def _stop(self, why: str) -> NoReturn:
+        self._exit(f"{why} Rank {self.rank} stops as all do; {RESUME}")
+
+    def _exit(self, text: str) -> NoReturn:
+        print(text, file=sys.stderr, flush=True)
         os._exit(STATUS)
 
-    def _leave(self) -> None:
-        self._ending.set()
-        for connection in self._connections.values():
-            _send(connection, GOODBYE)
-        self._connections = {}
+
+def _is_of_a_collective(exception: BaseException) -> bool:
+    """Whether this rank ends because a collective failed, as it does where another rank has gone."""
+    return isinstance(exception, RuntimeError) and any(name in str(exception).lower() for name in ("gloo", "nccl"))
 
 
-def _read(connection: socket.socket) -> bytes:
-    """A goodbye, the number of a dead rank, or nothing from a connection that broke."""
-    try:
-        first = connection.recv(1)
-        return first if first in (b"", GOODBYE) else first + connection.recv(7, socket.MSG_WAITALL)
-    except OSError:
-        return b""
-
-
-def _send(connection: socket.socket, data: bytes) -> None:
-    try:
-        connection.sendall(data)
-    except OSError:
-        pass  # it is gone
+def _reason(exception: BaseException) -> str:
+    """One line: what was raised, what it says, and where."""
+    frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    where = f" at {place_of(frames[-1])}" if frames else ""
+    said = str(exception).strip().partition("\n")[0]
+    return f"{type(exception).__name__}{where}{': ' * bool(said)}{said}"

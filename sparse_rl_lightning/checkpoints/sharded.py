@@ -54,6 +54,7 @@ def save_sharded(strategy: SparseRLDeepSpeed, checkpoint: dict[str, Any], path: 
         attempt.on_zero(lambda: save_tensors(own, new / TRAINER))
     if attempt.is_alive:
         digests = attempt.digests(new)
+        attempt.on_zero(lambda: _check_shared(new, digests))
         if attempt.is_alive:
             attempt.on_zero(lambda: _finish(strategy, path, digests))
     io = strategy.checkpoint_io
@@ -164,6 +165,15 @@ def _make_empty(folder: Path) -> None:
 def _write_shards(engine: Any, folder: Path, attempt: _Attempt) -> None:
     with _watched_engine(engine, folder, attempt):
         engine.save_checkpoint(str(folder), tag=TAG, client_state={}, save_latest=False)
+
+
+def _check_shared(folder: Path, digests: dict[str, str]) -> None:
+    """Before anything old is replaced."""
+    if unseen := [name for name in digests if not (folder / name).is_file()]:
+        raise OSError(
+            f"rank 0 does not see {len(unseen)} of {len(digests)} files that others have written, such as {unseen[0]}: "
+            "the folder must be one that all ranks share"
+        )
 
 
 def _finish(strategy: SparseRLDeepSpeed, path: Path, digests: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from jsonargparse.typing import PositiveInt
@@ -31,10 +32,12 @@ from sparse_rl_lightning.cli.checks import (
     check_callbacks,
     check_checkpoint,
     check_folders,
+    check_launch,
     check_process_seed,
     warn_of_earlier_run,
 )
 from sparse_rl_lightning.cli.export import ExportingTrainer
+from sparse_rl_lightning.cli.launch import follow_launcher, network_error
 from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, is_own, own_error
 from sparse_rl_lightning.cli.quiet import quiet
 from sparse_rl_lightning.cli.report import main as report
@@ -75,11 +78,12 @@ class SparseRLCLI(LightningCLI):
         """Check folders and checkpoint, and apply what concerns the whole process.
 
         Raises:
-            ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, or a
-                callback is listed twice.
+            ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, a callback
+                is listed twice, or strategy and processes do not fit together.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
         check_callbacks(config)
+        check_launch(config)
         check_folders(config)
         check_checkpoint(config)
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
@@ -188,6 +192,7 @@ def console() -> None:
     if sys.argv[1:2] == ["doctor"]:
         doctor.main()
         return
+    follow_launcher()
     try:
         if sys.argv[1:2] == ["calibrate"]:
             with _prepared():
@@ -197,13 +202,21 @@ def console() -> None:
             report(sys.argv[2:])
             return
         main()
+    except torch.distributed.DistNetworkError as error:
+        if _wants_traceback():
+            raise
+        _end(network_error(error))
     except Exception as error:
         said = error if isinstance(error, MisconfigurationException) else first_error(error)
         is_message = isinstance(said, MisconfigurationException) or (isinstance(said, ValueError) and is_own(said))
         if _wants_traceback() or not is_message:
             raise
-        Tqdm.write(f"error: {said}", file=sys.stderr)  # above a bar that is still on the screen
-        sys.exit(1)
+        _end(str(said))
+
+
+def _end(message: str) -> NoReturn:
+    Tqdm.write(f"error: {message}", file=sys.stderr)  # above a bar that is still on the screen
+    sys.exit(1)
 
 
 def _wants_traceback() -> bool:

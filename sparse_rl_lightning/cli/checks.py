@@ -15,7 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.files import replaced
 from sparse_rl_lightning.cli.messages import imported
+from sparse_rl_lightning.modules.ranks import check_processes
 from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.strategies import not_deepspeed
 
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
@@ -109,6 +111,26 @@ def _check_exists(path: Path, given: str) -> None:
     if path.is_symlink():
         raise ValueError(f"{given} is a link to {os.readlink(path)!r}, which is not there. Give another checkpoint.")
     raise ValueError(f"{given} does not exist. Give the path of a checkpoint, or 'last'.")
+
+
+def check_launch(config: Any) -> None:
+    """What the module would refuse as well, but Lightning's trainer meets first.
+
+    Args:
+        config: The parsed configuration of a subcommand.
+
+    Raises:
+        ValueError: If the strategy is Lightning's own DeepSpeed, or other processes were started than are asked for.
+    """
+    strategy = config.trainer.strategy
+    name = strategy if isinstance(strategy, str) else str(getattr(strategy, "class_path", "")).rpartition(".")[2]
+    if name.startswith("deepspeed") or name == "DeepSpeedStrategy":
+        raise ValueError(not_deepspeed(f"trainer.strategy={name}"))
+    devices = config.trainer.devices
+    if isinstance(devices, str) and devices.isdecimal():
+        devices = int(devices)
+    if isinstance(devices, int) and devices > 0:
+        check_processes(devices * config.trainer.num_nodes)
 
 
 def warn_of_earlier_run(config: Any) -> None:

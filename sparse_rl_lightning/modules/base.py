@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
+from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
+from sparse_rl_lightning.modules.ranks import check_processes, check_strategy
 from sparse_rl_lightning.modules.resuming import (
     KEY,
     Configured,
@@ -79,10 +81,25 @@ class PolicyModule(LightningModule):
         self.without_dropout = without_dropout
         self.policy: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.same_on_ranks: dict[str, str] = {}
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
         self._random_state_of_training: dict[str, Any] | None = None  # while a validation draws numbers of its own
         self._description: Configured | None = None
         self._resumed: tuple[int, list[str]] | None = None  # steps done, and what was changed since
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What keeps the files of every run, unless the trainer has its own: RunLock, LogGuard, LastSave.
+
+        This is asked before the strategy starts anything, so strategy and number of processes are looked at here.
+
+        Raises:
+            ValueError: If the strategy is one that trains something else, or the trainer is of other processes.
+        """
+        from sparse_rl_lightning.callbacks import defaults  # it needs this package
+
+        check_strategy(self.trainer.strategy)
+        check_processes(self.trainer.world_size)
+        return defaults.added_to(self.trainer, defaults.EVERY_RUN)
 
     def setup(self, stage: str) -> None:
         """Check the trainer's numbers; have single-file checkpoints written durably, unless it has a way of its own.
@@ -97,12 +114,6 @@ class PolicyModule(LightningModule):
         if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = DurableCheckpointIO()
-
-    def configure_callbacks(self) -> list[Callback]:
-        """What keeps the files of every run, unless the trainer has its own: RunLock, LogGuard, LastSave."""
-        from sparse_rl_lightning.callbacks import defaults  # it needs this package
-
-        return defaults.added_to(self.trainer, defaults.EVERY_RUN)
 
     def configure_model(self) -> None:
         """Load the policy once, whoever asks first."""
@@ -120,6 +131,7 @@ class PolicyModule(LightningModule):
             disable_dropout(self.policy)
         self.on_policy_loaded()
         if self._device_mesh is not None:
+            self.same_on_ranks["starting weights"] = weights_digest(self.policy)  # FSDP2 takes a part of each
             self._shard_fully()
 
     def on_policy_loaded(self) -> None:

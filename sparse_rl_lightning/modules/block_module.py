@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.utils.data import DistributedSampler
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
+from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
 from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialRollouts, check_storable
-from sparse_rl_lightning.modules.ranks import gather_to_zero
+from sparse_rl_lightning.modules.ranks import check_agreement, check_shared, gather_to_zero
 from sparse_rl_lightning.modules.rng import restore_random_state
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.rollout.preparation import check_prompts
@@ -136,7 +140,7 @@ class BlockModule(GenerationModule):
         """What every run has, unless the trainer has its own: DryRun, ZeroSharding and the guards against faults."""
         from sparse_rl_lightning.callbacks import defaults  # it needs this package
 
-        return defaults.added_to(self.trainer, defaults.CALLBACKS)
+        return [*defaults.added_to(self.trainer, defaults.ROLLING_OUT), *super().configure_callbacks()]
 
     def configure_model(self) -> None:
         """Load the policy, make it ready for the learner, and refuse attention that takes no mask where it replays.
@@ -156,13 +160,17 @@ class BlockModule(GenerationModule):
         super().on_fit_start()
         self.block = None  # of an earlier, interrupted fit
         self._check_ranks()
+        if self._world_size > 1:  # before the end of training is looked for, in checkpoints of different steps
+            check_agreement(self.same_on_ranks)
         data = getattr(self.trainer, "datamodule", None)
         if data is not None and hasattr(data, "prompts_per_rollout"):
             rank_zero_info(f"Each rollout: {self.plan(max(1, round(data.prompts_per_rollout / self.oversampling)))}.")
 
     def on_train_start(self) -> None:
-        """Partial rollouts must know the longest prompt, and that all rows can be stored, before the first one."""
+        """Ranks must have the same to start from; partial rollouts must know the longest prompt, and store all rows."""
         super().on_train_start()
+        if self._world_size > 1:
+            self._check_agreement()
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):  # a resumed one would save again after the first micro-batch
                 callback._last_global_step_saved = self.trainer.global_step
@@ -209,6 +217,8 @@ class BlockModule(GenerationModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the weights' checks from the base, and keep the rest for the first batch."""
         super().on_load_checkpoint(checkpoint)
+        if self._world_size > 1:
+            self.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
         state = checkpoint.get("sparse_rl")
         if state is None:
             return
@@ -270,6 +280,23 @@ class BlockModule(GenerationModule):
                 "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
                 "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
             )
+
+    def _check_agreement(self) -> None:
+        """Refuse ranks that have other data, weights or checkpoints than the others, or a folder of their own."""
+        loaders: dict[str, Any] = {
+            "training": self.trainer.train_dataloader,
+            "validation": self.trainer.val_dataloaders,
+        }
+        for name, loader in loaders.items():
+            if isinstance(getattr(loader, "sampler", None), DistributedSampler):  # which deals the rows out
+                rows = loader.dataset
+                found = fingerprint(rows=[rows[index] for index in range(len(rows))])
+                self.same_on_ranks[f"{name} rows"] = f"{len(rows)} of the hash {found}"
+        self.same_on_ranks["optimiser steps"] = str(self.trainer.global_step)
+        check_agreement(self.same_on_ranks)
+        if isinstance(self.trainer.strategy, (DeepSpeedStrategy, ModelParallelStrategy)):  # all ranks write
+            folders = (getattr(callback, "dirpath", None) for callback in self.trainer.checkpoint_callbacks)
+            check_shared([Path(folder) for folder in folders if folder and "://" not in str(folder)])
 
     def _check_partial(self) -> None:
         """Refuse, by name, what partial rollouts cannot work with."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.advantages import ScaleRewards, informative_groups
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
@@ -23,7 +24,7 @@ from sparse_rl_lightning.modules.learner import Learner
 from sparse_rl_lightning.modules.objective import Items, Objective
 from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
 from sparse_rl_lightning.modules.policy import PolicySource
-from sparse_rl_lightning.modules.ranks import advantages_of_rank
+from sparse_rl_lightning.modules.ranks import advantages_of_rank, mean_over_ranks
 from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import check_rewards
@@ -304,7 +305,9 @@ class SparseGRPO(BlockModule):
 
     def _log_rollout(self, scored: ScoredRollout) -> None:
         own = {} if self.partial is None else self.partial.metrics(scored.rollout)
-        self.log_dict(rollout_metrics(scored) | own, batch_size=len(scored.completions), sync_dist=True)
+        metrics = rollout_metrics(scored) | own
+        metrics = metrics if self._world_size == 1 else mean_over_ranks(metrics)
+        self.log_dict(metrics, batch_size=len(scored.completions))
 
     # ---------------------------------------------------------------- Lightning
 
@@ -312,6 +315,8 @@ class SparseGRPO(BlockModule):
         """Load the reference policy where the objective needs one."""
         if self.objective.beta > 0:
             self._reference = [self.policy_source.load_reference()]
+            if self._world_size > 1:  # no strategy shares it
+                self.same_on_ranks["reference policy"] = weights_digest(self._reference[0])
 
     def on_fit_start(self) -> None:
         """Check that the numbers fit together, and that nothing needs log-probs that are not computed."""

@@ -1,0 +1,112 @@
+"""What a rank waits for: the collective it has begun and not ended, and whether the ranks can ever meet."""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parents[1]
+OTHERS = tuple(str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib"))
+"""Where nobody looks for the place that a rank stands in, this package apart."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A collective that a rank has begun and not ended.
+
+    Args:
+        operation: As torch names it.
+        group: Of ranks.
+        number: Which of the group's collectives it is, counted on this rank.
+        sizes: Of what this rank gives.
+        place: The line that the main thread is in.
+    """
+
+    operation: str
+    group: str
+    number: int
+    sizes: str
+    place: str
+
+    @property
+    def meeting(self) -> tuple[str, str, int, str]:
+        """What must be the same on all ranks for the collective to end."""
+        sizes = "" if self.operation.endswith(":scatter") else self.sizes  # one rank gives what all get
+        return self.operation, self.group, self.number, sizes
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.operation} number {self.number} at {self.place}"
+
+
+def current_wait() -> Wait | None:
+    """The oldest collective that this process has begun and not ended, by torch's own recorder of collectives.
+
+    None where there is none, where the recorder is off (``TORCH_FR_BUFFER_SIZE=0``), or where torch has none.
+    """
+    try:
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]  # private
+    except ImportError:
+        return None
+    recorded = json.loads(_dump_fr_trace_json(True, True))
+    ended = {group: status["last_completed_collective"] for group, status in recorded.get("pg_status", {}).items()}
+    begun = [entry for entry in recorded.get("entries", []) if not entry["retired"] and not entry["is_p2p"]]
+    begun = [entry for entry in begun if entry["collective_seq_id"] > ended.get(str(entry["pg_id"]), -1)]  # in order
+    if not begun:
+        return None
+    oldest = min(begun, key=lambda entry: int(entry["record_id"]))
+    return Wait(
+        str(oldest["profiling_name"]), str(oldest["process_group"][0]), int(oldest["collective_seq_id"]),
+        str(oldest["input_sizes"]), place_of(sys._current_frames().get(threading.main_thread().ident or 0)),
+    )  # fmt: skip
+
+
+def conflict(waits: Mapping[int, Wait | None]) -> str | None:
+    """Why ranks that all wait, or have left, can never go on; None if they can.
+
+    Ranks in one and the same collective are no conflict: what they wait for is the network.
+
+    Args:
+        waits: By rank; None for one that has ended its training.
+    """
+    meetings = {None if wait is None else wait.meeting for wait in waits.values()}
+    if len(meetings) < 2:
+        return None
+    told = (
+        f"rank {rank} {'has ended its training' if wait is None else f'in {wait}'}"
+        for rank, wait in sorted(waits.items())
+    )
+    return (
+        f"Ranks wait for each other for ever, each in another collective: {'; '.join(told)}. Something ran on some of "
+        "the ranks only, or a different number of times: a callback, a reward, a module's own step."
+    )
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost line of a stack that is neither Python's own nor an installed package's, and where that has led."""
+    found = frame
+    while found is not None and not _is_ours(found.f_code.co_filename):
+        found = found.f_back
+    places = [_named(one) for one in (found, frame) if one is not None]
+    return ", in ".join(dict.fromkeys(places)) or "an unknown place"
+
+
+def _named(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    roots = (PACKAGE.parent, *map(Path, OTHERS))
+    name = next((path.relative_to(root) for root in roots if path.is_relative_to(root)), path)
+    return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _is_ours(filename: str) -> bool:
+    return Path(filename).is_relative_to(PACKAGE) or not filename.startswith((*OTHERS, "<"))

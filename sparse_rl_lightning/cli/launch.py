@@ -1,0 +1,43 @@
+"""Processes that belong to one run, until they have met: none stays behind, and a port that is taken is named."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import torch
+
+VARIABLE = "SPARSE_RL_LAUNCHER"
+"""Number of the process that Lightning starts the other ranks from."""
+
+
+def follow_launcher() -> None:
+    """Have a rank that another one has started end with it, until they have met and notice each other's end.
+
+    Lightning leaves them behind where rank zero fails early.
+    """
+    launcher = os.environ.get(VARIABLE)
+    if launcher is None or "LOCAL_RANK" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ[VARIABLE] = str(os.getpid())  # for those that this one may start
+    else:
+        threading.Thread(target=_follow, args=(int(launcher),), name="follow_launcher", daemon=True).start()
+
+
+def network_error(error: torch.distributed.DistNetworkError) -> str:
+    """Why ranks cannot meet, in one line."""
+    place = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
+    said = str(error).strip().partition("\n")[0]
+    if "EADDRINUSE" in said or "in use" in said:
+        return f"The ranks cannot meet at {place}: another program listens there. Set MASTER_PORT to a free port."
+    return f"The ranks cannot meet at {place}: {said}. See that MASTER_ADDR and MASTER_PORT can be reached from all."
+
+
+def _follow(launcher: int) -> None:
+    while not torch.distributed.is_initialized():
+        if os.getppid() != launcher:
+            rank = os.environ.get("LOCAL_RANK", "?")
+            print(f"Rank {rank} stops, because rank 0 has ended before they had met.", file=sys.stderr, flush=True)
+            os._exit(1)
+        time.sleep(0.5)
