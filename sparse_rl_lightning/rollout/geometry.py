@@ -78,6 +78,8 @@ def check_supported(model: PreTrainedModel) -> None:
     Raises:
         ValueError: For hybrid models, and for models without weights, an output head or a plain rotary decoder.
     """
+    if not hasattr(model, "get_output_embeddings"):
+        raise ValueError(f"model must be a causal language model of transformers, got {type(model)}.")
     check_reachable(model)
     output_head(model)
     config, name = model.config, type(model).__name__
