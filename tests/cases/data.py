@@ -100,7 +100,7 @@ PROMPTS = [
          rows=prompts("\xa0"), slow=True),
     Case("a prompt of a zero-width space", TRAINS, 0, rows=prompts(*["\u200b"] * 4), slow=True),
     Case("a prompt of unknown characters", TRAINS, 0, rows=prompts(*["漢字"] * 4), slow=True),
-    Case("a prompt of 10,000,000 characters", "prompt 0 has 10000000 tokens", 1, rows=prompts(*["1" * 10_000_000] * 4),
+    Case("a prompt of 100,000 characters", "prompt 0 has 100000 tokens", 1, rows=prompts(*["1" * 100_000] * 4),
          slow=True),
     Case("a prompt longer than the context", "prompt 0 has 124 tokens", 1, rows=prompts(*["1+" * 61 + "1="] * 4)),
     Case("a lone surrogate", TRAINS, 0, rows='{"prompt": "1\\ud800", "answer": "2"}\n' * 4, slow=True),
