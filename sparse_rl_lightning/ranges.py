@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
+from typing import cast
 
 SEEDS = (-(2**63), 2**63 - 1)
 """The smallest and the largest seed: what fits into 64 bits."""
@@ -30,14 +32,14 @@ def check_number(
         owner: The class whose argument it is, where the name alone does not tell.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If it is one of these.
 
     >>> check_number("beta", float("nan"), least=0)
     Traceback (most recent call last):
     ValueError: beta must be a finite number, at least 0, got beta=nan.
     """
-    is_number = isinstance(value, (int, float)) and math.isfinite(value)
-    if is_number and _within(value, least, above, most, below):  # type: ignore[arg-type]  # mypy forgets what it is
+    is_number = isinstance(value, Real) and math.isfinite(value)  # numpy's too
+    if is_number and _within(cast(float, value), least, above, most, below):
         return
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)

@@ -1,6 +1,6 @@
-"""Every row of docs/bad_inputs.md: the input is evaluated here, and the message is the one that is printed there.
+"""Wrong input is answered in a line, and costs nothing that was there before; docs/bad_inputs.md says how.
 
-``python tests/test_bad_inputs.py`` writes the page anew after a message has changed.
+The cases stand in tests/cases, one a line. ``python tests/test_bad_inputs.py`` runs them all and writes the page.
 """
 
 # ruff: noqa: F401  # the inputs below use these names
@@ -8,11 +8,19 @@
 from __future__ import annotations
 
 import html
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from cases import configuration, data, faults, models, rewards, security
+from cases.case import Answer, Case, answer, row, shortened
+from tiny_run import contents
 
 from sparse_rl_lightning import ReplayGRPO, RolloutSampler, SamplingParams, SparseGRPO
 from sparse_rl_lightning.advantages import group_advantages
@@ -38,13 +46,29 @@ from sparse_rl_lightning.testing import tiny_model
 PAGE = Path(__file__).parents[1] / "docs" / "bad_inputs.md"
 HEAD = """# What wrong input is answered with
 
-Every message says what was given, what is allowed and what to change. `grpo(...)` is `SparseGRPO` with a tiny policy,
-`model` a tiny model, `mask` and `logprobs` of shape (2, 3). The rows are made and checked by
-`tests/test_bad_inputs.py`; mistakes in configuration files and on the command line are in `tests/test_cli_mistakes.py`.
+Every message says what was given, what is allowed and what to change. A user's mistake is one line behind `error:`, or
+the few of the parser of configurations, and the exit status is 1 or 2; an error in a user's own code keeps its
+traceback, of which the last line stands here. What an earlier run has left is as before. The rows are made and checked
+by `tests/test_bad_inputs.py`; `python tests/test_bad_inputs.py` writes them.
+"""
+PYTHON = """
+## In Python
+
+`grpo(...)` is `SparseGRPO` with a tiny policy, `model` a tiny model, `mask` and `logprobs` of shape (2, 3). Where a
+number belongs, NaN and infinity are refused for every class that a configuration names (`tests/test_ranges.py`).
 
 | input | message |
 |---|---|
 """
+SECTIONS: dict[ModuleType, str] = {
+    configuration: "Configurations and command lines\n\nWhat stands behind `sparse-rl fit --config config.yaml`, or "
+    "how the file was changed.",
+    data: "Data\n\nThe file of `JsonlPrompts`, or its arguments.",
+    models: "Model folders\n\nA good folder in Hugging Face's format with one change.",
+    rewards: "Reward functions\n\nThe body of `def lr(completions, **columns)`, or what else the function is.",
+    faults: "Faults",
+    security: "Hostile input",
+}
 
 INPUTS = """
 grpo(num_generations=1)
@@ -121,6 +145,15 @@ def grpo(kind: type[SparseGRPO] = SparseGRPO, **arguments: Any) -> SparseGRPO:
     return kind(TinyPolicy(), RKV(budget=12, buffer=4), no_reward, **arguments)
 
 
+CASES = [
+    (f"{module.__name__.rpartition('.')[2]}: {case.name}", case)
+    for module in SECTIONS
+    for cases in module.TOPICS.values()
+    for case in cases
+]
+PARAMETERS = [pytest.param(case, id=ascii(name), marks=[pytest.mark.slow] * case.slow) for name, case in CASES]
+
+
 def message(source: str) -> str:
     """What the evaluation of an input is answered with."""
     names = {"model": tiny_model(), "mask": torch.ones(2, 3, dtype=torch.bool), "logprobs": torch.zeros(2, 3)}
@@ -131,23 +164,85 @@ def message(source: str) -> str:
     raise AssertionError(f"{source} was accepted")
 
 
-def row(source: str) -> str:
-    text = html.escape(message(source), quote=False).replace("|", "\\|")
-    return f"| `{source.replace('|', chr(92) + '|')}` | {text} |"
+def python_row(source: str) -> str:
+    return f"| `{source.replace('|', chr(92) + '|')}` | {shortened(message(source))} |"
 
 
-def test_the_page_has_these_rows() -> None:
-    assert len(INPUTS) == len(set(INPUTS)) >= 40
-    shown = [
-        line.split("` | ")[0].removeprefix("| `") for line in PAGE.read_text().splitlines() if line.startswith("| `")
-    ]
-    assert shown == INPUTS
+def whole_policy(folder: Path) -> Path:
+    """A model folder without faults."""
+    policy, tokenizer = TinyPolicy(hidden_size=32, num_layers=2).load()
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whole_policy(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("source", INPUTS)
 def test_message_is_the_page_s(source: str) -> None:
-    assert row(source) in PAGE.read_text(encoding="utf-8").splitlines()
+    assert python_row(source) in page_rows()
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_an_answer_is_clear_and_loses_nothing(case: Case, used_folder: Path, whole: Path) -> None:
+    if "accelerator=gpu" in case.name and torch.cuda.is_available():
+        pytest.skip("there is one")
+    if "/proc" in case.name and not Path("/proc").is_dir():
+        pytest.skip("needs a file system that root cannot write")
+    before = contents(used_folder / "runs")
+    given = answer(case, used_folder, whole)
+    assert given.status == case.status, given.shown
+    assert html.unescape(case.says) in given.last, given.shown
+    assert "usage:" not in given.shown
+    assert not (used_folder / "PWNED").exists()
+    if "error: " in given.shown:
+        assert "Traceback" not in given.shown
+        assert case.status != 1 or given.error_lines == 1, given.shown
+    if case.status:
+        after = contents(used_folder / "runs")
+        assert [name for name, content in before.items() if after.get(name) != content] == []
+    assert row(case, given) in page_rows()
+
+
+def test_the_page_has_the_rows_of_all_cases() -> None:
+    shown = [line.split(" | ")[0] for line in page_rows()]
+    assert [line.removeprefix("| `").removesuffix("`") for line in shown[: len(INPUTS)]] == INPUTS
+    assert shown[len(INPUTS) :] == [row(case, Answer(0, "")).split(" | ")[0] for _, case in CASES]
+    assert len({name for name, _ in CASES}) == len(CASES) >= 250
+
+
+def page_rows() -> list[str]:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("| ") and line not in ("| input | message |", TITLE)]
+
+
+TITLE = "| what | answer | status |"
+
+
+def written_page() -> Iterator[str]:
+    """The page, in parts, each made by running its case in a folder that was used."""
+    yield HEAD
+    yield PYTHON
+    yield from (f"{python_row(source)}\n" for source in INPUTS)
+    with tempfile.TemporaryDirectory() as place:
+        whole, used = whole_policy(Path(place) / "whole"), Path(place) / "used"
+        used.mkdir()
+        answer(Case("a run", edit=lambda values: None), used, whole)
+        for module, title in SECTIONS.items():
+            yield f"\n## {title}\n"
+            for topic, cases in module.TOPICS.items():
+                yield f"\n### {topic}\n\n{TITLE}\n|---|---|---|\n" * bool(cases)
+                for number, case in enumerate(cases):
+                    folder = Path(place) / f"{module.__name__}-{topic}-{number}"
+                    shutil.copytree(used / "runs", folder / "runs")
+                    given = answer(case, folder, whole)
+                    if given.status != case.status or html.unescape(case.says) not in given.last:
+                        print(f"{case.name}: {given.status}, {given.last}", file=sys.stderr)
+                    yield f"{row(case, given)}\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(HEAD + "".join(f"{row(source)}\n" for source in INPUTS), encoding="utf-8")
+    PAGE.write_text("".join(written_page()), encoding="utf-8")

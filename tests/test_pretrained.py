@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import ast
-import json
+import re
 import shutil
-from collections.abc import Callable
+import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from cases.case import Case
+from cases.models import LAYER, SETTINGS, TOKENIZERS, WEIGHTS, settings, weights, with_code
 
 from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.modules import LoadedPolicy, PretrainedPolicy, SparseGRPO, TinyPolicy
+from sparse_rl_lightning.modules.generation import GenerationModule
 from sparse_rl_lightning.pretrained import load_pretrained
 from sparse_rl_lightning.rewards import arithmetic_reward
 
 ROOT = Path(__file__).parents[1]
-LAYER = "model.layers.1.mlp.up_proj.weight"
-Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
@@ -33,96 +31,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def weights(change: Callable[[dict[str, Tensor]], object]) -> Change:
-    def apply(folder: Path) -> None:
-        state = load_file(folder / "model.safetensors")
-        change(state)
-        save_file(state, folder / "model.safetensors", {"format": "pt"})
-
-    return apply
+REFUSED = [case for cases in (WEIGHTS, SETTINGS, TOKENIZERS) for case in cases if case.status]
 
 
-def raw(change: Callable[[bytes], bytes]) -> Change:
-    def apply(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        file.write_bytes(change(file.read_bytes()))
-
-    return apply
-
-
-def settings(name: str = "config.json", **changes: Any) -> Change:
-    def apply(folder: Path) -> None:
-        file = folder / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    return apply
-
-
-def without(*names: str) -> Change:
-    return lambda folder: [(folder / name).unlink() for name in names] and None
-
-
-def only_pickles(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def filled(value: float) -> Change:
-    return weights(lambda state: state[LAYER].view(-1)[7:9].fill_(value))
-
-
-def nothing_known(state: dict[str, Tensor]) -> None:
-    state.clear()
-    state["x"] = torch.zeros(2)
-
-
-FOREIGN = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-BROKEN: dict[str, tuple[Change, str]] = {
-    "a weight is missing": (
-        weights(lambda state: state.pop(LAYER)), rf"1 weights are missing, .* there is no '{LAYER}'",
-    ),
-    "no weight is known": (
-        weights(nothing_known), "27 weights are missing, 0 of another shape and 1 unknown, there is no 'lm_h",
-    ),
-    "the head is untied and not there": (settings(tie_word_embeddings=False), "there is no 'lm_head.weight'"),
-    "another width": (
-        settings(intermediate_size=80),
-        r"6 of another shape .*, 'model.layers.0.mlp.down_proj.weight' is \[32, 96\] and must be \[32, 80\]",
-    ),
-    "NaN": (filled(float("nan")), rf"1 weights hold NaN or infinity, for example '{LAYER}'"),
-    "infinity": (filled(float("-inf")), rf"1 weights hold NaN or infinity, for example '{LAYER}'"),
-    "cut off": (raw(lambda content: content[:5000]), r"model\.safetensors is cut off or no safetensors file .*again"),
-    "empty": (raw(lambda content: b""), r"model\.safetensors is cut off or no safetensors file .*again"),
-    "a header that is too long": (
-        raw(lambda content: b"\xff" * 8 + content[8:]), r"model\.safetensors is cut off or no safetensors file"
-    ),
-    "pickles only": (only_pickles, "no file named model.safetensors"),
-    "an unknown type": (settings(model_type="foo"), r"model type `foo` .*Supported: llama, mistral, qwen2, qwen3"),
-    "no causal model": (settings(model_type="t5"), r"T5Config.*Supported: llama"),
-    "no type": (lambda folder: (folder / "config.json").write_text("{}") and None, r"model_type.*Supported: llama"),
-    "its own code": (settings(model_type="foo", auto_map=FOREIGN), r"code of its own \(auto_map\), which is never run"),
-    "a text for a number": (settings(max_position_embeddings="128"), "'max_position_embeddings' expected int, got str"),
-    "a negative vocabulary": (settings(vocab_size=-5), "negative dimension -5"),
-    "layers that are not listed": (settings(num_hidden_layers=1000000), r"`num_hidden_layers` \(1000000\)"),
-    "quantized": (
-        settings(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "bitsandbytes",
-    ),
-    "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), r"has no tokenizer\. Put .* tokenizer\.json"),
-    "a broken tokenizer": (
-        lambda folder: (folder / "tokenizer.json").write_text("{}") and None, "its tokenizer cannot be loaded"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_folder_that_is_not_whole_is_refused_in_one_line(case: str, whole: Path, tmp_path: Path) -> None:
-    change, said = BROKEN[case]
-    folder = tmp_path / "policy"
-    shutil.copytree(whole, folder)
-    change(folder)
-    with pytest.raises(ValueError, match=said) as caught:
-        PretrainedPolicy(str(folder)).load()
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_a_folder_that_is_not_whole_is_refused_in_one_line(
+    case: Case, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert case.policy is not None
+    shutil.copytree(whole, tmp_path / "pol")
+    case.policy(tmp_path / "pol")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(case.says)) as caught:
+        PretrainedPolicy("./pol").load()
     message = str(caught.value)
-    assert message.startswith(f"policy: '{folder}'")
+    assert message.startswith("policy: '")
     assert "\n" not in message
     assert "trust_remote_code" not in message
 
@@ -143,17 +66,17 @@ def test_weights_that_are_not_used_are_told(whole: Path, tmp_path: Path) -> None
         load_pretrained(str(tmp_path / "policy"))
 
 
-def test_code_of_a_folder_is_never_run(whole: Path, tmp_path: Path) -> None:
+def test_code_of_a_folder_is_never_run(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "policy"
     shutil.copytree(whole, folder)
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
-    settings(auto_map=FOREIGN)(folder)
+    with_code(folder)
     settings("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]})(folder)
     load_pretrained(str(folder))
     settings(model_type="foo")(folder)
     with pytest.raises(ValueError, match="never run"):
         load_pretrained(str(folder))
-    assert not (tmp_path / "ran").exists()
+    assert not Path("PWNED").exists()
 
 
 def test_nothing_that_is_loaded_may_bring_code() -> None:
@@ -188,3 +111,16 @@ def test_a_checkpoint_with_nan_is_refused_before_a_weight_is_overwritten() -> No
     state[f"policy.{LAYER}"][0, 0] = float("inf")
     with pytest.raises(ValueError, match=rf"ckpt_path: this checkpoint: 1 weights hold NaN .* 'policy.{LAYER}'"):
         module.on_load_checkpoint({"state_dict": state})
+
+
+def test_a_policy_without_an_end_is_told_of() -> None:
+    model, tokenizer = TinyPolicy(hidden_size=32, num_layers=2).load()
+    module = SparseGRPO(LoadedPolicy(model, tokenizer), RKV(12), arithmetic_reward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GenerationModule.on_fit_start(module)
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
+        stopping = SparseGRPO(LoadedPolicy(model, tokenizer), RKV(12), arithmetic_reward, stop_strings=["#"])
+        GenerationModule.on_fit_start(stopping)
+    with pytest.warns(UserWarning, match=r"names a token that ends a completion.*model\.end_tokens or model\.stop_s"):
+        GenerationModule.on_fit_start(SparseGRPO(LoadedPolicy(model, tokenizer), RKV(12), arithmetic_reward))

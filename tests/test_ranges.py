@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from sparse_rl_lightning import SamplingParams, SparseGRPO
@@ -132,3 +133,5 @@ def test_numbers_at_their_bounds_are_taken() -> None:
     check_number("x", 1, most=1)
     check_number("x", -1e300)
     check_number("x", 0.999, below=1)
+    check_number("x", np.float32(2))
+    check_number("x", np.int64(2), most=2)

@@ -193,5 +193,5 @@ def _check_writable(folder: Any, argument: str) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"{argument}={str(path)!r} cannot be written: {error}. Give a folder you may write to."
+            f"{argument}={str(path)!r} cannot be written: {error.strerror}. Give a folder you may write to."
         ) from error

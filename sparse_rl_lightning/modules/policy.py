@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class PretrainedPolicy(PolicySource):
         """
         check_attention(self.attn_implementation)
         looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
-        path = str(Path(self.path).expanduser())
+        path = os.path.expanduser(self.path)
         if looks_local and not (Path(path) / "config.json").is_file():
             raise ValueError(
                 f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "

@@ -1,0 +1,208 @@
+"""Cases of model folders: ``pol`` is a copy of a good one that was changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cases.case import TRAINS, Case
+
+Change = Callable[[Path], object]
+LAYER = "model.layers.1.mlp.up_proj.weight"
+CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+
+
+def weights(change: Callable[[dict[str, Tensor]], object]) -> Change:
+    """A change of the tensors by name."""
+
+    def apply(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+    return apply
+
+
+def raw(change: Callable[[bytes], bytes]) -> Change:
+    """A change of the bytes of the weights."""
+
+    def apply(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        file.write_bytes(change(file.read_bytes()))
+
+    return apply
+
+
+def settings(name: str = "config.json", **changes: Any) -> Change:
+    """A change of keys of a JSON file."""
+
+    def apply(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return apply
+
+
+def written(name: str, text: str) -> Change:
+    """A file with other content."""
+    return lambda folder: (folder / name).write_text(text)
+
+
+def without(*names: str) -> Change:
+    """Files that are not there."""
+
+    def apply(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return apply
+
+
+def filled(value: float) -> Change:
+    """Two numbers of a weight."""
+    return weights(lambda state: state[LAYER].view(-1)[7:9].fill_(value))
+
+
+def nothing_known(folder: Path) -> None:
+    """Weights of something else."""
+    save_file({"x": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+
+
+def only_pickles(folder: Path) -> None:
+    """As old folders are."""
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def with_code(folder: Path) -> None:
+    """A module that would leave a file."""
+    (folder / "evil.py").write_text(
+        "open('PWNED', 'w')\nclass Config: pass\nclass Model: pass\nclass Tokenizer: pass\n"
+    )
+    settings(auto_map=CODE)(folder)
+
+
+def unknown_with_code(folder: Path) -> None:
+    """The same, and needed."""
+    with_code(folder)
+    settings(model_type="foo")(folder)
+
+
+def adapters(folder: Path) -> None:
+    """Adapters with pickled weights beside the model."""
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "."}))
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
+
+
+def index(weight_map: dict[str, str]) -> Change:
+    """Weights in several files."""
+
+    def apply(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    return apply
+
+
+def fifo(folder: Path) -> None:
+    """A pipe where the weights are."""
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+WEIGHTS = [
+    Case("without one weight", f"1 weights are missing, 0 of another shape and 0 unknown, there is no '{LAYER}'", 1,
+         policy=weights(lambda state: state.pop(LAYER))),
+    Case("without any weight of the model", "27 weights are missing, 0 of another shape and 1 unknown", 1,
+         policy=nothing_known, slow=True),
+    Case("an untied head that is not there", "there is no 'lm_head.weight'", 1,
+         policy=settings(tie_word_embeddings=False)),
+    Case("weights of another width", "'model.layers.0.mlp.down_proj.weight' is [32, 96] and must be [32, 80]", 1,
+         policy=settings(intermediate_size=80)),
+    Case("weights that the model does not have", TRAINS, 0, policy=weights(lambda s: s.update(x=torch.zeros(2)))),
+    Case("NaN in a weight", f"1 weights hold NaN or infinity, for example '{LAYER}'", 1, policy=filled(float("nan"))),
+    Case("infinity in a weight", f"1 weights hold NaN or infinity, for example '{LAYER}'", 1,
+         policy=filled(float("inf")), slow=True),
+    Case("NaN in a weight, with FullKV", f"1 weights hold NaN or infinity, for example '{LAYER}'", 1,
+         "--model.compressor=FullKV", policy=filled(float("nan")), slow=True),
+    Case("weights in float16", TRAINS, 0,
+         policy=weights(lambda s: s.update({n: v.half() for n, v in s.items()})), slow=True),
+    Case("a file cut off", "pol/model.safetensors is cut off or no safetensors file", 1,
+         policy=raw(lambda b: b[:5000])),
+    Case("an empty file", "pol/model.safetensors is cut off or no safetensors file", 1, policy=raw(lambda b: b""),
+         slow=True),
+    Case("a header that claims 16 EB", "pol/model.safetensors is cut off or no safetensors file", 1,
+         policy=raw(lambda b: b"\xff" * 8 + b[8:])),
+    Case("a header that claims 100 MB", "pol/model.safetensors is cut off or no safetensors file", 1, slow=True,
+         policy=raw(lambda b: (10**8).to_bytes(8, "little") + b[8:])),
+    Case("pickled weights only", "Error no file named model.safetensors found", 1, policy=only_pickles),
+    Case("a pipe in place of the weights", "Error no file named model.safetensors found", 1, policy=fifo),
+    Case("an index of files outside of the folder", "No such file or directory: ./pol/../../x.safetensors", 1,
+         policy=index({"a": "../../x.safetensors"})),
+    Case("an empty index", "IndexError: list index out of range", 1, policy=index({}), slow=True),
+]  # fmt: skip
+
+SETTINGS = [
+    Case("an unknown `model_type`", "does not recognize this architecture. Supported: llama, mistral, qwen2, qwen3", 1,
+         policy=settings(model_type="foo")),
+    Case("an unknown `model_type` with code of its own",
+         "It needs code of its own (auto_map), which is never run. Supported: llama", 1, policy=unknown_with_code),
+    Case("code of its own that is not needed", TRAINS, 0, policy=with_code, slow=True),
+    Case("a T5", "Supported: llama, mistral, qwen2, qwen3.", 1, policy=settings(model_type="t5"), slow=True),
+    Case("no `model_type`", "Should have a `model_type` key in its config.json. Supported: llama", 1,
+         policy=written("config.json", "{}"), slow=True),
+    Case("a list as config.json", "Should have a `model_type` key in its config.json. Supported: llama", 1,
+         policy=written("config.json", "[]"), slow=True),
+    Case("a config.json that is no JSON", "is not a valid JSON file", 1, policy=written("config.json", "{"), slow=True),
+    Case("a text where a number belongs", "Field 'max_position_embeddings' expected int, got str", 1,
+         policy=settings(max_position_embeddings="128")),
+    Case("null where a number belongs", "Field 'max_position_embeddings' expected int, got NoneType", 1,
+         policy=settings(max_position_embeddings=None), slow=True),
+    Case("a text as `eos_token_id`", "Field 'eos_token_id' with value 'x'", 1, policy=settings(eos_token_id="x"),
+         slow=True),
+    Case("a negative vocabulary", "Trying to create tensor with negative dimension -5", 1,
+         policy=settings(vocab_size=-5), slow=True),
+    Case("a million layers", "`num_hidden_layers` (1000000) must be equal to the number of `layer_types` (2)", 1,
+         policy=settings(num_hidden_layers=1000000), slow=True),
+    Case("heads that do not divide the width", "of another shape", 1, policy=settings(num_attention_heads=3),
+         slow=True),
+    Case("quantized, without the package", "requires bitsandbytes", 1, slow=True,
+         policy=settings(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})),
+]  # fmt: skip
+
+FITTING = [
+    Case("a GPT-2 by its `model_type`", "does not hold this model", 1, policy=settings(model_type="gpt2"), slow=True),
+    Case("a context of 0", "exceeds the model's context of 0 tokens", 1, policy=settings(max_position_embeddings=0),
+         slow=True),
+    Case("an end token outside of the vocabulary", TRAINS, 0, policy=settings(eos_token_id=100000), slow=True),
+    Case("bfloat16 in config.json", TRAINS, 0, policy=settings(dtype="bfloat16"), slow=True),
+    Case("a vocabulary smaller than the tokenizer's", "of another shape", 1, policy=settings(vocab_size=8), slow=True),
+    Case("pickled adapters beside the weights", "./pol' cannot be loaded.", 1, policy=adapters, slow=True),
+    Case("a sliding window", "has layers of type ['sliding_attention'], only", 1, slow=True,
+         policy=settings(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2)),
+]  # fmt: skip
+
+TOKENIZERS = [
+    Case("no tokenizer", "policy: './pol' has no tokenizer. Put the model's tokenizer.json and", 1,
+         policy=without("tokenizer.json", "tokenizer_config.json")),
+    Case("a tokenizer.json without anything", "its tokenizer cannot be loaded", 1,
+         policy=written("tokenizer.json", "{}")),
+    Case("a tokenizer with code of its own", TRAINS, 0, slow=True,
+         policy=settings("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]})),
+    Case("a chat template that reaches for `__init__`", TRAINS, 0, slow=True,
+         policy=written("chat_template.jinja", "{{ ''.__class__.__init__ }}")),
+]  # fmt: skip
+
+PLACES = [
+    Case("model.policy=./nowhere", "policy: no model at './nowhere' (no config.json there)", 1),
+    Case("model.policy=nobody/nothing", "policy: 'nobody/nothing' cannot be loaded.", 1, slow=True),
+    Case("model.policy=runs/warmup/policy", "for the quickstart run configs/warmup.yaml first.", 1, slow=True),
+]
+
+TOPICS = {"Weights": WEIGHTS, "Settings": SETTINGS, "Tokenizers": TOKENIZERS, "Fitting": FITTING, "Places": PLACES}

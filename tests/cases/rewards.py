@@ -1,0 +1,76 @@
+"""Cases of reward functions: ``mine.lr`` is the one of the run."""
+
+from __future__ import annotations
+
+from cases.case import TRAINS, Case
+
+
+def lr(body: str, arguments: str = "completions, **columns") -> str:
+    """A module with a reward function."""
+    return f"import asyncio, math, os, sys\nimport numpy, torch\n\n\ndef lr({arguments}):\n    {body}\n"
+
+
+def case(body: str, says: str = TRAINS, status: int = 0, *, slow: bool = True) -> Case:
+    """A function with this body."""
+    return Case(f"`{body}`", says, status, reward=lr(body), slow=slow)
+
+
+ANSWERS = [
+    case("return [len(c) for c in completions]"),
+    case("return numpy.ones(len(completions))"),
+    case("return torch.ones(len(completions), requires_grad=True)"),
+    case("return [True for c in completions]"),
+    case("return (float(len(c)) for c in completions)"),
+    case("print('x' * 1000); return [1.0] * len(completions)"),
+    case("torch.manual_seed(0); return [1.0] * len(completions)"),
+    case("torch.set_default_dtype(torch.float64); return [1.0] * len(completions)"),
+    case("return ['1' for c in completions]"),
+    case("return ['yes' for c in completions]", "returned 'yes' for sample 0", 1),
+    case("return [math.nan for c in completions]", "returned nan for sample 0", 1, slow=False),
+    case("return [1 + 1j for c in completions]", "returned (1+1j) for sample 0", 1),
+    case("return numpy.ones((len(completions), 2))", "returned array([1., 1.]) for sample 0", 1),
+    case(
+        "return [1.0] * (len(completions) - 1)",
+        "The reward function lr returned 7 rewards for 8 samples.",
+        1,
+        slow=False,
+    ),
+    case("return [1.0]", "The reward function lr returned 1 rewards for 8 samples.", 1),
+]
+
+ERRORS = [
+    case(
+        "raise ValueError('x')",
+        "RuntimeError: The reward function lr raised ValueError('x') on sample 0",
+        1,
+        slow=False,
+    ),
+    case("raise ValueError('\\x1b[2Jx')", r"raised ValueError('\x1b[2Jx') on sample 0", 1),
+    case("raise MemoryError", "The reward function lr raised MemoryError() on sample 0", 1),
+    case("raise StopIteration", "The reward function lr raised StopIteration() on sample 0", 1),
+    case("return lr(completions)", "raised RecursionError('maximum recursion depth exceeded", 1),
+]
+
+FUNCTIONS = [
+    Case("without `**columns`", "The reward function lr(completions) does not fit the data: got an unexpected", 1,
+         reward=lr("return [1.0] * len(completions)", "completions")),
+    Case("with a column that the data lack", "does not fit the data: missing a required argument: 'gold'", 1,
+         reward=lr("return [1.0] * len(completions)", "completions, gold, **columns")),
+    Case("`async def lr(completions, **columns)`", "The reward function lr is async. Write a plain one", 1,
+         reward="async def lr(completions, **columns):\n    return []\n"),
+    Case("no function of the name", "module 'mine' has no attribute 'lr'", 2, reward="def other(): pass\n", slow=True),
+    Case("a number in place of a function", "Unexpected import object 3", 2, reward="lr = 3\n"),
+    Case("a module that is not Python", "invalid syntax (mine.py, line 1)", 2, reward="def lr(:\n", slow=True),
+    Case("a module that imports what is not there", "No module named 'nowhere_else'", 2, slow=True,
+         reward="import nowhere_else\n"),
+    Case("a lambda", TRAINS, 0, reward="lr = lambda completions, **columns: [1.0] * len(completions)\n", slow=True),
+    Case("a partial", TRAINS, 0, slow=True, reward=(
+        "from functools import partial\ndef f(x, completions, **columns): return [x] * len(completions)\n"
+        "lr = partial(f, 1.0)\nlr.__name__ = 'lr'\n"
+    )),
+]  # fmt: skip
+
+# What a time limit, an exit, a dictionary or an edited list is answered with (rows to be added).
+LIMITS: list[Case] = []
+
+TOPICS = {"Rewards": ANSWERS, "Errors": ERRORS, "Functions": FUNCTIONS, "Limits": LIMITS}
