@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -259,15 +260,24 @@ def test_two_corrections_of_one_kind_are_refused(given: list[Callback], names: s
         fit(module(), 1, given)
 
 
-def test_a_reward_that_changes_the_folder_moves_nothing(
+def test_a_run_writes_into_its_own_folder_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """With a reward function that changes the working directory, and a link in place of a file of the run."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.setenv("ELSEWHERE", str(elsewhere))
-    path = write(config(max_steps=2), {"model.init_args.reward_funcs": "test_run_folder.wandering"})
-    assert run_console(monkeypatch, "fit", "--config", path) is None
-    assert list(folder.glob("runs/own/version_0/metrics.csv"))
-    assert not list(elsewhere.iterdir())
+    own = folder / "runs" / "own" / "log" / "run_config.yaml"
+    own.parent.mkdir(parents=True)
+    own.symlink_to(elsewhere / "victim")
+    (elsewhere / "victim").write_text("mine")
+    changes = {"model.init_args.reward_funcs": "test_run_folder.wandering", "trainer.logger.init_args.version": "log"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the log's folder is not empty
+        assert run_console(monkeypatch, "fit", "--config", write(config(max_steps=2), changes)) is None
+    assert (own.parent / "metrics.csv").is_file()
+    assert "TinyPolicy" in own.read_text()
+    assert [path.name for path in elsewhere.iterdir()] == ["victim"]
+    assert (elsewhere / "victim").read_text() == "mine"
 
 
 def wandering(completions: list[str], **_: Any) -> list[float | None]:

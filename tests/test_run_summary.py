@@ -146,8 +146,15 @@ def test_evaluation_is_greedy_whatever_validation_draws(tmp_path: Path) -> None:
 
 def test_a_folder_that_goes_away_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
+    fit(tmp_path, [Quick(folder=folder), Does(lambda: shutil.rmtree(folder))], steps=6)
+    assert (folder / SUMMARY).is_file(), "the folder is made again"
+
+    def replaced() -> None:
+        shutil.rmtree(folder)
+        folder.write_text("a file")
+
     with pytest.warns(UserWarning, match=r"record of the run cannot be written.*The run goes on") as told:
-        trainer = fit(tmp_path, [Quick(folder=folder), Does(lambda: shutil.rmtree(folder))], steps=6)
+        trainer = fit(tmp_path, [Quick(folder=folder), Does(replaced)], steps=6)
     assert trainer.global_step == 6
     assert sum("cannot be written" in str(one.message) for one in told) == 1
 

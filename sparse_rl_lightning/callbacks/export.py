@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from sparse_rl_lightning.callbacks.folders import writable_folder
+from sparse_rl_lightning.files import remove
 
 
 class ExportPolicy(Callback):
@@ -55,14 +55,14 @@ def write_policy(module: LightningModule, folder: Path) -> None:
     is_zero = module.global_rank == 0
     new, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
     if is_zero:
-        shutil.rmtree(new, ignore_errors=True)
+        remove(new)
         new.mkdir(parents=True)
     module.export(new)  # type: ignore[operator]  # checked in setup
     if is_zero:
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
         rank_zero_info(f"Policy written to {folder}")
 
 

@@ -60,7 +60,7 @@ def save_metrics(writer: Any) -> None:
         names = sorted({*known, *(name for row in rows for name in row)})
         old = [] if names == known else list(csv.DictReader(file, known))
     text = io.StringIO(newline="")
-    table = csv.DictWriter(text, names)
+    table = csv.DictWriter(text, names, extrasaction="ignore")  # cells beyond a header that someone edited
     if names == known:
         table.writerows(rows)
         append(path, text.getvalue())

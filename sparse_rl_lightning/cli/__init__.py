@@ -27,6 +27,7 @@ import sparse_rl_lightning.retrievers
 import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__, doctor
 from sparse_rl_lightning.callbacks.console import say
+from sparse_rl_lightning.callbacks.folders import Expendable
 from sparse_rl_lightning.cli.calibrate import main as calibrate
 from sparse_rl_lightning.cli.checks import (
     check_callbacks,
@@ -119,8 +120,10 @@ class SparseRLCLI(LightningCLI):
         rows = [row for batch in self.trainer.predict_loop.predictions for row in batch]
         rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
         path = Path(self.trainer.default_root_dir) / f"predictions{rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+        try:
+            write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+        except OSError as error:
+            raise ValueError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
         say(f"Written: {len(rows)} completions to {path}")
 
     def _check_generates(self) -> None:
@@ -141,8 +144,13 @@ class SaveRunConfig(SaveConfigCallback):
         """Too early."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write."""
-        super().setup(trainer, pl_module, "fit")
+        """Write, unless the disk is full."""
+        folder = trainer.log_dir  # all ranks ask
+        if folder is not None and "://" in folder:
+            super().setup(trainer, pl_module, "fit")
+        elif folder is not None and trainer.is_global_zero:
+            text = self.parser.dump(self.config, skip_none=False)
+            Expendable(self.config_filename)(lambda: write_whole(Path(folder) / self.config_filename, text))
 
 
 def main(args: ArgsType = None) -> LightningCLI:
