@@ -57,7 +57,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """What :meth:`Compressor.update_state` gets: one layer's running numbers, and Q tokens per sequence that came in.
+    """What ``Compressor.update_state`` gets: one layer's running numbers, and Q tokens per sequence that came in.
 
     While decoding Q is 1. A prompt comes in blocks of Q tokens, from its first to its last, before anything of it is
     evicted; where it is cut may not make a difference. The new tokens are the last Q live entries of every head.
