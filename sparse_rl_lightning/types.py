@@ -94,7 +94,7 @@ class StateUpdate:
 
     @property
     def output_norms(self) -> Tensor:
-        """(S, Hq, Q) float32 |W v|_1: how much each new token's value can move the layer's output, for each head."""
+        """(S, Hq, Q) float32, the 1-norm of W v: how much each new value moves the layer's output, for each head."""
         return self._asked("output_norms", "needs_output_norms")
 
     def _asked(self, name: str, declaration: str) -> Tensor:
