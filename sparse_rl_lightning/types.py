@@ -57,7 +57,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """What :meth:`Compressor.update_state` gets: one layer's running numbers, and Q tokens per sequence that came in.
+    """What ``Compressor.update_state`` gets: one layer's running numbers, and Q tokens per sequence that came in.
 
     While decoding Q is 1. A prompt comes in blocks of Q tokens, from its first to its last, before anything of it is
     evicted; where it is cut may not make a difference. The new tokens are the last Q live entries of every head.
@@ -94,7 +94,7 @@ class StateUpdate:
 
     @property
     def output_norms(self) -> Tensor:
-        """(S, Hq, Q) float32 |W v|_1: how much each new token's value can move the layer's output, for each head."""
+        """(S, Hq, Q) float32, the 1-norm of W v: how much each new value moves the layer's output, for each head."""
         return self._asked("output_norms", "needs_output_norms")
 
     def _asked(self, name: str, declaration: str) -> Tensor:

@@ -179,6 +179,27 @@ def test_one_optimiser_step(
         assert (tmp_path / folder).is_dir()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("name", ["retrieval", "quickstart"])
+def test_one_step_in_another_type(
+    name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_policy: Callable[[str], Path]
+) -> None:
+    """Lightning makes it torch's default type, too; with pages read, and with running sums."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = ROOT / "configs" / f"{name}.yaml"
+    arguments = [*shrunk(read(path), tmp_path, tiny_policy), f"--trainer.precision={precision}"]
+    arguments += ["--model.init_args.optimizer.init_args.eps=1e-4"]  # AdamW's own is 0 in float16
+    if name == "quickstart":
+        arguments = [argument for argument in arguments if "compressor" not in argument]
+        arguments += ["--model.compressor=H2O", "--model.compressor.budget=30", "--model.compressor.buffer=4"]
+    cli = main(["fit", "--config", str(path), *arguments])
+    assert cli.trainer.global_step == 1
+    metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
+    assert all(torch.tensor(value).isfinite() for value in metrics.values()), metrics
+
+
 # ---------------------------------------------------------------- what is written where
 
 

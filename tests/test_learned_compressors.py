@@ -191,6 +191,22 @@ def test_what_is_offered_is_that_of_a_plain_forward_pass(adapted: bool) -> None:
             torch.testing.assert_close(held[:, 1], norms[0] + 10 * norms[1], atol=1e-4, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_adapters_under_autocast_are_offered_too() -> None:
+    """Their weights stay float32, what they multiply does not."""
+    peft = pytest.importorskip("peft")
+    policy: Any = tiny_model(initializer_range=0.2, eos_token_id=None)
+    policy = peft.get_peft_model(policy, peft.LoraConfig(r=4, target_modules=["o_proj"])).base_model.model
+    norms = []
+    for enabled in (False, True):
+        sampler = RolloutSampler(policy, Recorder(**SMALL))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            sampler.generate([PROMPTS[1]], SamplingParams(max_completion_length=2))
+        norms.append(sampler.cache.state_pool[:12, 1])
+        assert bool((sampler.cache.state_pool[:12, 1] > 0).all())
+    torch.testing.assert_close(norms[1], norms[0], rtol=0.05, atol=0)
+
+
 def test_who_asks_for_nothing_pays_nothing() -> None:
     policy = tiny_model(initializer_range=0.2, eos_token_id=None)
     for method, wanted in ((Recorder(**SMALL), True), (H2O(**SMALL), False), (SnapKV(**SMALL), False)):

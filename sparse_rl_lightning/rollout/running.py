@@ -147,12 +147,12 @@ def _update(
     head_numbers: Tensor, lengths: Tensor, positions: Tensor, keys: Tensor, values: Tensor, hidden: Tensor,
     asked: dict[str, Tensor],
 ) -> None:  # fmt: skip
-    size = cache.size
+    size, weights = cache.size, decoder.output_weights[layer] if compressor.needs_output_norms else None
     with torch.autocast(numbers.device.type, enabled=False):  # mixed-precision training would round sums to bf16
         if compressor.needs_hidden_states:
             asked["hidden_states"] = hidden.to(torch.float32)
-        if compressor.needs_output_norms:
-            asked["output_norms"] = output_norms(values, decoder.output_weights[layer])
+        if weights is not None:
+            asked["output_norms"] = output_norms(values, weights)
         update = StateUpdate(
             MappingProxyType(columns(numbers, size.state_fields)),
             MappingProxyType(head_columns(head_numbers, size.head_state_fields)),
@@ -162,7 +162,7 @@ def _update(
 
 
 def output_norms(values: Tensor, weights: Tensor) -> Tensor:
-    """(S, Hq, Q) float32 sums of |W v| over the channels of the output, for (S, H, Q, D) values, (Hq, D, E) weights."""
+    """(S, Hq, Q) float32, the 1-norms of W v, for (S, H, Q, D) values and (Hq, D, E) weights."""
     by_head = values.to(weights.dtype).repeat_interleave(len(weights) // values.shape[1], dim=1)
     return (by_head @ weights).abs().sum(dim=-1).to(torch.float32)
 
