@@ -21,7 +21,7 @@ UPDATE: list[Row] = [
     ("entropy", "nats/token", "entropy of the learner's distributions, mean over completion tokens"),
     ("kl", "nats/token", "estimate of KL(learner || reference policy); with `beta` above 0"),
     ("sparse/...", "", "the same keys of the sparse term of `ReplayGRPO` with `replay_objective: mixed`"),
-    ("empty_rollouts", "count", "rollouts so far of which the loss saw nothing: all rejected, or cut off and masked"),
+    ("empty_rollouts", "count", "rollouts so far of which the loss saw nothing: all rejected, unrewarded, or cut off"),
     ("grad_norm", "norm", "length of the gradient before it is clipped, of the last step that was not skipped"),
     ("skipped_steps", "count", "optimiser steps so far that were skipped for a gradient that is not finite"),
 ]

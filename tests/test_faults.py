@@ -315,7 +315,10 @@ def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
         (lambda: EmptyRollouts(0), "EmptyRollouts: warn_after must be at least 1"),
         (lambda: EmptyRollouts(few=1.5), "EmptyRollouts: few must be between 0 and 1"),
         (lambda: RankWatch(1), "RankWatch: timeout must be at least 3 seconds"),
+        (lambda: module([]), "reward_funcs is empty: at least one reward function is needed"),
         (lambda: module(reward_timeout=0.0), "reward_timeout must be above 0, got"),
+        (lambda: module(reward_timeout=float("nan")), "reward_timeout must be"),
+        (lambda: module(reward_timeout=float("inf")), "reward_timeout must be"),
     ],
 )
 def test_bad_arguments(make: Any, message: str) -> None:

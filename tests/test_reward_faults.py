@@ -302,15 +302,16 @@ def test_what_a_function_keeps_stays_until_its_process_is_lost(monkeypatch: pyte
 
 
 def test_a_process_that_ended_between_two_calls_is_replaced() -> None:
-    pids: list[float | None] = []
     guard = GuardedReward(of(lambda texts: [float(os.getpid())]), ENOUGH)
+    pids = []
     for _ in range(2):
-        pids += guard.judge(batch("a"))
-        assert pids == [*pids[:-1], *guard.judge(batch("a"))]  # the same one while it lives
-        os.kill(int(pids[-1] or 0), signal.SIGKILL)
-        os.waitid(os.P_PID, int(pids[-1] or 0), os.WEXITED | os.WNOWAIT)
-    assert len({*pids, float(os.getpid())}) == 3
-    assert guard.failed == 0
+        (pid,) = map(int, guard.judge(batch("a")))
+        assert (guard.failed, guard.first) == (0, "")
+        assert guard.judge(batch("a")) == [pid]  # the same one while it lives
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        pids.append(pid)
+    assert len({*pids, os.getpid()}) == 3
     guard.close()
 
 

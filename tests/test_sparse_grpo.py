@@ -201,7 +201,10 @@ def test_a_reward_that_raises_names_the_sample() -> None:
     def broken(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
         return [1 / (len(p) - 10) for p in prompts]
 
-    with pytest.warns(UserWarning, match=r"reward function broken failed on 4 sample\(s\), first sample \d+ .*by zero"):
+    with pytest.warns(
+        UserWarning,
+        match=r"reward function broken failed on 4 sample\(s\), first: it raised .*by zero.* on sample \d+,",
+    ):
         fit(module(broken), 4)
 
 

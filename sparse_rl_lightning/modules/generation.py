@@ -75,6 +75,8 @@ class GenerationModule(PolicyModule):
         self.compressor = compressor
         self.retriever = retriever
         self.reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        if not self.reward_funcs:
+            raise ValueError("reward_funcs is empty: at least one reward function is needed.")
         self.reward_weights = [1.0] * len(self.reward_funcs) if reward_weights is None else reward_weights
         if len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(
@@ -245,7 +247,7 @@ class GenerationModule(PolicyModule):
     def tell_none(self, scored: ScoredRollout) -> None:
         """Say once per reward function that it returned None for all samples of a rollout."""
         for name, rewards in scored.reward_table.items():
-            nothing = bool(rewards.isnan().all()) and not scored.reward_failures[name]
+            nothing = bool(rewards.isnan().all()) and not scored.reward_failures.get(name)
             if nothing and ("none", name) not in self._told:
                 self._told.add(("none", name))
                 rank_zero_warn(

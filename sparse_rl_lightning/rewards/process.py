@@ -196,7 +196,10 @@ def _start(function: RewardFunction, name: str) -> _Child:
     parent, libc = os.getpid(), ctypes.CDLL(None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: they are not used there
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise LostProcess(f"could not be given a process of its own ({error})") from error
     if pid == 0:
         try:
             ours.close()
@@ -211,7 +214,7 @@ def _start(function: RewardFunction, name: str) -> _Child:
     except BaseException as error:
         child.kill()
         if isinstance(error, (OSError, EOFError)):
-            raise LostProcess("could not be started in a process of its own") from error
+            raise LostProcess("could not be given a process of its own") from error
         raise
     return child
 
