@@ -105,8 +105,8 @@ def on_outputs(data: MathBenchmarks, folder: Path, checker: MathChecker) -> tupl
             apart.update(no_box=theirs and not lenient and "\\boxed" not in case[0])
         total += len(found)
     accuracies.note = (
-        f"Qwen2.5-Math's grader pays {apart['theirs']} outputs that lenient does not, {apart['no_box']} of them without "
-        f"a box, where it takes the last number of the text; lenient pays {apart['ours']} the other way round."
+        f"Qwen2.5-Math's grader pays {apart['theirs']} outputs that lenient does not, {apart['no_box']} of them "
+        f"without a box, where it takes the last number of the text; lenient pays {apart['ours']} the other way round."
     )
     worth = Table("Conventions", ["convention", "outputs it pays", "points of all"])
     for kind in KINDS:

@@ -53,7 +53,7 @@ def test_a_rational_answer_costs_less_than_ten_thousand_steps_of_a_loop(monkeypa
     assert own.take_counters()["fallbacks"] == 0
 
 
-def test_conventions_are_compared_on_outputs(tmp_path: Path) -> None:
+def test_conventions_are_compared_on_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five outputs of one problem, one strictly right and three leniently, with another grader's verdicts."""
     written = [
         (r"\boxed{25}", True),
@@ -68,9 +68,12 @@ def test_conventions_are_compared_on_outputs(tmp_path: Path) -> None:
     (folders[1] / "test.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
     assert GOLDS["aime24"] == ["025"]
     page = tmp_path / "page.md"
-    command = [sys.executable, str(SCRIPT), "--data", str(folders[0]), "--outputs", str(tmp_path / "outputs")]
-    subprocess.run([*command, "--page", str(page)], check=True, capture_output=True, text=True)
-    text = page.read_text(encoding="utf-8")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import checker as benchmark
+
+    with pytest.warns(UserWarning, match="published"):
+        text = benchmark.conventions(str(folders[0]), tmp_path / "outputs", page)
+    assert text in page.read_text(encoding="utf-8")
     assert "| aime24 | 5 | 60.00 | 20.00 | 80.00 | 60.00 |" in text
     for kind in ("said, not boxed", "last side of a chain", "arithmetic not done"):
         assert f"| {kind} | 1 | 20.000 |" in text

@@ -45,7 +45,10 @@ def find_last_box(text: str) -> tuple[int, int, int] | None:
     r"""Where the last ``\boxed{}`` begins, its content begins and its content ends; None if it is not closed."""
     open_braces: list[tuple[int, int] | None] = []  # None for a brace that is not a box's
     last: tuple[int, int, int] | None = None
-    for match in _BRACE.finditer(text):
+    first = text.find("\\boxed")
+    while first > 0 and text[first - 1] == "\\":
+        first -= 1  # the backslashes before it may be pairs
+    for match in _BRACE.finditer(text, first) if first >= 0 else ():  # braces before all boxes say nothing of them
         if match.lastindex == 1:
             open_braces.append(match.span())
         elif match.lastindex and match[2] == "{":

@@ -70,7 +70,7 @@ def same_expression(first: Node, second: Node, tolerance: float = 0.0) -> bool |
             evaluation = _Evaluation(point)
             if not evaluation.close(*values(evaluation), tolerance):
                 return False
-            if number == 0 and not tolerance and (finer := evaluation.finer()):
+            for finer in _finer(evaluation) if number == 0 and not tolerance else ():
                 if not finer.close(*values(finer)):
                     return False
     except (ArithmeticError, TypeError, ValueError):  # Unreadable among them
@@ -90,11 +90,12 @@ def same_equation(first: tuple[Node, Node], second: tuple[Node, Node]) -> bool |
         return None  # 1=2 says nothing of anything
     try:
         evaluations = [_Evaluation(point) for point in _points(one, two)]
-        factor, *others = (evaluation.ratio(one, two) for evaluation in evaluations)
-        if factor == 0 or not all(evaluations[0].close(factor, other) for other in others):
+        ratios = (evaluation.ratio(one, two) for evaluation in evaluations)
+        factor = next(ratios)
+        if factor == 0 or not all(evaluations[0].close(factor, other) for other in ratios):
             return False
-        finer = [evaluation.finer() or evaluation for evaluation in evaluations[:2]]
-        return finer[0].close(*(evaluation.ratio(one, two) for evaluation in finer))
+        finer = _finer(*evaluations[:2])
+        return not finer or finer[0].close(*(evaluation.ratio(one, two) for evaluation in finer))
     except (ArithmeticError, TypeError, ValueError):
         return None
 
@@ -130,8 +131,8 @@ def _points(first: Node, second: Node) -> Iterator[Point]:
 def _whole_exponents(node: Node) -> frozenset[str]:
     """Letters in exponents of negative numbers: ``(-1/2)^k`` is a real number where k is a whole one."""
     found = frozenset[str]().union(*map(_whole_exponents, node.parts))
-    is_root = node.kind == "power" and _is_negative(node.parts[0])
-    return found | _letters(node.parts[1]) if is_root else found
+    has_sign = node.kind == "power" and _is_negative(node.parts[0])
+    return found | _letters(node.parts[1]) if has_sign else found
 
 
 def _is_negative(node: Node) -> bool:
@@ -162,15 +163,6 @@ class _Evaluation:
         self.bits = 0  # of the longest fraction and of the largest and smallest number so far
         self.is_exact = True
         self.mp = _context(precision)
-
-    def finer(self) -> _Evaluation | None:
-        """The same point with bits enough for all numbers that took part, None where these had enough."""
-        if self.is_exact or self.bits <= _SHORT:
-            return None
-        precision = PRECISION + 3 * self.bits
-        if precision > _MAX_PRECISION:
-            raise Unreadable("too many bits to be told from what differs in the last")
-        return _Evaluation(self.point, -(-precision // 512) * 512)
 
     def close(self, first: Value, second: Value, tolerance: float = 0.0) -> bool:
         """Whether two values are equal: fractions exactly, others to two thirds of the bits."""
@@ -308,6 +300,17 @@ class _Evaluation:
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return operation(first, second)
         return operation(self.number(first), self.number(second))
+
+
+def _finer(*evaluations: _Evaluation) -> list[_Evaluation]:
+    """The same points with bits enough for all numbers that took part; none where these were enough."""
+    bits = max(evaluation.bits for evaluation in evaluations)
+    if bits <= _SHORT or all(evaluation.is_exact for evaluation in evaluations):
+        return []
+    precision = PRECISION + 3 * bits
+    if precision > _MAX_PRECISION:
+        raise Unreadable("too many bits to be told from what differs in the last")
+    return [_Evaluation(evaluation.point, -(-precision // 512) * 512) for evaluation in evaluations]
 
 
 def _exact_root(value: Value, degree: Value) -> Fraction | None:
