@@ -12,6 +12,7 @@ from rank_runs import STEPS, TRAINER, run, train
 from safetensors.torch import load_file
 from tiny_grpo import module
 
+pytestmark = pytest.mark.timeout(900)  # what the processes that all tests share may take on a busy machine
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Outcomes = dict[str, dict[str, Any]]
 
@@ -48,7 +49,7 @@ def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         {"name": "three-to-two", "strategy": "zero2", "ckpt_path": str(folder / "zero3-parts" / "last.ckpt")},
     ]
     jobs += unlike(folder)
-    return run(jobs, folder, 2) | {"folder": {"path": str(folder)}}
+    return run(jobs, folder, 2, timeout=840) | {"folder": {"path": str(folder)}}
 
 
 def uneven(strategy: str, module: str, **settings: Any) -> dict[str, Any]:

@@ -58,10 +58,8 @@ def current_wait() -> Wait | None:
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]  # private
     except ImportError:
         return None
-    recorded = json.loads(_dump_fr_trace_json(True, True))
-    ended = {group: status["last_completed_collective"] for group, status in recorded.get("pg_status", {}).items()}
-    begun = [entry for entry in recorded.get("entries", []) if not entry["retired"] and not entry["is_p2p"]]
-    begun = [entry for entry in begun if entry["collective_seq_id"] > ended.get(str(entry["pg_id"]), -1)]  # in order
+    entries = json.loads(_dump_fr_trace_json(True, True)).get("entries", [])
+    begun = [entry for entry in entries if not entry["retired"] and not entry["is_p2p"]]
     if not begun:
         return None
     oldest = min(begun, key=lambda entry: int(entry["record_id"]))

@@ -140,6 +140,7 @@ class _Watch:
             self.unanswered.discard(rank)
         elif message["kind"] == "end":
             self._end_with(message["rank"], message["why"])
+            self.left.add(message["rank"])
         elif message["kind"] == "stop":
             self._stop(message["why"])
         elif message["kind"] == "question":
@@ -175,19 +176,18 @@ class _Watch:
     # ---------------------------------------------------------------- waiting for each other
 
     def _look(self) -> None:
-        """Note what this rank waits for. Rank zero asks the others if it waits too long, or has left."""
+        """Note what this rank waits for. Where that is too long, rank zero asks what the others do."""
         wait, self._looked = current_wait(), time.monotonic()
         self._looks = self._looks + 1 if wait is not None and wait == self._wait else 0
         self._wait = wait
-        if self.rank != 0:
-            if 0 in self.left:  # and asks no more
-                self._judge()
-        elif not self.unanswered and (self.ending.is_set() or self._own() is not None):
+        if self._own() is None or self.unanswered:
+            return
+        if self.rank == 0:
             self.unanswered, self.answers = self.links.keys() - self.left, {}
             for rank in self.unanswered:
                 self.links[rank].send(kind="question")
-            if not self.unanswered:
-                self._judge()
+        if not self.links.keys() - self.left:  # nobody is there to answer, or to ask
+            self._judge()
 
     def _own(self) -> Wait | None:
         """What this rank has been waiting for too long, None if it does something else, or does again."""
@@ -197,13 +197,10 @@ class _Watch:
 
     def _judge(self) -> None:
         """When all have answered. Each then was in its collective at the moment when it was asked."""
-        waits: dict[int, Wait | None] = dict.fromkeys(self.left)
-        for rank, wait in (self.answers | {self.rank: self._own()}).items():
-            if wait is not None:
-                waits[rank] = wait
-            elif rank != self.rank or not self.ending.is_set():
-                return  # it does something else
-        why = conflict(waits)
+        present = self.answers | {self.rank: self._own()}
+        if any(wait is None for wait in present.values()):
+            return  # it does something else
+        why = conflict(present | dict.fromkeys(self.left))
         if why is not None:
             for link in self.links.values():
                 link.send(kind="stop", why=why)
