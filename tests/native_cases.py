@@ -161,8 +161,6 @@ class Case:
         self.lse = torch.zeros(SLOTS, HEADS * GROUP, dtype=wide)
         self.probs = torch.zeros(SLOTS, HEADS * GROUP, CAPACITY + 1, dtype=wide)
         self.ring_positions = torch.randint(0, 20, (SLOTS, 4), generator=g)
-        self.chunk, self.start = normal(SLOTS, HEADS * GROUP, 3, DIM), torch.tensor([0, 2, 4])
-        self.mass = torch.zeros(SLOTS, HEADS, CAPACITY, dtype=wide)
         self.scores = torch.randn(LAYERS, SLOTS, HEADS, CAPACITY, generator=g)
         self.budgets = torch.ones(LAYERS, SLOTS, HEADS, dtype=torch.int32)
         self.death = torch.full((LAYERS, SLOTS, HEADS, 3 * CAPACITY), NEVER, dtype=torch.int32)
@@ -191,7 +189,6 @@ class Case:
                 self.layer, self.slots, self.query, 0.3, CAPACITY, lse=lse, probs=probs),
             "window_importance": lambda: ops.score_importance(
                 self.layer, self.slots, self.ring[0], self.ring_positions, 0.3, CAPACITY, window=2),
-            "prefill_mass": lambda: ops.accumulate_mass(self.layer, self.slots, self.chunk, self.start, 0.3, self.mass),
             "key_redundancy": lambda: ops.score_redundancy(self.layer, self.slots, CAPACITY),
             "select_and_compact": lambda: ops.select_and_compact(
                 self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, state),

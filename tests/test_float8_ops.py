@@ -224,30 +224,6 @@ def test_window_importance(overload: str, device: str, dtype: torch.dtype, reduc
 
 
 @each_way
-@pytest.mark.parametrize("dtype", KERNEL_TYPES)
-def test_prefill_mass(overload: str, device: str, dtype: torch.dtype) -> None:
-    g = torch.Generator().manual_seed(4)
-    pools, group, start = float8_pools(g, slots=2, dim=32, capacity=150, full=True).layer(0), 2, torch.tensor([20, 0])
-    queries = torch.randn(2, 2 * group, 70, 32, generator=g).to(dtype)
-    args = [queries, start, pools.keys, torch.tensor([1, 0]), pools.offsets, pools.lengths, 0.3,
-            torch.ones(2, 2, 150), torch.empty(2, 2 * group, 70)]  # fmt: skip
-    after = run("prefill_mass", args, overload, device)
-    expected = torch.ones(2, 2, 150, dtype=torch.float64)
-    for b, slot in enumerate((1, 0)):
-        for q in range(2 * group):
-            keys = pools.keys[head_rows(pools, slot, q // group)].double()
-            for c in range(70):
-                at = int(start[b]) + c
-                if at >= len(keys):
-                    assert after[8][b, q, c] == -torch.inf
-                    continue
-                logits = 0.3 * keys[: at + 1] @ queries[b, q, c].double()
-                expected[b, q // group, : at + 1] += logits.softmax(0)
-                torch.testing.assert_close(after[8][b, q, c].double(), logits.logsumexp(0), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(after[7].double(), expected, atol=2e-5, rtol=2e-5)
-
-
-@each_way
 @pytest.mark.parametrize("kind", ["random", "clustered", "zeros"])
 def test_key_redundancy(overload: str, device: str, kind: str) -> None:
     g = torch.Generator().manual_seed(5)
@@ -388,10 +364,10 @@ def test_pages_of_eight_bits_are_refused(name: str) -> None:
         float8_case().calls()[name]()
 
 
-@pytest.mark.parametrize("name", ["append", "decode_attention", "window_importance", "prefill_mass", "fork"])
+@pytest.mark.parametrize("name", ["append", "decode_attention", "window_importance", "fork"])
 def test_queries_of_a_type_that_does_not_compute_are_refused(name: str) -> None:
     case = float8_case()
-    for attribute in ("query", "key", "value", "ring", "chunk"):
+    for attribute in ("query", "key", "value", "ring"):
         setattr(case, attribute, to_stored(getattr(case, attribute), FLOAT8))
     with pytest.raises(ValueError, match=r"with float8 pools .*must be one of float16, .*got torch.float8_e4m3fn"):
         case.calls()[name]()

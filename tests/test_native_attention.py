@@ -1,4 +1,4 @@
-"""append, decode_attention and prefill_mass: kernel = reference = float64 loops over single heads."""
+"""append and decode_attention: kernel = reference = float64 loops over single heads."""
 
 from __future__ import annotations
 
@@ -204,67 +204,6 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     together = ops.attend(pools, slots, query, 0.1, 300)
     for b in range(6):
         assert same_bits(ops.attend(pools, slots[b : b + 1], query[b : b + 1], 0.1, 512), together[b : b + 1])
-
-
-@on_each_device
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 10**6), shape=shapes, group=st.integers(1, 8), cuts=st.integers(1, 3), infinite=st.booleans()
-)
-def test_prefill_mass(device: str, seed: int, shape: dict, group: int, cuts: int, infinite: bool) -> None:
-    shape = shape_for(device, shape)
-    g = torch.Generator().manual_seed(seed)
-    pools = make_pools(g, **shape).layer(0)
-    (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
-    pools.lengths.copy_(pools.lengths[:, :1].minimum(pools.capacities.amin(1, keepdim=True)).expand(-1, heads))
-    pools.keys.nan_to_num_(0.5)  # a row grows over what was free memory
-    pools = KVPools(pools.keys, pools.values, pools.positions, pools.offsets, pools.capacities,
-                    pools.lengths.contiguous())  # fmt: skip
-    chosen, width = pick_slots(g, slots), int(pools.lengths.max())
-    queries = torch.randn(slots, heads * group, width, dim, generator=g).to(dtype)
-    if infinite:
-        queries[..., 0] = queries[..., 0].abs() + 0.1
-        exclude_keys(g, pools)
-    mass = torch.zeros(slots, heads, width)
-    reference = mass.clone()
-    step = max(1, -(-width // cuts))
-    for start in range(0, width, step):
-        part = queries[:, :, start : start + step].contiguous()
-        at = torch.full((slots,), start)
-        args = [part, at, pools.keys, chosen, pools.offsets, pools.lengths, 0.3, mass, torch.empty(part.shape[:3])]
-        native, other = both_overloads("prefill_mass", args, device)
-        torch.testing.assert_close(native[8], other[8], atol=1e-5, rtol=1e-5)
-        mass = native[7]
-        reference += other[7] - args[7]
-    expected = torch.zeros_like(mass).double()
-    for b, slot in enumerate(chosen.tolist()):
-        for q in range(heads * group if slot >= 0 else 0):
-            keys = pools.keys[head_rows(pools, slot, q // group)].double()
-            logits = 0.3 * queries[b, q, : len(keys)].double() @ keys.T
-            causal = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf)
-            shares = causal.softmax(-1).masked_fill(causal == -torch.inf, 0.0)
-            expected[b, q // group, : len(keys)] += shares.sum(0)
-    torch.testing.assert_close(mass.double(), expected, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(reference.double(), expected, atol=2e-5, rtol=2e-5)
-
-
-@on_each_device
-def test_prefill_mass_of_long_prompts(device: str) -> None:
-    for dtype in dtypes_for(device):
-        g = torch.Generator().manual_seed(7)
-        pools = make_pools(g, layers=1, slots=2, heads=1, dim=24, capacity=400, dtype=dtype, kind="random",
-                           full=True).layer(0)  # fmt: skip
-        mass, start = torch.rand(2, 1, 400, generator=g), pools.lengths[:, 0].long().flip(0) // 3
-        queries = torch.randn(2, 3, 150, 24, generator=g).to(dtype)  # the last ones are padding
-        queries[..., 0] = queries[..., 0].abs() + 0.1
-        pools.keys[pools.offsets[1, 0] :][:140, 0] = -torch.inf  # more than a tile without anything to see
-        args = [queries, start, pools.keys, torch.tensor([1, 0]), pools.offsets, pools.lengths, 0.3, mass,
-                torch.empty(2, 3, 150)]  # fmt: skip
-        native, reference = both_overloads("prefill_mass", args, device)
-        torch.testing.assert_close(native[7], reference[7], atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(native[8], reference[8], atol=1e-5, rtol=1e-5)
-        assert (native[8] == -torch.inf).any()
-        assert (native[8] > -torch.inf).sum() > 3 * 64  # more than one tile of queries
 
 
 @cpu_complaints

@@ -33,8 +33,6 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("decode_attention", "slots", lambda t: t - 5, "slots contains -3"),
     ("window_importance", "ring", lambda t: t.bfloat16(), "queries is torch.bfloat16"),
     ("window_importance", "ring_positions", lambda t: t[:, :2], "query_positions has shape"),
-    ("prefill_mass", "mass", lambda t: t[:2], "mass has shape"),
-    ("prefill_mass", "start", lambda t: t - 9, "query_start.0. is -9"),
     ("select_and_compact", "scores", lambda t: t.double(), "scores is torch.float64"),
     ("select_and_compact", "budgets", lambda t: t - 2, "a budget is -1"),
     ("select_and_compact", "death", lambda t: t[:1], "death has shape"),
@@ -74,7 +72,7 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
     shorter = x[: x.shape[0] - 1].contiguous()
     other_type = x.double() if x.dtype != torch.float64 else x.float()
     strided = torch.empty(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
-    if (name, place) in {("key_redundancy", 0), ("prefill_mass", 2), ("summarize_pages", 0)}:
+    if (name, place) in {("key_redundancy", 0), ("summarize_pages", 0)}:
         shorter = x[:1].contiguous()  # their only pool: it must just be long enough
     if place == len(args) - 1:
         strided = other_type  # a single number is contiguous whatever its stride
@@ -135,7 +133,6 @@ def test_slots_that_are_not_there_are_refused(
         ("select_and_compact", lambda case: case.pools.positions.fill_(10**6), "death record"),
         ("select_and_store", lambda case: (case.budgets.fill_(9), case.pools.capacities.fill_(1)), "capacity"),
         ("fork", lambda case: case.pools.capacities[:, 1].fill_(1), "capacity|destination"),
-        ("prefill_mass", lambda case: case.start.sub_(9), "query_start"),
         ("select_pages", lambda case: case.limits.fill_(-1), "limits"),
     ],
 )
@@ -184,7 +181,7 @@ def test_tensors_on_two_devices_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "field"),
     [("append", "slots"), ("append", "query"), ("decode_attention", "query"), ("decode_attention", "lse"),
-     ("window_importance", "ring"), ("prefill_mass", "mass"), ("key_redundancy", "slots"),
+     ("window_importance", "ring"), ("key_redundancy", "slots"),
      ("select_and_compact", "scores"), ("select_and_compact", "death"), ("select_and_store", "seen"),
      ("fork", "sources"), ("fork", "state"),
      ("summarize_pages", "summaries"), ("select_pages", "limits"), ("page_attention", "pages")],

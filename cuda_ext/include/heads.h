@@ -17,7 +17,7 @@ namespace sparse_rl {
 
 // What a kernel that cannot complain writes into the word `errors`, as ops/faults.py reads it.
 enum class Op : int32_t {
-  append = 1, decode_attention, window_importance, prefill_mass, key_redundancy, select_and_compact, select_and_store,
+  append = 1, decode_attention, window_importance, key_redundancy, select_and_compact, select_and_store,
   fork, summarize_pages, select_pages, page_attention
 };
 enum class Fault : int32_t { slot = 1, run, full, budget, position, pages };

@@ -6,7 +6,6 @@ from sparse_rl_lightning.ops.slot_append import append
 from sparse_rl_lightning.ops.slot_attention import attend
 from sparse_rl_lightning.ops.slot_fork import fork
 from sparse_rl_lightning.ops.slot_importance import score_importance
-from sparse_rl_lightning.ops.slot_mass import accumulate_mass
 from sparse_rl_lightning.ops.slot_page_attention import attend_pages
 from sparse_rl_lightning.ops.slot_pages import select_pages, summarize_pages
 from sparse_rl_lightning.ops.slot_redundancy import score_redundancy
@@ -22,7 +21,6 @@ __all__ = [
     "HAS_NATIVE",
     "MISSING",
     "KVPools",
-    "accumulate_mass",
     "append",
     "attend",
     "attend_pages",

@@ -31,10 +31,6 @@ SCHEMAS = {
         Tensor queries, Tensor query_positions, Tensor key_pool, Tensor position_pool, Tensor slots, Tensor offsets,
         Tensor lengths, float scale, int window, bool exclude_window, str group_reduction, str query_reduction,
         str pooling, int kernel_size, Tensor(a!) scores, Tensor(b!) scratch, Tensor(c!)? errors=None) -> ()""",
-    # queries (B, Hq, C, D), query_start (B) int64, mass (B, H, N) added to, lse (B, Hq, C)
-    "prefill_mass": """(
-        Tensor queries, Tensor query_start, Tensor key_pool, Tensor slots, Tensor offsets, Tensor lengths,
-        float scale, Tensor(a!) mass, Tensor(b!) lse, Tensor(c!)? errors=None) -> ()""",
     # redundancy (B, H, N), scratch (B, H, 2, N)
     "key_redundancy": """(
         Tensor key_pool, Tensor slots, Tensor offsets, Tensor lengths, float threshold, Tensor(a!) redundancy,
