@@ -275,7 +275,7 @@ def _head(lm_head: nn.Module, plain: bool, head_in_float32: bool) -> Callable[[T
     wide = {
         name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in lm_head.named_parameters()
     }
-    if _is_plain_linear(lm_head):
+    if plain:
         return partial(_logits_in_float32, lambda states: F.linear(states, **wide))
     return partial(_logits_in_float32, lambda states: functional_call(lm_head, wide, (states,)))
 
