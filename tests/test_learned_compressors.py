@@ -164,7 +164,7 @@ def test_gates_keep_what_brute_force_keeps(name: str) -> None:
             assert held == survivors(worth[head], len(prompt), fed, SMALL)
 
 
-@pytest.mark.filterwarnings("ignore:A slot of:UserWarning")
+@pytest.mark.filterwarnings("ignore:Budget and buffer:UserWarning")
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
 @torch.no_grad()
 def test_what_is_offered_is_that_of_a_plain_forward_pass(adapted: bool) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.compressors import H2O, Compressor, Mixture, Union
+from sparse_rl_lightning.compressors import H2O, Compressor, Mixture, SnapKV, Union
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.rollout.cache import SlotCache
@@ -51,7 +51,7 @@ def numbers_of(cache: SlotCache, layer: int, slot: int) -> Tensor:
     return cache.state_pool[rows]
 
 
-@pytest.mark.filterwarnings("ignore:A slot of:UserWarning", "ignore:Forward hooks:UserWarning")
+@pytest.mark.filterwarnings("ignore:Budget and buffer:UserWarning", "ignore:Forward hooks:UserWarning")
 @pytest.mark.parametrize("max_prefill_tokens", [1000, 70])
 @pytest.mark.parametrize("decay", [0.9, 0.99])
 @torch.no_grad()
@@ -170,6 +170,17 @@ def test_wrappers_keep_the_numbers_of_their_parts_apart() -> None:
     torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
 
 
+def test_attention_that_nobody_writes_down_is_not_kept() -> None:
+    """A captured step has no rows in use, so their probabilities would be of nothing, and so would the attention."""
+
+    class Forgetful(SnapKV):
+        needs_attention = True
+
+    sampler = RolloutSampler(tiny_model(eos_token_id=None), Forgetful(**SMALL))
+    sampler.generate(PROMPTS, PARAMS)
+    assert sampler.cache.probabilities(0, 2) is None
+
+
 # ---------------------------------------------------------------- what it costs
 
 
@@ -190,13 +201,12 @@ def storages(tensors: Any) -> list[Any]:
     return [tensor.untyped_storage() for tensor in found]
 
 
-@pytest.mark.filterwarnings("ignore:A slot of:UserWarning")
 @pytest.mark.parametrize("rule", [None, Adaptive(floor=20)], ids=["equal", "adaptive"])
 def test_a_step_copies_no_keys_and_makes_no_probabilities(rule: Any) -> None:
     """With free slots between those in use; the sums of a group are half of the probabilities of a layer."""
     policy = tiny_model(initializer_range=0.2, eos_token_id=None, vocab_size=64)
     sampler = RolloutSampler(policy, H2O(budget=300, budget_rule=rule))
-    run = sampler._workspace.start(sampler, SamplingParams(num_generations=16, max_completion_length=50), 16, 3)
+    run = sampler._workspace.start(sampler, SamplingParams(num_generations=16, max_completion_length=500), 16, 3)
     with sampler.sampling():
         run.add([[3, 4, 5]], range(16))
         run.advance()

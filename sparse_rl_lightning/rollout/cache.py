@@ -48,10 +48,11 @@ class CacheSize:
         max_length: int, retriever: Retriever | None = None, record_pages: bool = False,
     ) -> CacheSize:  # fmt: skip
         """What a compressor and a retriever need."""
+        fields, head_fields = compressor.state_fields, tuple(compressor.head_state_fields(geometry.head_dim).items())
         return cls(
-            num_slots, capacities, compressor.num_queries, max_length, compressor.state_fields,
-            compressor.evicts and compressor.budget_rule.splits_heads, retriever, record_pages,
-            tuple(compressor.head_state_fields(geometry.head_dim).items()), compressor.needs_attention,
+            num_slots, capacities, compressor.num_queries, max_length, fields,
+            compressor.evicts and compressor.budget_rule.splits_heads, retriever, record_pages, head_fields,
+            compressor.needs_attention and bool(fields or head_fields),  # else nobody asks for them
         )  # fmt: skip
 
     @property
