@@ -89,7 +89,7 @@ class StateUpdate:
 
     @property
     def hidden_states(self) -> Tensor:
-        """(S, Q, E) of the model's type, what the layer's attention reads: behind the norm, before the projections."""
+        """(S, Q, E) float32, what the layer's attention reads: behind the norm, before the projections."""
         return self._asked("hidden_states", "needs_hidden_states")
 
     @property
