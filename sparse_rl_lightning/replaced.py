@@ -14,8 +14,10 @@ from torch import nn
 def is_replaced(module: nn.Module) -> bool:
     """Whether somebody has set this object's own ``forward``, as accelerate's hooks, Liger and others do.
 
-    Compiling it, ``module.forward = torch.compile(module.forward)``, changes no number and does not count.
+    Compiling it, by ``torch.compile(module)`` or ``module.forward = torch.compile(module.forward)``, changes no number
+    and does not count.
     """
+    module = uncompiled(module)
     own = vars(module).get("forward")
     own = getattr(own, "_torchdynamo_orig_callable", own)
     own = getattr(own, "__func__", own)
@@ -24,7 +26,13 @@ def is_replaced(module: nn.Module) -> bool:
 
 def is_changed(module: nn.Module) -> bool:
     """Whether calling the module may do more than its class says: forward hooks, or a replaced forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or is_replaced(module)
+    both = (module, uncompiled(module))
+    return any(one._forward_hooks or one._forward_pre_hooks for one in both) or is_replaced(module)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile(module)`` was made of; the module itself where it is not compiled."""
+    return module._modules.get("_orig_mod") or module
 
 
 def check_reachable(model: Any) -> None:

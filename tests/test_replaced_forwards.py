@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.logprobs import logprobs_at, sequence_logprobs
+from sparse_rl_lightning.replaced import is_changed
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.sharding import ShadowPolicy
 from sparse_rl_lightning.testing import tiny_model
@@ -126,3 +127,26 @@ def test_soft_prompts_are_refused_and_other_adapters_are_not(kind: str) -> None:
     lora: Any = peft.get_peft_model(tiny_model(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
     rollout = RolloutSampler(lora).generate(PROMPTS, PARAMS)
     torch.testing.assert_close(replay_logprobs(lora, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+def test_what_is_compiled_is_not_replaced() -> None:
+    """Nothing is compiled here: rollouts and log-probabilities call the parts of a compiled module."""
+    model, compiled = (tiny_model(initializer_range=0.2, eos_token_id=None) for _ in range(2))
+    compiled.model.layers[1] = torch.compile(compiled.model.layers[1], backend="eager")
+    found = [
+        RolloutSampler(policy, SnapKV(budget=8, buffer=3, num_sinks=1, window=4)).generate(PROMPTS, PARAMS)
+        for policy in (model, compiled, torch.compile(compiled, backend="eager"))
+    ]
+    assert all(torch.equal(found[0].sampler_logprobs, other.sampler_logprobs) for other in found[1:])
+    for policy in (model, torch.compile(model, backend="eager")):
+        as_liger_does(model)
+        with pytest.raises(ValueError, match="has been replaced"):
+            RolloutSampler(policy)
+
+
+def test_hooks_inside_a_compiled_block_count() -> None:
+    block = nn.Linear(3, 3)
+    compiled = torch.compile(block, backend="eager")
+    assert not is_changed(compiled)
+    block.register_forward_hook(lambda *_: None)
+    assert is_changed(compiled)
