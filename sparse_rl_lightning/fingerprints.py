@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -75,7 +77,15 @@ def _inside(value: Any, above: tuple[int, ...]) -> dict[str, Any]:
     if hasattr(value, "__qualname__"):  # functions, methods and classes
         code = getattr(value, "__code__", None)
         constants = [one for one in code.co_consts if isinstance(one, (str, int, float))] if code else []
-        return {"name": _name(value), "code": code.co_code.hex() if code else "", "constants": constants}
+        held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        held += [getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)]
+        held += [value.__self__] if isinstance(value, MethodType) else []
+        return {
+            "name": _name(value), "code": code.co_code.hex() if code else "", "constants": constants,
+            "held": _plain(held, above),
+        }  # fmt: skip
+    if isinstance(value, partial):
+        return {"call": _plain([value.func, value.args, value.keywords], above)}
     if hasattr(value, "__dict__"):
         return {"attributes": _plain(vars(value), above)}
     shown = repr(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,14 @@ def test_what_holds_itself_ends_and_what_has_no_address_is_repeated() -> None:
 
     assert fingerprint(a=Round()) == fingerprint(a=Round())
     assert len({fingerprint(a=a) for a in (torch.ones(4), torch.ones(2, 2), torch.ones(4).double(), [1.0] * 4)}) == 4
+
+
+def test_what_functions_hold_counts() -> None:
+    def made(number: int) -> list[Any]:
+        def default(x: int, more: int = number) -> int:
+            return x + more
+
+        return [lambda x: x + number, default, partial(pow, number), KNorm(number, buffer=3).layer_budgets]
+
+    assert [fingerprint(f=one) for one in made(50)] == [fingerprint(f=one) for one in made(50)]
+    assert all(fingerprint(f=one) != fingerprint(f=other) for one, other in zip(made(50), made(60), strict=True))
