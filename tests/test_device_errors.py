@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -19,6 +22,18 @@ def test_every_word_names_its_op_its_slot_and_what_was_wrong() -> None:
             for slot in (0, 7, 2**23 - 1):
                 assert 0 < word_of(op, kind, slot) < 2**31
                 assert fault(word_of(op, kind, slot)).startswith(f"{op} left out slot {slot}: {text}")
+
+
+def test_kernels_number_ops_and_faults_as_they_are_read() -> None:
+    source = (Path(__file__).parents[1] / "cuda_ext" / "include" / "heads.h").read_text(encoding="utf-8")
+    (ops,) = re.findall(r"enum class Op : int32_t \{(.*?)\};", source, re.S)
+    assert tuple(re.split(r",\s*", ops.strip().replace(" = 1", ""))) == OPS
+    (faults,) = re.findall(r"enum class Fault : int32_t \{(.*?)\};", source, re.S)
+    assert len(faults.split(",")) == len(FAULTS)
+    assert " = 1," in ops
+    assert " = 1," in faults
+    assert len(OPS) < 16  # four bits
+    assert len(FAULTS) < 16
 
 
 def test_a_rollout_ends_with_the_fault_and_the_sampler_goes_on() -> None:
