@@ -51,13 +51,13 @@ def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | N
             value that is out of range.
     """
     changes: dict[str, Any] = {}
-    for key, value in (kwargs or {}).items():
-        name, value = _setting(key, value)
-        if name in changes:
-            raise ValueError(f"generation_kwargs gives {name} twice, the second time as {key}: remove one of them.")
-        if name is not None:
-            changes[name] = value
     try:
+        for key, value in (kwargs or {}).items():
+            name, value = _setting(key, value)
+            if name in changes:
+                raise ValueError(f"generation_kwargs gives {name} twice, the second time as {key}: remove one of them.")
+            if name is not None:
+                changes[name] = value
         return replace(params, **changes)
     except TypeError as error:
         raise ValueError(f"generation_kwargs: a value of {dict(kwargs or {})} has the wrong type ({error}).") from error
