@@ -68,6 +68,11 @@ class _Prompt:
     room: int
     evicted: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the keys and values that are kept."""
+        return sum(self.content[name].nbytes for name in ("keys", "values") if self.content)
+
 
 class Run:
     """A rollout in progress: sequences are numbered prompt by prompt, and prompts may be added at any time."""
@@ -230,14 +235,14 @@ class Run:
             room = trigger.room(length, trigger.evicted_from_prompt(length), prompt_length=length)
             readings.append(Reading(tokens, slot, trigger.limits(length), room))
         prompt_of = {slot: prompt for prompt, slot in slots.items()}
+        parked = sum(prompt.nbytes for prompt in self.read.values())
         read = read_prompts(self.cache, self.step.decoder, compression, readings, most)
         for reading, logits, staged in read:
             prompt = prompt_of[reading.slot]
             content = self.cache.read(reading.slot) if self.waiting_of[prompt] else {}
             evicted = trigger.evicted_from_prompt(len(reading.tokens))
             self.read[prompt] = _Prompt(content, logits, reading.room, evicted)
-            copies = [p.content[name] for p in self.read.values() for name in ("keys", "values") if p.content]
-            parked = sum(tensor.nbytes for tensor in copies)
+            parked += self.read[prompt].nbytes
             self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked)
 
     # ---------------------------------------------------------------- decoding
