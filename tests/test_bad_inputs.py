@@ -56,8 +56,9 @@ by `tests/test_bad_inputs.py`; `python tests/test_bad_inputs.py` writes them.
 PYTHON = """
 ## In Python
 
-`grpo(...)` is `SparseGRPO` with a tiny policy, `model` a tiny model, `sampler` one of it, `mask` and `logprobs` of shape
-(2, 3). Where a number belongs, NaN and infinity are refused for every class that a configuration names (`tests/test_ranges.py`).
+`grpo(...)` is `SparseGRPO` with a tiny policy, `model` a tiny model, `sampler` one of it, `mask` and `logprobs` of
+shape (2, 3). Where a number belongs, NaN and infinity are refused for every class that a configuration names
+(`tests/test_ranges.py`).
 
 | input | message |
 |---|---|
