@@ -40,6 +40,8 @@ from sparse_rl_lightning.data import ArithmeticTasks, RepeatedBlockSampler
 from sparse_rl_lightning.losses import kl_penalty, policy_loss
 from sparse_rl_lightning.modules import Learner, LoraPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.modules.block import BlockPlan
+from sparse_rl_lightning.rewards import MathReward
+from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.strategies import SparseRLDeepSpeed
 from sparse_rl_lightning.testing import tiny_model
 
@@ -54,8 +56,9 @@ by `tests/test_bad_inputs.py`; `python tests/test_bad_inputs.py` writes them.
 PYTHON = """
 ## In Python
 
-`grpo(...)` is `SparseGRPO` with a tiny policy, `model` a tiny model, `mask` and `logprobs` of shape (2, 3). Where a
-number belongs, NaN and infinity are refused for every class that a configuration names (`tests/test_ranges.py`).
+`grpo(...)` is `SparseGRPO` with a tiny policy, `model` a tiny model, `sampler` one of it, `mask` and `logprobs` of
+shape (2, 3). Where a number belongs, NaN and infinity are refused for every class that a configuration names
+(`tests/test_ranges.py`).
 
 | input | message |
 |---|---|
@@ -80,6 +83,7 @@ grpo(num_iterations=0)
 grpo(oversampling=0.5)
 grpo(reward_weights=[1.0, 2.0])
 grpo(reward_timeout=0)
+grpo(reward_funcs=[])
 grpo(partial_rollout_steps=0, num_slots=4)
 grpo(partial_rollout_steps=8)
 grpo(partial_rollout_steps=8, num_slots=4, oversampling=2)
@@ -107,6 +111,19 @@ RolloutSampler(model, RKV(budget=8, buffer=4, num_sinks=0, window=2), num_slots=
 RolloutSampler(model, RKV(budget=8, buffer=4, num_sinks=0, window=2), kv_dtype="int3")
 SamplingParams(temperature=-1.0)
 SamplingParams(num_generations=0)
+SamplingParams(repetition_penalty=0.0)
+SamplingParams(seed=2**63)
+with_generation_kwargs(SamplingParams(), {"num_beams": 4})
+with_generation_kwargs(SamplingParams(), {"eos_token_id": 3})
+sampler.generate([], SamplingParams())
+sampler.generate([[]], SamplingParams())
+sampler.generate([1, 2, 3], SamplingParams())
+sampler.generate("text", SamplingParams())
+sampler.generate(torch.ones(2, 3, dtype=torch.long), SamplingParams())
+sampler.generate([[1, 2]], SamplingParams(top_logprobs=10**6))
+sampler.generate([[1, 2]], SamplingParams(max_completion_length=10**6))
+RolloutSampler(model, RKV(budget=24, buffer=8), end_token_ids=[10**6]).generate([[1, 2]], SamplingParams())
+MathReward(answers="loose")
 SparsityAwareRejection(threshold=2.0)
 ImportanceReweighting(mode="word_truncate")
 ImportanceReweighting(clip_min=2.0, clip_max=1.0)
@@ -122,6 +139,7 @@ StepGuard(max_in_a_row=0)
 EmptyRollouts(warn_after=0)
 EmptyRollouts(few=1.5)
 RankWatch(timeout=1)
+RankWatch(stuck_after=0)
 SparseRLDeepSpeed(stage=4)
 SparseRLDeepSpeed(stage=2, offload_parameters=True)
 ArithmeticTasks(prompts_per_rollout=0)
@@ -141,8 +159,8 @@ def no_reward(completions: list[str], **_: Any) -> list[float | None]:
     return [0.0] * len(completions)
 
 
-def grpo(kind: type[SparseGRPO] = SparseGRPO, **arguments: Any) -> SparseGRPO:
-    return kind(TinyPolicy(), RKV(budget=12, buffer=4), no_reward, **arguments)
+def grpo(kind: type[SparseGRPO] = SparseGRPO, reward_funcs: Any = no_reward, **arguments: Any) -> SparseGRPO:
+    return kind(TinyPolicy(), RKV(budget=12, buffer=4), reward_funcs, **arguments)
 
 
 CASES = [
@@ -156,7 +174,14 @@ PARAMETERS = [pytest.param(case, id=ascii(name), marks=[pytest.mark.slow] * case
 
 def message(source: str) -> str:
     """What the evaluation of an input is answered with."""
-    names = {"model": tiny_model(), "mask": torch.ones(2, 3, dtype=torch.bool), "logprobs": torch.zeros(2, 3)}
+    model = tiny_model()
+    sampler = RolloutSampler(model, RKV(budget=24, buffer=8))
+    names = {
+        "model": model,
+        "sampler": sampler,
+        "mask": torch.ones(2, 3, dtype=torch.bool),
+        "logprobs": torch.zeros(2, 3),
+    }
     try:
         eval(source, globals() | names)
     except ValueError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,95 @@ RESUME = [
          "--ckpt_path=empty", prepare=lambda folder: (folder / "empty").mkdir()),
 ]  # fmt: skip
 
-# Corrupt and foreign checkpoints, other data, a changed learning rate, links, locks, full disks: rows to be added.
-CHECKPOINTS: list[Case] = []
-DISKS: list[Case] = []
+LAST = Path("runs/own/checkpoints/last.ckpt")
 
-TOPICS = {"Resuming": RESUME, "Checkpoints": CHECKPOINTS, "Folders and disks": DISKS}
+
+class Planted:
+    """Runs a command when somebody unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch PWNED",)
+
+
+def shortened(folder: Path) -> None:
+    """The last checkpoint without its second half."""
+    content = (folder / LAST).read_bytes()
+    (folder / "old.ckpt").write_bytes(content[: len(content) // 2])
+
+
+def damaged(folder: Path) -> None:
+    """The last checkpoint with other bytes in its middle."""
+    content = bytearray((folder / LAST).read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(64 * [0xA5])
+    (folder / "old.ckpt").write_bytes(content)
+
+
+def without(key: str) -> Callable[[Path], None]:
+    """The last checkpoint without one of its parts."""
+
+    def write(folder: Path) -> None:
+        content = torch.load(folder / LAST, weights_only=True)
+        del content[key]
+        torch.save(content, folder / "old.ckpt")
+
+    return write
+
+
+def instead_of_last(replace: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Something else under the name of the last checkpoint."""
+
+    def write(folder: Path) -> None:
+        (folder / LAST).unlink()
+        replace(folder / LAST)
+
+    return write
+
+
+def model(**settings: Any) -> Callable[[dict[str, Any]], None]:
+    """Other arguments of the module."""
+    return lambda values: values["model"]["init_args"].update(settings)
+
+
+OLD, RESUMED = "--ckpt_path=old.ckpt", "--ckpt_path=last --trainer.max_steps=5"
+CHECKPOINTS = [
+    Case("an empty file as checkpoint", "ckpt_path='old.ckpt' is empty", 1, OLD, prepare=checkpoint(b""), slow=True),
+    Case("a text as checkpoint", "ckpt_path='old.ckpt'", 1, OLD, prepare=checkpoint(b"hello"), slow=True),
+    Case("a checkpoint that is cut off", "ckpt_path='old.ckpt'", 1, OLD, prepare=shortened),
+    Case("a checkpoint with other bytes in its middle", "ckpt_path='old.ckpt'", 1, OLD, prepare=damaged, slow=True),
+    Case("a checkpoint with a command in it", "ckpt_path='old.ckpt'", 1, OLD, prepare=checkpoint({"x": Planted()})),
+    Case("weights of something else as checkpoint", "ckpt_path", 1, OLD, slow=True,
+         prepare=checkpoint({"state_dict": {"x": torch.zeros(2)}})),
+    Case("a checkpoint without its optimizer", "this checkpoint has no 'optimizer_states'", 1, OLD,
+         prepare=without("optimizer_states"), slow=True),
+    Case("a checkpoint without its part of the data", "this checkpoint has no", 1, OLD,
+         prepare=without("sparse_rl"), slow=True),
+    Case("`--ckpt_path=last`, which is a link that leads nowhere", "is a link to 'gone.ckpt', which is not there", 1,
+         "--ckpt_path=last", prepare=instead_of_last(lambda path: path.symlink_to("gone.ckpt"))),
+    Case("`--ckpt_path=last` beside a `lastweek.ckpt`", "there is no last.ckpt in", 1, "--ckpt_path=last",
+         prepare=instead_of_last(lambda path: path.with_name("lastweek.ckpt").write_bytes(b"")), slow=True),
+]  # fmt: skip
+
+CHANGED = [
+    Case("resume with other prompts", "place in the data fits another run", 1, RESUMED, slow=True,
+         edit=lambda values: values["data"]["init_args"].update(num_train=12)),
+    Case("resume with another `num_iterations`", "fits another run", 1, RESUMED, edit=model(num_iterations=2)),
+    Case("resume with another optimizer", "model.optimizer is torch.optim.sgd.SGD", 1, RESUMED, slow=True,
+         edit=model(optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})),
+    Case("resume with another learning rate, which counts from now on", "`max_steps=5` reached", 0, RESUMED, slow=True,
+         edit=model(optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}})),
+]  # fmt: skip
+
+
+def planted_link(folder: Path) -> None:
+    """A link where checkpoints are written before they get their name."""
+    (folder / "victim").write_text("mine")
+    (folder / "runs/own/checkpoints/.incomplete").mkdir(exist_ok=True)
+    (folder / "runs/own/checkpoints/.incomplete/last.ckpt").symlink_to(folder / "victim")
+
+
+DISKS = [
+    Case("a link planted under `.incomplete/`", prepare=planted_link, slow=True),
+]  # fmt: skip
+
+TOPICS = {"Checkpoints": RESUME + CHECKPOINTS, "Resuming": CHANGED, "Folders and disks": DISKS}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cases.case import TRAINS, Case
 
 
@@ -24,7 +26,7 @@ ANSWERS = [
     case("print('x' * 1000); return [1.0] * len(completions)"),
     case("torch.manual_seed(0); return [1.0] * len(completions)"),
     case("torch.set_default_dtype(torch.float64); return [1.0] * len(completions)"),
-    case("return ['1' for c in completions]"),
+    case("return ['1' for c in completions]", "returned '1' for sample 0", 1),
     case("return ['yes' for c in completions]", "returned 'yes' for sample 0", 1),
     case("return [math.nan for c in completions]", "returned nan for sample 0", 1, slow=False),
     case("return [1 + 1j for c in completions]", "returned (1+1j) for sample 0", 1),
@@ -70,7 +72,35 @@ FUNCTIONS = [
     )),
 ]  # fmt: skip
 
-# What a time limit, an exit, a dictionary or an edited list is answered with (rows to be added).
-LIMITS: list[Case] = []
+LISTS = [
+    case("return None", "returned None, of type NoneType; it must return a list with one number per sample", 1),
+    case("return {i: 1.0 for i in range(len(completions))}", "of type dict; it must return a list", 1, slow=False),
+    case("return '1' * len(completions)", "returned '11111111', of type str; it must return a list", 1),
+    case("return {1.0}", "returned {1.0}, of type set; it must return a list", 1),
+    case("return 1.0", "returned 1.0, of type float; it must return a list", 1),
+    case("return iter(lambda: 1.0, 2.0)", "returned more than 8 rewards for 8 samples.", 1),
+    case("return [None] * len(completions)"),
+    case("completions.sort(); return [1.0] * len(completions)"),
+]
 
-TOPICS = {"Rewards": ANSWERS, "Errors": ERRORS, "Functions": FUNCTIONS, "Limits": LIMITS}
+
+def limited(body: str, says: str = TRAINS, status: int = 0, *, slow: bool = True) -> Case:
+    """A function with this body and ``reward_timeout: 1``."""
+
+    def limit(values: dict[str, Any]) -> None:
+        values["model"]["init_args"]["reward_timeout"] = 1.0
+
+    return Case(f"`{body}`, `reward_timeout: 1`", says, status, edit=limit, reward=lr(body), slow=slow)
+
+
+BACKTRACKS = "import re; re.match('(a+)+$', 'a' * 40 + 'b')"
+LIMITS = [
+    case("sys.exit()", "The reward function lr raised SystemExit() on sample 0", 1, slow=False),
+    limited("sys.exit(3)", "The reward function lr raised SystemExit(3) on sample 0", 1),
+    limited("raise KeyboardInterrupt", "The reward function lr raised KeyboardInterrupt on sample 0", 1),
+    limited(BACKTRACKS, "The reward function lr gave no answer within 1 seconds on sample 0", 1),
+    limited("os._exit(0)", "The reward function lr ended its process with status 0 on sample 0", 1),
+    limited("os.chdir('/'); return [1.0] * len(completions)"),
+]
+
+TOPICS = {"Rewards": ANSWERS, "Errors": ERRORS, "What is no list": LISTS, "Functions": FUNCTIONS, "Limits": LIMITS}

@@ -10,7 +10,4 @@ NAMES = [
     Case("markup and escape sequences in a column", rows=columns(x="<script>\x1b[2J=cmd|'/c calc'!A1"), slow=True),
 ]
 
-# Names of benchmarks, planted links and files for spreadsheets: rows to be added.
-PATHS: list[Case] = []
-
-TOPICS = {"Names": NAMES, "Paths": PATHS}
+TOPICS = {"Names": NAMES}
