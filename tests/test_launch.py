@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from tiny_grpo import fit, module
+from tiny_grpo import Rows, fit, module
 from tiny_run import config, write
 
 from sparse_rl_lightning.cli import main
@@ -48,6 +49,7 @@ def test_and_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("started", "devices", "fits"), [(2, 1, False), (2, 3, False), (2, 2, True), (1, 2, True)])
 def test_devices_must_fit_the_processes(started: int, devices: int, fits: bool, monkeypatch: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(started))
+    monkeypatch.setenv("RANK", "0")
     if fits:
         check_processes(devices)
         return
@@ -65,6 +67,28 @@ def test_two_processes_that_do_not_know_of_each_other(devices: str, folder: Path
     if devices == "1":
         with pytest.raises(ValueError, match="2 processes were started"):
             fit(module(), 1)
+
+
+def test_a_variable_of_the_machine_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    check_processes(1)
+
+
+def test_ranks_that_have_met_may_test_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a fit on several ranks, as Lightning advises; a fit of its own is refused to each still."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+        (metrics,) = trainer.validate(module(), Rows(prompts_per_rollout=4), verbose=False)
+        assert "val/reward_dense" in metrics
+        with pytest.raises(ValueError, match="2 processes were started"):
+            fit(module(), 1)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_fingerprints_tell_apart_what_differs() -> None:
