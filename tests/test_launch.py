@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny_grpo import Rows, fit, module
 from tiny_run import config, write
 
 from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.cli.launch import VARIABLE, follow_launcher
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.modules.ranks import check_processes
 from sparse_rl_lightning.strategies import not_deepspeed
@@ -100,6 +102,19 @@ def test_fingerprints_tell_apart_what_differs() -> None:
     assert len({fingerprint(values=values) for values in rows}) == len(rows)
     turned = torch.arange(6).view(2, 3).T
     assert fingerprint(values=[object(), turned]) == fingerprint(values=[object(), turned.contiguous()])
+
+
+@pytest.mark.parametrize("inherited", [{"LOCAL_RANK": "0", VARIABLE: "1"}, {"LOCAL_RANK": "1"}, {}])
+def test_what_a_rank_starts_by_itself_follows_nobody(inherited: dict[str, str], monkeypatch: Any) -> None:
+    """Rank zero has the first environment once others were started, and every other rank the second."""
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", VARIABLE):
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.delenv(name)
+    for name, value in inherited.items():
+        monkeypatch.setenv(name, value)
+    follow_launcher()
+    assert os.environ[VARIABLE] == str(os.getpid())
+    assert "follow_launcher" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.slow
