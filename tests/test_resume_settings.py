@@ -16,6 +16,7 @@ from tiny_grpo import fit, module, weights
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 
 Schedule = Callable[[Any], Any] | None
+AdamW = functools.partial(torch.optim.AdamW, lr=0.01)
 STOP, STEPS = 2, 5
 
 
@@ -113,6 +114,14 @@ def test_other_settings_of_the_optimizer_count_too(tmp_path: Path) -> None:
     run(tmp_path, STOP, 0.01)
     rest, _ = run(tmp_path, STEPS, 0.01, ckpt_path=str(tmp_path / "last.ckpt"), decay=0.5)
     assert set(rest.values()) == {(0.01, 0.5)}
+
+
+def test_a_resume_without_a_step_leaves_the_next_fit_alone(tmp_path: Path) -> None:
+    run(tmp_path, STOP, 0.01, SCHEDULES["partial"])
+    grpo, rates = module(lr_scheduler=SCHEDULES["partial"], optimizer=AdamW), Rates()
+    fit(grpo, STOP, ckpt_path=tmp_path / "last.ckpt")
+    fit(grpo, 1, [rates])
+    assert rates.seen[0][0] == pytest.approx(0.01 * warmup(4, 0))
 
 
 class Counting(torch.optim.SGD):

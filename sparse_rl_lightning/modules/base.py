@@ -114,6 +114,7 @@ class PolicyModule(LightningModule):
         Raises:
             ValueError: If a number that the trainer takes as it comes is out of range.
         """
+        self._resumed = None  # of an earlier fit that had no step to do
         check_number("trainer.accumulate_grad_batches", self.trainer.accumulate_grad_batches, least=1)
         if self.trainer.gradient_clip_val is not None:
             check_number("trainer.gradient_clip_val", self.trainer.gradient_clip_val)
