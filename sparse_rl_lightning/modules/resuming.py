@@ -101,7 +101,7 @@ def take_over(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
         What was changed, in words.
     """
     changes: dict[str, None] = {}
-    kept = {"params", *_counted(optimizer)}
+    kept = {"params", *_counted(wanted)}  # a strategy may have wrapped the other
     for group, other in zip(optimizer.param_groups, wanted.param_groups, strict=True):
         for name, value in other.items():
             if name in kept:
