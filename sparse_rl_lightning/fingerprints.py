@@ -55,11 +55,13 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
         return "sharded"  # every rank has another part
     if isinstance(value, Tensor):
         return _bytes_of(value)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:  # whose bytes would be addresses
         return f"{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if id(value) in above:
         return "itself"
     above = (*above, id(value))
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), _plain(value.tolist(), above)]
     if isinstance(value, Mapping):
         return {str(key): _plain(item, above) for key, item in value.items()}
     if isinstance(value, Set):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_grpo import module
 from tiny_run import config, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparse_rl_lightning.callbacks import export
+from sparse_rl_lightning.callbacks.export import write_policy
 from sparse_rl_lightning.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +47,24 @@ def test_export_refuses_what_it_would_spoil_or_cannot_find(used_folder: Path) ->
         checkpoint.unlink()
     with pytest.raises(ValueError, match=r"ckpt_path=last: there is no last.ckpt"):
         main(["export", "--config", path])
+
+
+def test_an_earlier_export_that_stays_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network disk whose files a server has open."""
+    grpo = module()
+    grpo.configure_model()
+    write_policy(grpo, tmp_path / "policy")
+    (tmp_path / "policy" / "mark").touch()
+
+    def busy(path: Path) -> None:
+        if path.exists():
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(export, "remove", busy)
+    with pytest.warns(UserWarning, match=r"The earlier export could not be removed: .*Remove .*\.policy\.old-"):
+        write_policy(grpo, tmp_path / "policy")
+    assert (tmp_path / "policy" / "config.json").is_file()
+    assert not (tmp_path / "policy" / "mark").exists()
 
 
 def launch_line() -> list[str]:

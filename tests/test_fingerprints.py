@@ -117,6 +117,14 @@ def test_every_row_of_a_large_weight_counts() -> None:
         assert weights_digest(table) == before
 
 
+def test_arrays_of_objects_are_told_by_what_is_in_them() -> None:
+    """As pandas gives lists and texts; their bytes are addresses, which are others in every process."""
+    first, again, other = (np.array(["".join(part), 2], dtype=object) for part in (("a", "b"), ("a", "b"), ("a", "c")))
+    assert first[0] is not again[0]
+    assert fingerprint(a=first) == fingerprint(a=again)
+    assert len({fingerprint(a=a) for a in (first, other, np.array(["ab", 2]))}) == 3
+
+
 def test_what_holds_itself_ends_and_what_has_no_address_is_repeated() -> None:
     class Round:
         def __init__(self) -> None:

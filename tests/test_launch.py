@@ -6,16 +6,19 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from tiny_grpo import fit, module
+from tiny_grpo import Rows, fit, module
 from tiny_run import config, write
 
 from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.cli.launch import VARIABLE, follow_launcher
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.modules.ranks import check_processes
 from sparse_rl_lightning.strategies import not_deepspeed
@@ -48,6 +51,7 @@ def test_and_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("started", "devices", "fits"), [(2, 1, False), (2, 3, False), (2, 2, True), (1, 2, True)])
 def test_devices_must_fit_the_processes(started: int, devices: int, fits: bool, monkeypatch: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(started))
+    monkeypatch.setenv("RANK", "0")
     if fits:
         check_processes(devices)
         return
@@ -67,6 +71,28 @@ def test_two_processes_that_do_not_know_of_each_other(devices: str, folder: Path
             fit(module(), 1)
 
 
+def test_a_variable_of_the_machine_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    check_processes(1)
+
+
+def test_ranks_that_have_met_may_test_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a fit on several ranks, as Lightning advises; a fit of its own is refused to each still."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+        (metrics,) = trainer.validate(module(), Rows(prompts_per_rollout=4), verbose=False)
+        assert "val/reward_dense" in metrics
+        with pytest.raises(ValueError, match="2 processes were started"):
+            fit(module(), 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_fingerprints_tell_apart_what_differs() -> None:
     rows: list[Any] = [
         [{"a": 1}], [{"a": 2}], [{"b": 1}], [{"a": "1"}], [[1, 2], [3]], [[1], [2, 3]], [None], [1.0], [-0.0], [0.0],
@@ -76,6 +102,19 @@ def test_fingerprints_tell_apart_what_differs() -> None:
     assert len({fingerprint(values=values) for values in rows}) == len(rows)
     turned = torch.arange(6).view(2, 3).T
     assert fingerprint(values=[object(), turned]) == fingerprint(values=[object(), turned.contiguous()])
+
+
+@pytest.mark.parametrize("inherited", [{"LOCAL_RANK": "0", VARIABLE: "1"}, {"LOCAL_RANK": "1"}, {}])
+def test_what_a_rank_starts_by_itself_follows_nobody(inherited: dict[str, str], monkeypatch: Any) -> None:
+    """Rank zero has the first environment once others were started, and every other rank the second."""
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", VARIABLE):
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.delenv(name)
+    for name, value in inherited.items():
+        monkeypatch.setenv(name, value)
+    follow_launcher()
+    assert os.environ[VARIABLE] == str(os.getpid())
+    assert "follow_launcher" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from rank_runs import start
 
-from sparse_rl_lightning.callbacks.collectives import Wait, conflict
+from sparse_rl_lightning.callbacks.collectives import Wait, conflict, oldest
 from sparse_rl_lightning.callbacks.rank_watch import STATUS
 
 FIRST = Wait("gloo:all_reduce", "0", 7, "[[3]]", "mine.py:1 (reward)")
@@ -36,6 +37,22 @@ def test_who_can_never_meet(name: str) -> None:
     found = conflict(waits)
     assert (found is None) == (not said)
     assert said in (found or "")
+
+
+def test_the_oldest_of_two_recorders() -> None:
+    """CPUs' and GPUs' collectives are recorded apart, and each recorder counts from zero."""
+    entries = [
+        {"profiling_name": name, "time_created_ns": time, "retired": retired, "is_p2p": is_p2p}
+        for name, time, retired, is_p2p in (
+            ("ended", 1, True, False), ("sent", 2, False, True), ("nccl:all_reduce", 3, False, False),
+            ("gloo:barrier", 4, False, False),
+        )
+    ]  # fmt: skip
+    dumps = [json.dumps({"entries": entries[3:]}), json.dumps({"entries": entries[:3]}), json.dumps({})]
+    found = oldest(dumps)
+    assert found is not None
+    assert found["profiling_name"] == "nccl:all_reduce"
+    assert oldest(dumps[2:]) is None
 
 
 SCRIPT = """

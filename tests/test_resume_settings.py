@@ -16,6 +16,7 @@ from tiny_grpo import fit, module, weights
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 
 Schedule = Callable[[Any], Any] | None
+AdamW = functools.partial(torch.optim.AdamW, lr=0.01)
 STOP, STEPS = 2, 5
 
 
@@ -113,6 +114,44 @@ def test_other_settings_of_the_optimizer_count_too(tmp_path: Path) -> None:
     run(tmp_path, STOP, 0.01)
     rest, _ = run(tmp_path, STEPS, 0.01, ckpt_path=str(tmp_path / "last.ckpt"), decay=0.5)
     assert set(rest.values()) == {(0.01, 0.5)}
+
+
+def test_a_resume_without_a_step_leaves_the_next_fit_alone(tmp_path: Path) -> None:
+    run(tmp_path, STOP, 0.01, SCHEDULES["partial"])
+    grpo, rates = module(lr_scheduler=SCHEDULES["partial"], optimizer=AdamW), Rates()
+    fit(grpo, STOP, ckpt_path=tmp_path / "last.ckpt")
+    fit(grpo, 1, [rates])
+    assert rates.seen[0][0] == pytest.approx(0.01 * warmup(4, 0))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps in its groups what it has found out, as Prodigy and schedule-free optimisers do."""
+
+    def __init__(self, params: Any, lr: float, most: float = math.inf) -> None:
+        super().__init__(params, lr)
+        self.defaults |= {"most": most, "found": 0}
+        for group in self.param_groups:
+            group |= {"most": most, "found": 0}
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["found"] += 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_the_checkpoints(tmp_path: Path) -> None:
+    """A schedule of functions is made anew at every resume. An optimiser's own infinite limit is no mistake."""
+
+    def train(steps: int, most: float, ckpt_path: Path | None = None) -> dict[str, Any]:
+        saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+        grpo = module(optimizer=lambda p: Counting(p, 0.1, most), lr_scheduler=SCHEDULES["partial"])
+        trainer = fit(grpo, steps, [saves], enable_checkpointing=True, ckpt_path=ckpt_path)
+        return trainer.optimizers[0].param_groups[0]
+
+    assert train(STOP, math.inf)["found"] == STOP
+    group = train(STEPS, 3.0, tmp_path / "last.ckpt")
+    assert (group["found"], group["most"]) == (STEPS, 3.0)
+    with pytest.raises(ValueError, match=r"model.optimizer.most must be a finite number, got most=nan"):
+        train(1, math.nan)
 
 
 @pytest.mark.slow

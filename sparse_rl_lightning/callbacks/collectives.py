@@ -6,15 +6,19 @@ import json
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 PACKAGE = Path(__file__).resolve().parents[1]
 OTHERS = tuple(str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib"))
 """Where nobody looks for the place that a rank stands in, this package apart."""
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Of collectives on CPUs (gloo) and on GPUs (NCCL), which torch's builds without CUDA lack."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +54,30 @@ class Wait:
 
 
 def current_wait() -> Wait | None:
-    """The oldest collective that this process has begun and not ended, by torch's own recorder of collectives.
+    """The oldest collective that this process has begun and not ended, by torch's own recorders of collectives.
 
-    None where there is none, where the recorder is off (``TORCH_FR_BUFFER_SIZE=0``), or where torch has none.
+    None where there is none, where they are off (``TORCH_FR_BUFFER_SIZE=0``), or where torch has none.
     """
-    try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]  # private
-    except ImportError:
+    private = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(private, name)(True, True) for name in RECORDERS if hasattr(private, name)]
+    found = oldest(dumps)
+    if found is None:
         return None
-    entries = json.loads(_dump_fr_trace_json(True, True)).get("entries", [])
-    begun = [entry for entry in entries if not entry["retired"] and not entry["is_p2p"]]
-    if not begun:
-        return None
-    oldest = min(begun, key=lambda entry: int(entry["record_id"]))
     return Wait(
-        str(oldest["profiling_name"]), str(oldest["process_group"][0]), int(oldest["collective_seq_id"]),
-        str(oldest["input_sizes"]), place_of(sys._current_frames().get(threading.main_thread().ident or 0)),
+        str(found["profiling_name"]), str(found["process_group"][0]), int(found["collective_seq_id"]),
+        str(found["input_sizes"]), place_of(sys._current_frames().get(threading.main_thread().ident or 0)),
     )  # fmt: skip
+
+
+def oldest(dumps: Iterable[str]) -> dict[str, Any] | None:
+    """What was begun first of all that has not ended, None if all has.
+
+    Args:
+        dumps: What recorders have written, as JSON. Each numbers its entries by itself, but their clock is one.
+    """
+    entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", [])]
+    begun = [entry for entry in entries if not entry["retired"] and not entry["is_p2p"]]
+    return min(begun, key=lambda entry: int(entry["time_created_ns"]), default=None)
 
 
 def conflict(waits: Mapping[int, Wait | None]) -> str | None:

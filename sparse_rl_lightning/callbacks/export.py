@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.callbacks.folders import writable_folder
 from sparse_rl_lightning.files import remove
@@ -62,8 +62,11 @@ def write_policy(module: LightningModule, folder: Path) -> None:
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
-        remove(old)
         rank_zero_info(f"Policy written to {folder}")
+        try:
+            remove(old)
+        except OSError as error:  # a network disk keeps files that a server has open
+            rank_zero_warn(f"The earlier export could not be removed: {error}. Remove {old}.")
 
 
 def check_replaceable(folder: Path, argument: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from sparse_rl_lightning.callbacks.rank_watch import STATUS
+from sparse_rl_lightning.callbacks.rank_watch import STATUS, AgreedExit
 
 
 class LastSave(Callback):
@@ -22,4 +22,4 @@ class LastSave(Callback):
                 f"The run ends after optimiser step {trainer.global_step}, but its last checkpoint could not be saved. "
                 "Make room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any."
             )
-            raise SystemExit(STATUS)
+            raise AgreedExit(STATUS)

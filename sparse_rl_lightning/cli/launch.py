@@ -16,10 +16,11 @@ VARIABLE = "SPARSE_RL_LAUNCHER"
 def follow_launcher() -> None:
     """Have a rank that another one has started end with it, until they have met and notice each other's end.
 
-    Lightning leaves them behind where rank zero fails early.
+    Lightning leaves them behind where rank zero fails early. What a rank starts by itself, a command in a reward
+    function say, inherits its environment and is no rank.
     """
-    launcher = os.environ.get(VARIABLE)
-    if launcher is None or "LOCAL_RANK" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+    launcher = os.environ.pop(VARIABLE, None)
+    if launcher is None or os.environ.get("LOCAL_RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ[VARIABLE] = str(os.getpid())  # for those that this one may start
     else:
         threading.Thread(target=_follow, args=(int(launcher),), name="follow_launcher", daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own 
     return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0)
 
 
+FINITE = ("lr", "weight_decay", "eps", "betas", "momentum")
+"""Settings of an optimiser that cannot be infinite; for others that may mean no limit (Prodigy's ``growth_rate``)."""
+
+
 def check_numbers(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimiser whose numbers would ruin the weights: NaN, infinite, or a learning rate below 0.
 
@@ -50,7 +55,7 @@ def check_numbers(optimizer: torch.optim.Optimizer) -> None:
         for name, value in group.items():
             numbers = value if isinstance(value, tuple) else (value,)
             for number in numbers:
-                if isinstance(number, float):
+                if isinstance(number, float) and (name in FINITE or math.isnan(number)):
                     check_number(f"model.optimizer.{name}", number, least=0 if name == "lr" else None)
 
 
@@ -98,7 +103,9 @@ class PolicyModule(LightningModule):
         from sparse_rl_lightning.callbacks import defaults  # it needs this package
 
         check_strategy(self.trainer.strategy)
-        check_processes(self.trainer.world_size)
+        # ranks that have met and trained together may test one by one, as Lightning advises
+        if self.trainer.state.fn == TrainerFn.FITTING or not torch.distributed.is_initialized():
+            check_processes(self.trainer.world_size)
         return defaults.added_to(self.trainer, defaults.EVERY_RUN)
 
     def setup(self, stage: str) -> None:
@@ -107,6 +114,7 @@ class PolicyModule(LightningModule):
         Raises:
             ValueError: If a number that the trainer takes as it comes is out of range.
         """
+        self._resumed = None  # of an earlier fit that had no step to do
         check_number("trainer.accumulate_grad_batches", self.trainer.accumulate_grad_batches, least=1)
         if self.trainer.gradient_clip_val is not None:
             check_number("trainer.gradient_clip_val", self.trainer.gradient_clip_val)

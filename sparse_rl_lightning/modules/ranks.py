@@ -76,11 +76,14 @@ def check_strategy(strategy: Strategy) -> None:
 def check_processes(world_size: int) -> None:
     """Refuse a trainer that does not know of the processes it was started in: each would train and save by itself.
 
+    A launcher gives its processes their number; where only WORLD_SIZE is set, it is of a job's script or machine.
+
     Raises:
         ValueError: If the launcher has started another number.
     """
+    is_one_of_them = "RANK" in os.environ or "LOCAL_RANK" in os.environ
     started = int(os.environ.get("WORLD_SIZE") or 1)
-    if started > 1 and started != world_size:
+    if is_one_of_them and started > 1 and started != world_size:
         raise ValueError(
             f"{started} processes were started (WORLD_SIZE={started}), and the trainer is of {world_size}: each of "
             f"them would train by itself and overwrite the others' files. Let trainer.devices x trainer.num_nodes be "
@@ -125,7 +128,7 @@ def check_shared(folders: list[Path]) -> None:
             probe.touch()
         torch.distributed.barrier()
         seen: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(seen, probe.exists())
+        torch.distributed.all_gather_object(seen, _sees(probe))
         if rank == 0:
             probe.unlink()
         if not all(seen):
@@ -134,3 +137,12 @@ def check_shared(folders: list[Path]) -> None:
                 "rank 0, and every rank writes its part of a checkpoint there: none would be whole. Name a folder that "
                 "all machines share."
             )
+
+
+def _sees(file: Path) -> bool:
+    """Whether a file that another rank has just written is there."""
+    try:  # a client of NFS remembers for up to a minute that a folder was not there; making it asks the server
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        pass
+    return file.exists()

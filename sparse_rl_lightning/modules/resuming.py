@@ -7,6 +7,7 @@ of what was configured, so that where nothing was changed nothing is touched, an
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,15 +95,16 @@ def forward(schedule: LRScheduler | None, steps: int) -> None:
 
 
 def take_over(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
-    """Give an optimiser the settings of another of its class, group by group.
+    """Give an optimiser the settings of another of its class, group by group; what it counts there stays its own.
 
     Returns:
         What was changed, in words.
     """
     changes: dict[str, None] = {}
+    kept = {"params", *_counted(wanted)}  # a strategy may have wrapped the other
     for group, other in zip(optimizer.param_groups, wanted.param_groups, strict=True):
         for name, value in other.items():
-            if name == "params":
+            if name in kept:
                 continue
             old, new = _plain(group.get(name)), _plain(value)
             if old != new and name != "initial_lr":
@@ -121,6 +123,12 @@ def schedule_change(was: Mapping[str, Any], now: Configured) -> list[str]:
     if was["schedule"] == now.schedule:
         return [f"{now.schedule.rpartition('.')[2]} has other settings"]
     return [f"the schedule was {was['schedule'] or 'none'} and is {now.schedule or 'none'}"]
+
+
+def _counted(optimizer: Optimizer) -> set[str]:
+    """What an optimiser keeps in its groups and was not given: a number of steps, Prodigy's estimate of its rate."""
+    given = {name for kind in type(optimizer).__mro__ for name in inspect.signature(kind.__init__).parameters}  # type: ignore[misc]
+    return optimizer.defaults.keys() - given
 
 
 def _plain(value: Any) -> Any:
