@@ -51,7 +51,7 @@ def check_seed(value: object, name: str = "seed") -> None:
     Raises:
         ValueError: If it is no whole number of 64 bits.
     """
-    if not (isinstance(value, Integral) and -(2**63) <= value < 2**63):
+    if not (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63):
         given = f"{name.rpartition('.')[2]}={value}"
         raise ValueError(f"{name} must be a whole number of 64 bits, from -2**63 to 2**63 - 1, got {given}.")
 
