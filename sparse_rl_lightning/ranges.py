@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from typing import cast
-
-SEEDS = (-(2**63), 2**63 - 1)
-"""The smallest and the largest seed: what fits into 64 bits."""
 
 
 def check_number(
@@ -52,9 +49,11 @@ def check_seed(value: object, name: str = "seed") -> None:
     """Refuse a seed that no generator takes.
 
     Raises:
-        ValueError: If it does not fit into 64 bits.
+        ValueError: If it is no whole number of 64 bits.
     """
-    check_number(name, value, least=SEEDS[0], most=SEEDS[1])
+    if not (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63):
+        given = f"{name.rpartition('.')[2]}={value}"
+        raise ValueError(f"{name} must be a whole number of 64 bits, from -2**63 to 2**63 - 1, got {given}.")
 
 
 def _within(value: float, least: float | None, above: float | None, most: float | None, below: float | None) -> bool:

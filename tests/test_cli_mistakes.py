@@ -70,7 +70,7 @@ def test_null_is_no_number_unless_the_type_has_it(annotation: Any) -> None:
     parser.add_argument("--text", type=str, default="x")
     found = parser.parse_object({"free": None, "text": None})
     assert (found.given, found.free, found.text) == (3, None, None)
-    with pytest.raises(ArgumentError, match=r"given must be a number, got null\. Leave the key out for 3"):
+    with pytest.raises(ArgumentError, match=r"given must be a number, got null\. Leave the key out for the default, 3"):
         parser.parse_object({"given": None})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import warnings
@@ -17,7 +18,7 @@ import torch
 from slow_rewards import BACKTRACKING, hurry
 from tiny_grpo import Recorder, fit, likes_a, module
 
-from sparse_rl_lightning.rewards import MathReward, check_rewards, compute_rewards, reward_names
+from sparse_rl_lightning.rewards import MathReward, check_rewards, compute_rewards, process, reward_names
 from sparse_rl_lightning.rewards.base import reward_batch
 from sparse_rl_lightning.rewards.guarded import LOST, GuardedReward
 
@@ -278,6 +279,33 @@ def test_sigterm_gets_through_while_a_reward_hangs(tmp_path: Path, monkeypatch: 
     with pytest.raises(SystemExit) as end:
         fit(module(of(hangs), reward_timeout=ENOUGH), 50)
     assert end.value.code == 0
+
+
+FORGED = ["1", "null", "[]", "{}", "junk", "\xff", "[" * 100_000, "9" * 5000, '{"mistake": 1}', '{"failure": ""}'] + [
+    f'{{"rewards": {rewards}, "counts": {counts}}}'
+    for rewards, counts in (("[1.0]", "{}"), ('"abcd"', "{}"), ("[1.0, 1, [], Infinity]", "{}"), ("[null] * 4", "[]"))
+]
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=range(len(FORGED)))
+def test_what_foreign_code_writes_to_the_trainer_is_no_answer(forged: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(forged.encode("latin-1") + b"\n")
+        with pytest.raises(process.LostProcess, match="wrote into its process's connection to us"):
+            process._Child(os.getpid(), ours).ask(b"", 4, ENOUGH)
+
+
+def test_a_fork_that_hangs_before_it_is_ready_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does on a lock that another thread of the trainer held: it has no process group yet."""
+    hangs = [True]  # what is registered stays for the other tests of this process
+    os.register_at_fork(after_in_child=lambda: signal.pause() if hangs else None)
+    monkeypatch.setattr(process, "START_SECONDS", 0.5)
+    try:
+        with pytest.raises(RuntimeError, match="could not be given a process of its own"):
+            judge(of(lambda texts: [1.0]), "a", timeout=ENOUGH)
+    finally:
+        hangs.clear()
 
 
 # ---------------------------------------------------------------- a process of its own

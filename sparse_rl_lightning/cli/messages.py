@@ -60,7 +60,9 @@ class ClearParser(LightningArgumentParser):
             kinds = [annotation, *get_args(annotation)]
             is_number = (int in kinds or float in kinds) and type(None) not in kinds
             if is_number and action.default is not None and namespace.get(action.dest, action.default) is None:
-                raise TypeError(f"{action.dest} must be a number, got null. Leave the key out for {action.default}.")
+                raise TypeError(
+                    f"{action.dest} must be a number, got null. Leave the key out for the default, {action.default}."
+                )
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""

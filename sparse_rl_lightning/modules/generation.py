@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import chdir
 from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -214,8 +213,7 @@ class GenerationModule(PolicyModule):
             [row["prompt"] for row in repeated], scored.completions, completion_ids(scored.rollout), columns
         )
         guards = self._guarded()
-        with chdir("."):  # a function that changes the folder would take the run's relative paths along
-            table = reward_table([guard.judge(batch) for guard in guards])
+        table = reward_table([guard.judge(batch) for guard in guards])
         scored.reward_table = {guard.__name__: table[:, i] for i, guard in enumerate(guards)}
         scored.reward_counters = reward_counters(guards)
         scored.reward_failures = {guard.__name__: guard.failed for guard in guards}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import os
 import pickle
 import signal
@@ -73,7 +74,7 @@ class RewardProcess:
         data = self._pickled(batch)
         child = self._running()
         try:
-            answer = child.ask(data, timeout)
+            answer = child.ask(data, len(batch["completions"]), timeout)
         except BaseException:  # an interrupted one would give its answer to the next question
             self.close()
             raise
@@ -126,19 +127,18 @@ class _Child:
         self.connection = connection
         self.status: int | None = None
 
-    def ask(self, data: bytes, timeout: float) -> dict[str, Any]:
-        """Hand a batch over and wait for what becomes of it."""
+    def ask(self, data: bytes, count: int, timeout: float) -> dict[str, Any]:
+        """Hand a batch of so many samples over and wait for what becomes of it."""
         deadline = time.monotonic() + timeout
         try:
             self._wait_until(deadline)
             self.connection.sendall(_LENGTH.pack(len(data)) + data)
-            answer: dict[str, Any] = json.loads(self.line(deadline))
-            return answer
+            return _checked(json.loads(self.line(deadline)), count)
         except TimeoutError:
             raise LostProcess(f"gave no answer within {timeout:g} seconds") from None
         except (OSError, EOFError):
             raise LostProcess(f"ended its process{self._how()}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise LostProcess("wrote into its process's connection to us") from None
 
     def line(self, deadline: float) -> bytes:
@@ -165,8 +165,9 @@ class _Child:
     def kill(self) -> None:
         """End it, and what it has started."""
         if self.is_alive():
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            for end in (os.killpg, os.kill):  # it may hang in another's hook of forks, with no group of its own yet
+                with suppress(ProcessLookupError):
+                    end(self.pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
         self.connection.close()
@@ -186,6 +187,26 @@ class _Child:
         if os.WIFSIGNALED(self.status):
             return f" by signal {os.WTERMSIG(self.status)} ({signal.strsignal(os.WTERMSIG(self.status))})"
         return f" with status {os.waitstatus_to_exitcode(self.status)}"
+
+
+def _checked(answer: Any, count: int) -> dict[str, Any]:
+    """What :func:`_answer` gives; a function that runs foreign code may have let that write something else.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    match answer:
+        case {"rewards": list(rewards), "counts": dict(counts)}:
+            numbers = [0.0 if reward is None else reward for reward in rewards]
+            is_ours = all(isinstance(number, float) for number in (*numbers, *counts.values()))
+            is_ours = is_ours and len(rewards) == count and all(map(math.isfinite, numbers))
+        case {"mistake": str()} | {"failure": str(), "traceback": str()}:
+            is_ours = True
+        case _:
+            is_ours = False
+    if not is_ours:
+        raise ValueError
+    return dict(answer)
 
 
 def _start(function: RewardFunction, name: str) -> _Child:

@@ -63,7 +63,6 @@ class SamplingParams:
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]"),
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a positive number, 1 for no penalty"),
             "top_logprobs": (self.top_logprobs >= 0, "0 (off) or more"),
-            "seed": (-(2**63) <= self.seed < 2**63, "a whole number of 64 bits, from -2**63 to 2**63 - 1"),
             "stop_strings": (
                 not isinstance(self.stop_strings, str) and all(self.stop_strings),
                 "a list of texts that are not empty",

@@ -119,8 +119,8 @@ def row(case: Case, given: Answer) -> str:
 
 
 def shortened(text: str, most: int = 400) -> str:
-    """A message in a cell, as it can be compared: without numbers of the machine."""
-    text = text if len(text) <= most else f"{text[:most]} ..."
+    """A message in a cell, cut behind a word where it is long, and without what would be markup there."""
+    text = text if len(text) <= most else f"{text[:most].rsplit(' ', 1)[0]} ..."
     for character, code in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|")):
         text = text.replace(character, code)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

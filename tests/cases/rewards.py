@@ -37,6 +37,12 @@ ANSWERS = [
         1,
         slow=False,
     ),
+    case("return None", "returned None, of type NoneType; it must return a list", 1),
+    case("return {}", "returned {}, of type dict; it must return a list", 1),
+    case("return (1.0 for _ in iter(int, 1))", "returned more than 8 rewards for 8 samples", 1),
+    case("return [None for c in completions]"),
+    case("completions.sort(); return [1.0] * len(completions)"),
+    case("os.chdir('/'); return [1.0] * len(completions)"),
     case("return [1.0]", "The reward function lr returned 1 rewards for 8 samples.", 1),
 ]
 
@@ -48,6 +54,7 @@ ERRORS = [
         slow=False,
     ),
     case("raise ValueError('\\x1b[2Jx')", r"raised ValueError('\x1b[2Jx') on sample 0", 1),
+    case("sys.exit(0)", "The reward function lr raised SystemExit(0) on sample 0", 1),
     case("raise MemoryError", "The reward function lr raised MemoryError() on sample 0", 1),
     case("raise StopIteration", "The reward function lr raised StopIteration() on sample 0", 1),
     case("return lr(completions)", "raised RecursionError('maximum recursion depth exceeded", 1),
