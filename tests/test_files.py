@@ -55,7 +55,8 @@ def test_a_benchmark_s_name_leaves_its_folder_nowhere(name: str, tmp_path: Path)
     for suffix in (".json", ".parquet"):
         (tmp_path / f"precious{suffix}").write_text("mine")
     folder = ResultFolder(tmp_path / "run" / "evaluation")
-    result = BenchmarkResult(name, "dense", "f", Accuracy(1, 1, 0.0, 0.0, 1.0), 1.0, 0.0, 0.0, 0.0, 0, 0.0)
+    one = Accuracy(1, 1, 0.0, 0.0, 1.0)
+    result = BenchmarkResult(name, "dense", "f", one, one, 1.0, 0.0, 0.0, 0.0, 0, 0.0)
     folder.save(result, {"benchmark": [name]})
     assert {(tmp_path / f"precious{suffix}").read_text() for suffix in (".json", ".parquet")} == {"mine"}
     assert sum(path.is_file() for path in tmp_path.rglob("*")) == 4

@@ -147,7 +147,7 @@ def test_opsm_can_compare_with_the_sampler() -> None:
 
 
 def test_opsm_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="delta must be 0 or more"):
+    with pytest.raises(ValueError, match="delta must be at least 0"):
         OPSM(delta=-1.0)
     with pytest.raises(ValueError, match="reference must be"):
         OPSM(reference="dense")  # type: ignore[arg-type]

@@ -187,13 +187,13 @@ def test_resume_from_a_checkpoint_that_a_validation_chose(batches: int, tmp_path
 
 
 KILLED_WHILE_SAVING = """
-import resource, signal, sys
+import os, resource, signal, sys
 
 opened = []
 
 def watch(event, arguments):
-    if event == "open" and str(arguments[0]).endswith(".incomplete/last.ckpt"):
-        opened.append(arguments)
+    if event == "open" and str(arguments[0]).endswith(".incomplete/last.ckpt") and arguments[2] & os.O_EXCL:
+        opened.append(arguments)  # a file is made anew for every save
         if len(opened) == 3:  # two have been saved; the system kills who writes more than this
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strate
 from torch import Tensor
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
+from sparse_rl_lightning.files import make_empty
 from sparse_rl_lightning.strategies import SparseRLDeepSpeed, not_deepspeed
 
 
@@ -92,7 +93,7 @@ def check_processes(world_size: int) -> None:
 
 
 def check_agreement(facts: dict[str, str]) -> None:
-    """Compare, once and on all ranks, what must be the same on all of them. Collective.
+    """Compare, once and on all ranks, what must be the same on all of them. Collective; one rank agrees with itself.
 
     Args:
         facts: What this rank has, as text, by what it is.
@@ -100,6 +101,8 @@ def check_agreement(facts: dict[str, str]) -> None:
     Raises:
         ValueError: On all ranks, if any has something else.
     """
+    if not torch.distributed.is_initialized():
+        return
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, facts)
     for name in dict.fromkeys(name for own in ranks for name in own):
@@ -125,7 +128,7 @@ def check_shared(folders: list[Path]) -> None:
         probe = folder / name[0]
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            probe.touch()
+            make_empty(probe)
         torch.distributed.barrier()
         seen: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(seen, _sees(probe))
