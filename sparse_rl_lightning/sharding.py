@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.replaced import is_replaced, refusal
 
-Found = TypeVar("Found")
+_Found = TypeVar("_Found")
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
@@ -46,7 +46,7 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
     return context
 
 
-def in_one_call(module: nn.Module, function: Callable[..., Found], *inputs: Tensor) -> Found:
+def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Tensor) -> _Found:
     """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
 
     It takes the place of the module's forward. Calling the module itself would gather in every call, and ranks that
@@ -69,7 +69,7 @@ def in_one_call(module: nn.Module, function: Callable[..., Found], *inputs: Tens
         )
     module.forward = function  # type: ignore[assignment,method-assign]
     try:
-        found: Found = module(*inputs)
+        found: _Found = module(*inputs)
     finally:
         del module.forward
     return found

@@ -128,9 +128,10 @@ def test_the_cpu_is_spared_unless_asked_and_a_callback_of_ones_own_counts(caplog
 def test_a_rollout_that_does_not_fit_ends_before_it_begins() -> None:
     """Petabytes, which no allocator promises; a slot is never larger than the longest sequence, so that is long too."""
     recorder = Recorder()
-    grpo = module(compressor=RKV(budget=2_000_000_000, buffer=3), num_generations=2048)
+    compressor = RKV(budget=2_000_000_000, buffer=3)
+    grpo = module(compressor=compressor, num_generations=2048, max_completion_length=10**10)
     grpo.configure_model()
-    grpo.policy.config.max_position_embeddings = grpo.sampling.max_completion_length = 10**10
+    grpo.policy.config.max_position_embeddings = 2 * 10**10
     with pytest.raises(
         ValueError, match="DryRun: out of memory on cpu in the worst case, rollout in 8192 slots"
     ) as found:

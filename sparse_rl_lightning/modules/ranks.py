@@ -28,14 +28,22 @@ def gather_to_zero(value: Any, world_size: int) -> list[Any]:
     return values or []
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, on all ranks and in their order; its own alone where there is no group. Collective."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
 def mean_over_ranks(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
     """Every metric's mean over the ranks that have it, on all ranks, in one exchange. Collective.
 
     Which names there are may depend on a rank's data, as counters of reward functions do.
     """
     own = {name: float(value) for name, value in metrics.items()}
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, own)
+    ranks = of_all_ranks(own)
     names = dict.fromkeys(name for metrics in ranks for name in metrics)
     values = {name: [metrics[name] for metrics in ranks if name in metrics] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
@@ -101,10 +109,7 @@ def check_agreement(facts: dict[str, str]) -> None:
     Raises:
         ValueError: On all ranks, if any has something else.
     """
-    if not torch.distributed.is_initialized():
-        return
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, facts)
+    ranks = of_all_ranks(facts)
     for name in dict.fromkeys(name for own in ranks for name in own):
         values = [own.get(name, "none") for own in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
@@ -130,8 +135,7 @@ def check_shared(folders: list[Path]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             make_empty(probe)
         torch.distributed.barrier()
-        seen: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(seen, _sees(probe))
+        seen = of_all_ranks(_sees(probe))
         if rank == 0:
             probe.unlink()
         if not all(seen):
