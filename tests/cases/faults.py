@@ -65,12 +65,17 @@ def without(key: str) -> Callable[[Path], None]:
     return write
 
 
-def instead_of_last(replace: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Something else under the name of the last checkpoint."""
+def elsewhere(values: dict[str, Any]) -> None:
+    """Checkpoints in another folder than before."""
+    values["trainer"]["callbacks"][-1]["init_args"]["dirpath"] = "elsewhere"
+
+
+def made(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """That folder with something in it."""
 
     def write(folder: Path) -> None:
-        (folder / LAST).unlink()
-        replace(folder / LAST)
+        (folder / "elsewhere").mkdir()
+        make(folder / "elsewhere")
 
     return write
 
@@ -94,9 +99,10 @@ CHECKPOINTS = [
     Case("a checkpoint without its part of the data", "this checkpoint has no", 1, OLD,
          prepare=without("sparse_rl"), slow=True),
     Case("`--ckpt_path=last`, which is a link that leads nowhere", "is a link to 'gone.ckpt', which is not there", 1,
-         "--ckpt_path=last", prepare=instead_of_last(lambda path: path.symlink_to("gone.ckpt"))),
+         "--ckpt_path=last", edit=elsewhere,
+         prepare=made(lambda folder: (folder / "last.ckpt").symlink_to("gone.ckpt"))),
     Case("`--ckpt_path=last` beside a `lastweek.ckpt`", "there is no last.ckpt in", 1, "--ckpt_path=last",
-         prepare=instead_of_last(lambda path: path.with_name("lastweek.ckpt").write_bytes(b"")), slow=True),
+         edit=elsewhere, prepare=made(lambda folder: (folder / "lastweek.ckpt").touch()), slow=True),
 ]  # fmt: skip
 
 CHANGED = [
