@@ -168,3 +168,12 @@ def test_a_checkpoint_without_a_description_takes_the_configuration(tmp_path: Pa
     assert torch.equal(end, again)
     rest, _ = run(tmp_path / "other", STEPS, 0.02, cosine(10), str(path))
     assert rest[STOP][0] == pytest.approx(0.01 * (1 + math.cos(math.pi * STOP / 10)))
+
+
+def test_a_reference_policy_is_asked_about_the_rest_of_a_rollout(tmp_path: Path) -> None:
+    """The checkpoint falls into the middle of a rollout, for which the run that stopped needed no reference policy."""
+    saves = functools.partial(ModelCheckpoint, tmp_path, save_last=True, enable_version_counter=False)
+    fit(module(steps_per_generation=2), 1, [saves(every_n_train_steps=1)], enable_checkpointing=True)
+    grpo = module(steps_per_generation=2, beta=0.1)
+    fit(grpo, 2, [saves(every_n_train_steps=1)], enable_checkpointing=True, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert grpo.trainer.global_step == 2

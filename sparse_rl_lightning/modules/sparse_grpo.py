@@ -244,8 +244,12 @@ class SparseGRPO(BlockModule):
             with eval_mode(self.dense_policy):  # as the sampler: no dropout
                 rollout.old_logprobs = torch.cat([self._logprobs(self.dense_policy, part)[0] for part in parts])
         if self._reference:
-            rollout.ref_logprobs = torch.cat([self.reference_logprobs(part) for part in parts])
+            self._score_by_reference(rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start
+
+    def _score_by_reference(self, rollout: Rollout) -> None:
+        parts = rollout.parts(self.steps_per_generation)
+        rollout.ref_logprobs = torch.cat([self.reference_logprobs(part) for part in parts])
 
     @torch.no_grad()
     def reference_logprobs(self, part: Rollout) -> Tensor:
@@ -322,6 +326,12 @@ class SparseGRPO(BlockModule):
         """Check that the numbers fit together, and that nothing needs log-probs that are not computed."""
         super().on_fit_start()
         self._check_rescore()
+
+    def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:
+        """Take up the block of a resumed run, and score it where that run had no reference policy and this one has."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._reference and self.block is not None and self.block.rollout.ref_logprobs is None:
+            self._score_by_reference(self.block.rollout)
 
     def _check_rescore(self) -> None:
         if self.rescore:

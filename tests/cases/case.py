@@ -33,6 +33,7 @@ class Case:
         says: Part of the last line.
         status: Of the process: 0 done, 1 an error, 2 a configuration that cannot be read.
         args: What stands behind the command.
+        command: Which one.
         edit: Changes the configuration.
         text: Changes the file it is written to.
         rows: Content of the data file.
@@ -48,6 +49,7 @@ class Case:
     says: str = TRAINS
     status: int = 0
     args: str | None = None
+    command: str = "fit"
     edit: Callable[[dict[str, Any]], object] | None = None
     text: Callable[[str], str] | None = None
     rows: str | bytes | None = None
@@ -95,7 +97,7 @@ def answer(case: Case, folder: Path, whole: Path) -> Answer:
         folder: The empty folder.
         whole: A model folder, of which cases with a ``policy`` get a copy.
     """
-    argv = ["sparse-rl", "fit", "--config", "config.yaml", *_arguments(case)]
+    argv = ["sparse-rl", case.command, "--config", "config.yaml", *_arguments(case)]
     _write(case, folder, whole)
     shown = folder / "shown.txt"
     context = multiprocessing.get_context("forkserver")
