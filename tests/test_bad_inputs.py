@@ -8,6 +8,7 @@ The cases stand in tests/cases, one a line. ``python tests/test_bad_inputs.py`` 
 from __future__ import annotations
 
 import html
+import os
 import shutil
 import sys
 import tempfile
@@ -271,4 +272,5 @@ def written_page() -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"  # as in the tests; the cases' processes inherit it
     PAGE.write_text("".join(written_page()), encoding="utf-8")
