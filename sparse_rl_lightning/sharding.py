@@ -46,6 +46,15 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
     return context
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, on all ranks and in their order; its own alone where there is no group. Collective."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
 def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Tensor) -> _Found:
     """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
 

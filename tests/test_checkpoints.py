@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from disks import file_size_limit
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -28,17 +27,6 @@ from sparse_rl_lightning.cli.checks import warn_of_earlier_run
 from sparse_rl_lightning.sharding import ShadowPolicy
 
 BIG = {"numbers": torch.arange(100_000)}
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """The system refuses to make files larger, with an error like that of a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from disks import file_size_limit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,17 +16,6 @@ from sparse_rl_lightning.metrics import Accuracy
 from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sparse_rl_lightning"
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """The system refuses to make files larger, with an error like that of a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @given(

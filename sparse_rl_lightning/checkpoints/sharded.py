@@ -25,7 +25,7 @@ from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.files import incomplete, recover, save_tensors, save_weights, swap_folder
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
 from sparse_rl_lightning.files import own_folder, remove, sync
-from sparse_rl_lightning.sharding import gathered, whole_weights
+from sparse_rl_lightning.sharding import gathered, of_all_ranks, whole_weights
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.strategies import SparseRLDeepSpeed
@@ -108,7 +108,7 @@ class _Attempt:
     def is_alive(self) -> bool:
         """Whether all ranks have succeeded so far. Collective."""
         mine = None if self.error is None else f"rank {self.strategy.global_rank}: {self.error}"
-        first = next((text for text in _gather(self.strategy, mine) if text is not None), None)
+        first = next((text for text in of_all_ranks(mine) if text is not None), None)
         if first is not None and self.error is None:
             self.error = OSError(first)
         return first is None
@@ -133,7 +133,7 @@ class _Attempt:
             self.written += [TRAINER, WEIGHTS]
         own: dict[str, str] = {}
         self.here(lambda: own.update({name: digest(folder / name) for name in self.written}))
-        return {name: value for part in _gather(self.strategy, own) for name, value in part.items()}
+        return {name: value for part in of_all_ranks(own) for name, value in part.items()}
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def _checked_manifest(strategy: SparseRLDeepSpeed, path: Path) -> dict[str, Any]
     if problem is None:
         rank, size, files = strategy.global_rank, strategy.world_size, sorted(manifest["files"])
         changed = changed_files(path, {name: manifest["files"][name] for name in files[rank::size]})
-        everywhere = [name for part in _gather(strategy, changed) for name in part]
+        everywhere = [name for part in of_all_ranks(changed) for name in part]
         if everywhere:
             problem = (
                 f"ckpt_path={str(path)!r} is not as it was written: {', '.join(everywhere)}. Resume from another "
@@ -248,12 +248,3 @@ def _policy(strategy: SparseRLDeepSpeed) -> nn.Module:
 def _stage(strategy: SparseRLDeepSpeed) -> int:
     assert isinstance(strategy.config, dict)
     return int(strategy.config.get("zero_optimization", {}).get("stage", 0))
-
-
-def _gather(strategy: SparseRLDeepSpeed, value: Any) -> list[Any]:
-    """Every rank's value, on all ranks."""
-    if strategy.world_size == 1:
-        return [value]
-    values = [None] * strategy.world_size
-    torch.distributed.all_gather_object(values, value)
-    return values

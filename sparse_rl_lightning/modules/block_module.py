@@ -217,8 +217,6 @@ class BlockModule(GenerationModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the weights' checks from the base, and keep the rest for the first batch."""
         super().on_load_checkpoint(checkpoint)
-        if self._world_size > 1:
-            self.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
         state = checkpoint.get("sparse_rl")
         if state is None:
             return
@@ -280,6 +278,12 @@ class BlockModule(GenerationModule):
                 "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
                 "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
             )
+
+    def _check_resumed(self, checkpoint: dict[str, Any]) -> None:
+        """Note which checkpoint training goes on from, for all ranks to compare."""
+        if self._world_size > 1:
+            self.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
+        super()._check_resumed(checkpoint)
 
     def _check_agreement(self) -> None:
         """Refuse ranks that have other data, weights or checkpoints than the others, or a folder of their own."""

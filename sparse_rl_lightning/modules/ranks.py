@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.files import make_empty
+from sparse_rl_lightning.sharding import of_all_ranks
 from sparse_rl_lightning.strategies import SparseRLDeepSpeed, not_deepspeed
 
 
@@ -26,15 +27,6 @@ def gather_to_zero(value: Any, world_size: int) -> list[Any]:
     values: list[Any] | None = [None] * world_size if is_zero else None
     torch.distributed.gather_object(value, values)
     return values or []
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """Every rank's value, on all ranks and in their order; its own alone where there is no group. Collective."""
-    if not torch.distributed.is_initialized():
-        return [value]
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def mean_over_ranks(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
