@@ -170,7 +170,10 @@ CASES = [
     for cases in module.TOPICS.values()
     for case in cases
 ]
-PARAMETERS = [pytest.param(case, id=ascii(name), marks=[pytest.mark.slow] * case.slow) for name, case in CASES]
+PARAMETERS = [
+    pytest.param(number, case, id=ascii(name), marks=[pytest.mark.slow] * case.slow)
+    for number, (name, case) in enumerate(CASES, start=len(INPUTS))
+]
 
 
 def message(source: str) -> str:
@@ -207,13 +210,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole_policy(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("source", INPUTS)
-def test_message_is_the_page_s(source: str) -> None:
-    assert python_row(source) in page_rows()
+@pytest.mark.parametrize(("number", "source"), list(enumerate(INPUTS)))
+def test_message_is_the_page_s(number: int, source: str) -> None:
+    assert page_rows()[number] == python_row(source)
 
 
-@pytest.mark.parametrize("case", PARAMETERS)
-def test_an_answer_is_clear_and_loses_nothing(case: Case, used_folder: Path, whole: Path) -> None:
+@pytest.mark.parametrize(("number", "case"), PARAMETERS)
+def test_an_answer_is_clear_and_loses_nothing(number: int, case: Case, used_folder: Path, whole: Path) -> None:
     if "accelerator=gpu" in case.name and torch.cuda.is_available():
         pytest.skip("there is one")
     if "/proc" in case.name and not Path("/proc").is_dir():
@@ -231,7 +234,7 @@ def test_an_answer_is_clear_and_loses_nothing(case: Case, used_folder: Path, who
         after = contents(used_folder / "runs")
         changed = [name for name, content in before.items() if after.get(name) != content]
         assert [name for name in changed if not name.endswith(".lock")] == []  # who holds it: the latest run
-    assert row(case, given) in page_rows()
+    assert page_rows()[number] == row(case, given)
 
 
 def test_the_page_has_the_rows_of_all_cases() -> None:
