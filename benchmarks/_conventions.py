@@ -20,8 +20,8 @@ from _table import Table
 
 from sparse_rl_lightning.data import MathBenchmarks
 from sparse_rl_lightning.data.published import PUBLISHED
+from sparse_rl_lightning.rewards.exact_numbers import parse_number
 from sparse_rl_lightning.rewards.math import CONVENTIONS, MathChecker, extract_answer
-from sparse_rl_lightning.rewards.numbers import parse_number
 
 BEGIN = "<!-- written by benchmarks/checker.py -->"
 Case = tuple[str, str, float]  # completion, gold answer, tolerance

@@ -10,12 +10,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks import RolloutCallback
-from sparse_rl_lightning.callbacks.mismatch_split import mismatch_split
+from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules.generation import completion_ids
+from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards import arithmetic_reward
-from sparse_rl_lightning.types import ScoredRollout
 
 SPLIT_EVERY = 5  # rollouts
 

@@ -17,7 +17,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks import RolloutCallback
-from sparse_rl_lightning.types import ScoredRollout
+from sparse_rl_lightning.records import ScoredRollout
 
 STEPS = 10
 STRETCHES = ("start", "rollout", "scoring", "micro-batch", "optimiser step", "saving", "end")

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.rollout.cache import SlotCache
-from sparse_rl_lightning.rollout.compression import Compression
-from sparse_rl_lightning.rollout.decoder import Decoder
-from sparse_rl_lightning.rollout.forced import force
-from sparse_rl_lightning.rollout.sampling import SamplingParams
-from sparse_rl_lightning.rollout.tracks import Tracks
+from sparse_rl_lightning.rollout.cache.compression import Compression
+from sparse_rl_lightning.rollout.cache.slots import SlotCache
+from sparse_rl_lightning.rollout.engine.decoder import Decoder
+from sparse_rl_lightning.rollout.engine.logs import Tracks
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.teacher_forcing import force
 
 
 @dataclass

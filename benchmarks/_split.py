@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
+from sparse_rl_lightning.records import LayerState
 from sparse_rl_lightning.rollout import Progress
-from sparse_rl_lightning.types import LayerState
 
 PRODUCTS, ATTENTION, EVICTION = "matrix products", "attention and append", "eviction"
 LAYERS, SAMPLING, BOOKKEEPING = "norms, rotation, activation", "sampling", "bookkeeping"

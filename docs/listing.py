@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, retrievers, rewards, strategies
+from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, retrievers, rewards
+from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
 from sparse_rl_lightning.callbacks.defaults import EVERY_RUN, ROLLING_OUT
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware
+from sparse_rl_lightning.distributed import deepspeed as strategies
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
 
 Group = tuple[str, str, list[Any]]  # heading, introduction, classes
 

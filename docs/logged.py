@@ -8,7 +8,7 @@ import docstrings
 
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, StepTimes, ZeroSharding
 from sparse_rl_lightning.metrics import rollout
-from sparse_rl_lightning.modules.partial import PartialRollouts
+from sparse_rl_lightning.rollout.partial import PartialRollouts
 
 Row = tuple[str, str, str]  # key, unit, meaning
 CLIP = "whose gradient the clip of the staleness ratio stops"

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import yaml
 
-from sparse_rl_lightning import compressors, retrievers, schedules
-from sparse_rl_lightning.budgets import PublishedSchedule
+from sparse_rl_lightning import compressors, retrievers
+from sparse_rl_lightning.budgets import PublishedSchedule, schedules
 from sparse_rl_lightning.calibration import H200, CostModel, ModelShape, Pages, Work
 from sparse_rl_lightning.calibration.cost import Method
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.cache import CacheSize
-from sparse_rl_lightning.rollout.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.memory import slot_bytes
-from sparse_rl_lightning.rollout.trigger import Trigger
+from sparse_rl_lightning.rollout.cache.memory import slot_bytes
+from sparse_rl_lightning.rollout.cache.slots import CacheSize
+from sparse_rl_lightning.rollout.cache.trigger import Trigger
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = {  # configuration: shape by name, whether the head is the table of embeddings

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules import DistillSparse, Evaluation, ReplayGRPO, SparseGRPO, SupervisedWarmup
+    from sparse_rl_lightning.records import Rollout
     from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-    from sparse_rl_lightning.types import Rollout
 
 __version__ = "0.1.0.dev0"
 
@@ -29,7 +29,7 @@ _HOMES = {
     "DistillSparse": "modules",
     "Evaluation": "modules",
     "ReplayGRPO": "modules",
-    "Rollout": "types",
+    "Rollout": "records",
     "RolloutSampler": "rollout",
     "SamplingParams": "rollout",
     "SparseGRPO": "modules",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.logprobs import logprobs_at
-from sparse_rl_lightning.types import Rollout
+from sparse_rl_lightning.records import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,8 +6,10 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 LONGEST_NAME = 120
 """Characters of a name that :func:`file_name` leaves as it is; file systems allow 255 bytes, and suffixes follow."""
@@ -72,6 +74,46 @@ def write_files(
     if durable:
         for parent in {path.parent for path in writers}:
             sync(parent)
+
+
+def writable_folder(folder: str | Path, argument: str) -> Path:
+    """Make sure now that files can be written there later, creating the folder.
+
+    Args:
+        folder: An existing or a new folder.
+        argument: What the user would change, for the message.
+
+    Returns:
+        The folder as a path.
+
+    Raises:
+        ValueError: If it cannot be created or written.
+    """
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{argument}={str(path)!r} cannot be written: {error}. Give a folder you may write to."
+        ) from error
+    return path
+
+
+def write_parquet(path: Path, columns: Mapping[str, list[Any]]) -> None:
+    """Write columns, all or none; text that is no valid Unicode gets escapes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    clean = {name: [_valid(value) for value in values] for name, values in columns.items()}
+    content = pyarrow.table(clean)
+    write_files({path: lambda new: parquet.write_table(content, new)})
+
+
+def _valid(value: Any) -> Any:
+    """Lone surrogates, which parquet's UTF-8 cannot hold, as escapes."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
 
 
 def own_folder(path: Path) -> Path:

@@ -17,9 +17,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from sparse_rl_lightning.chunked_head import ChunkedLogprobs, logprobs_of_ids, logprobs_of_logits
+from sparse_rl_lightning.distributed.sharding import has_own_hooks, in_one_call
 from sparse_rl_lightning.logit_scaling import PLAIN, LogitScaling
-from sparse_rl_lightning.replaced import check_reachable, is_replaced
-from sparse_rl_lightning.sharding import has_own_hooks, in_one_call
+from sparse_rl_lightning.policies.replaced import check_reachable, is_replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.corrections import MAX_LOG_RATIO
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.types import LossOutput
+from sparse_rl_lightning.records import LossOutput
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo"]
 Denominator = Literal["all", "kept_tokens", "kept"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.pages import list_pages
-from sparse_rl_lightning.types import NEVER
+from sparse_rl_lightning.records import NEVER
 
 EMULATED = os.environ.get("SPARSE_RL_EMULATED") == "1"  # the CPU library holds the CUDA kernels: make cuda-emulate
 without_kernels = pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled CPU kernels")

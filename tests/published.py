@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.testing import random_layer
-from sparse_rl_lightning.types import LayerState, StateUpdate
 
 HEADS, GROUP, ENTRIES, DIM = 2, 2, 14, 16
 

@@ -35,10 +35,10 @@ from sparse_rl_lightning.callbacks import (
 )  # fmt: skip
 from sparse_rl_lightning.checkpoints import sharded
 from sparse_rl_lightning.checkpoints.files import incomplete
+from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
+from sparse_rl_lightning.distributed.sharding import whole_weights
 from sparse_rl_lightning.modules import Learner, SparseGRPO
-from sparse_rl_lightning.sharding import whole_weights
-from sparse_rl_lightning.strategies import SparseRLDeepSpeed, zero_config
-from sparse_rl_lightning.types import Rollout, ScoredRollout
+from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 Job = dict[str, Any]
 PROMPTS = 4  # per rollout, on all ranks together

@@ -18,10 +18,10 @@ from sparse_rl_lightning.acceptance import (
     tail_target,
 )
 from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.attention import REPLAY, attention_implementation
 from sparse_rl_lightning.testing import tiny_model
-from sparse_rl_lightning.types import Rollout
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)

@@ -10,10 +10,10 @@ from disks import file_size_limit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_rl_lightning.callbacks.completions import csv_cell
+from sparse_rl_lightning.callbacks.outputs.completions import csv_cell
+from sparse_rl_lightning.evaluation.store import BenchmarkResult, ResultFolder
 from sparse_rl_lightning.files import LONGEST_NAME, append, file_name, own_folder, write_files, write_whole
 from sparse_rl_lightning.metrics import Accuracy
-from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sparse_rl_lightning"
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.compressors import KNorm, Protect, QFilters, TriAttention
-from sparse_rl_lightning.compressors.statistics import QueryStatistics
+from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
 from sparse_rl_lightning.fingerprints import WHOLE, fingerprint, weights_digest
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import tiny_model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.cli import console
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class KeyNorm(Compressor):

@@ -21,7 +21,7 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.trigger import Trigger
+from sparse_rl_lightning.rollout.cache.trigger import Trigger
 
 
 @dataclass(frozen=True)

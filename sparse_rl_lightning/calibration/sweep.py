@@ -21,9 +21,9 @@ from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_files, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
+from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.types import Rollout
 
 FINGERPRINT = "fingerprint.json"
 Method = Compressor | Retriever

@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rollout import Progress
-from sparse_rl_lightning.types import ScoredRollout
 
 
 class RolloutCallback(Callback):

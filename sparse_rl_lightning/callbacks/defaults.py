@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, Trainer
 
-from sparse_rl_lightning.callbacks.dry_run import DryRun
-from sparse_rl_lightning.callbacks.empty_rollouts import EmptyRollouts
-from sparse_rl_lightning.callbacks.last_save import LastSave
-from sparse_rl_lightning.callbacks.log_guard import LogGuard
-from sparse_rl_lightning.callbacks.preemption import Preemption
-from sparse_rl_lightning.callbacks.rank_watch import RankWatch
-from sparse_rl_lightning.callbacks.run_lock import RunLock
-from sparse_rl_lightning.callbacks.step_guard import StepGuard
-from sparse_rl_lightning.callbacks.step_times import StepTimes
-from sparse_rl_lightning.callbacks.zero_sharding import ZeroSharding
+from sparse_rl_lightning.callbacks.guards.dry_run import DryRun
+from sparse_rl_lightning.callbacks.guards.empty_rollouts import EmptyRollouts
+from sparse_rl_lightning.callbacks.guards.last_save import LastSave
+from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
+from sparse_rl_lightning.callbacks.guards.preemption import Preemption
+from sparse_rl_lightning.callbacks.guards.rank_watch import RankWatch
+from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
+from sparse_rl_lightning.callbacks.guards.step_guard import StepGuard
+from sparse_rl_lightning.callbacks.monitors.step_times import StepTimes
+from sparse_rl_lightning.callbacks.sharding import ZeroSharding
 
 EVERY_RUN: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
 """Of all modules."""

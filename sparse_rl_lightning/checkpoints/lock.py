@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from sparse_rl_lightning.printable import printable
+from sparse_rl_lightning.text import printable
 
 HELD = (errno.EACCES, errno.EAGAIN)
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.files import incomplete, recover, save_tensors, save_weights, swap_folder
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.distributed.sharding import gathered, of_all_ranks, whole_weights
 from sparse_rl_lightning.files import own_folder, remove, sync
-from sparse_rl_lightning.sharding import gathered, of_all_ranks, whole_weights
 
 if TYPE_CHECKING:
-    from sparse_rl_lightning.strategies import SparseRLDeepSpeed
+    from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
 
 TAG = "checkpoint"
 TRAINER, WEIGHTS = "trainer.pt", "weights.safetensors"

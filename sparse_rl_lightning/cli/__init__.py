@@ -25,9 +25,9 @@ import sparse_rl_lightning.data
 import sparse_rl_lightning.modules
 import sparse_rl_lightning.retrievers
 import sparse_rl_lightning.rewards  # noqa: F401
-from sparse_rl_lightning import __version__, doctor
-from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import Expendable
+from sparse_rl_lightning import __version__
+from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.cli import doctor
 from sparse_rl_lightning.cli.calibrate import main as calibrate
 from sparse_rl_lightning.cli.checks import (
     check_callbacks,
@@ -46,6 +46,7 @@ from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.generation import GenerationModule
+from sparse_rl_lightning.text import say
 
 OTHERS = (
     "Beside these: calibrate (a schedule of budgets for a policy), report (the page of a run, or of several side by "

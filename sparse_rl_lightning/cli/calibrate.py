@@ -21,16 +21,16 @@ from sparse_rl_lightning.calibration.hardware import measure_hardware
 from sparse_rl_lightning.calibration.picture import draw
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.calibration.sweep import Method, Sweep
-from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import writable_folder
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.modules.policy import PolicySource, resolve_policy
+from sparse_rl_lightning.files import writable_folder
+from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.preparation import default_end_token_ids
+from sparse_rl_lightning.rollout.checks import default_end_token_ids
 from sparse_rl_lightning.rollout.prompts import encode_prompts
+from sparse_rl_lightning.text import say
 
 HARDWARE = "hardware.json"
 PARSER: dict[str, Any] = {"as_positional": False, "parser_class": ClearParser, "prog": "sparse-rl calibrate"}

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.files import replaced
 from sparse_rl_lightning.cli.messages import imported
-from sparse_rl_lightning.modules.ranks import check_processes
+from sparse_rl_lightning.distributed.deepspeed import not_deepspeed
+from sparse_rl_lightning.distributed.ranks import check_processes
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.strategies import not_deepspeed
 
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")

@@ -8,8 +8,8 @@ from typing import cast
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from safetensors.torch import load_file
 
-from sparse_rl_lightning.callbacks.export import check_replaceable, write_policy
-from sparse_rl_lightning.callbacks.preemption import last_path
+from sparse_rl_lightning.callbacks.guards.preemption import last_path
+from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, write_policy
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import WEIGHTS

@@ -21,7 +21,7 @@ from sparse_rl_lightning.cli.yaml_files import MODE
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules.base import PolicyModule
-from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.retrievers import Retriever
 
 BASES = (

@@ -7,11 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import writable_folder
-from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.printable import printable
+from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.report import comparison, page, read_run
+from sparse_rl_lightning.text import printable, say
 
 ONE, SEVERAL = "report.html", "comparison.html"
 

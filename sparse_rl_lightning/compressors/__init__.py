@@ -11,10 +11,10 @@ from sparse_rl_lightning.compressors.lagkv import LagKV
 from sparse_rl_lightning.compressors.mixture import Mixture
 from sparse_rl_lightning.compressors.protect import Protect
 from sparse_rl_lightning.compressors.qfilters import QFilters
-from sparse_rl_lightning.compressors.random import RandomEviction
+from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
+from sparse_rl_lightning.compressors.random_eviction import RandomEviction
 from sparse_rl_lightning.compressors.rkv import RKV
 from sparse_rl_lightning.compressors.snapkv import SnapKV
-from sparse_rl_lightning.compressors.statistics import QueryStatistics
 from sparse_rl_lightning.compressors.streaming import StreamingLLM
 from sparse_rl_lightning.compressors.tova import TOVA
 from sparse_rl_lightning.compressors.triattention import TriAttention

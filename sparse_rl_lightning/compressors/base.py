@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
 from sparse_rl_lightning.ops.select import pinned_entries, select_entries
-from sparse_rl_lightning.types import LayerState, StateUpdate
+from sparse_rl_lightning.records import LayerState, StateUpdate
 
 
 class Compressor(ABC):

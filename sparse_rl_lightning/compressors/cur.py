@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.compressors.entries import live_entries
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 Leverage = Literal["product", "mean", "key", "value"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.pools import accumulation_dtype
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 def live_entries(tensor: Tensor, valid: Tensor) -> Tensor:

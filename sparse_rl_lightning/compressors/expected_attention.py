@@ -14,7 +14,7 @@ from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
 from sparse_rl_lightning.ops.importance import group_logits
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 Covariance = Literal["full", "diagonal", "none"]
 

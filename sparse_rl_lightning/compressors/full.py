@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class FullKV(Compressor):

@@ -11,7 +11,7 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.ops.pools import accumulation_dtype
-from sparse_rl_lightning.types import LayerState, StateUpdate
+from sparse_rl_lightning.records import LayerState, StateUpdate
 
 
 class H2O(Compressor):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class KeyDiff(Compressor):

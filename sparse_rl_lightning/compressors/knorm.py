@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.pools import accumulation_dtype
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class KNorm(Compressor):

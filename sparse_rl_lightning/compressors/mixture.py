@@ -8,7 +8,7 @@ from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.compressors.union import Normalization, normalize
 from sparse_rl_lightning.compressors.wrapper import Wrapper
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class Mixture(Wrapper):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.wrapper import Wrapper
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class Protect(Wrapper):

@@ -9,8 +9,8 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
-from sparse_rl_lightning.compressors.statistics import QueryStatistics, resolve_statistics
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.compressors.query_statistics import QueryStatistics, resolve_statistics
+from sparse_rl_lightning.records import LayerState
 
 
 class QFilters(Compressor):

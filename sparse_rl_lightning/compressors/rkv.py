@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.snapkv import SnapKV
 from sparse_rl_lightning.ops import KVPools, score_redundancy
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class RKV(SnapKV):

@@ -11,7 +11,7 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.ops import KVPools, score_importance
 from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 Variant = Literal["decode", "original"]
 

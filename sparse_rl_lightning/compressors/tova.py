@@ -8,7 +8,7 @@ from torch import Tensor
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.heads import across_heads
 from sparse_rl_lightning.ops import KVPools, score_importance
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class TOVA(Compressor):

@@ -10,10 +10,10 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
+from sparse_rl_lightning.compressors.query_statistics import QueryStatistics, resolve_statistics
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate_to_mean
-from sparse_rl_lightning.compressors.statistics import QueryStatistics, resolve_statistics
 from sparse_rl_lightning.ops.importance import GroupReduction, group_logits
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 
 class TriAttention(Compressor):

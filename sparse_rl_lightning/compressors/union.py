@@ -10,7 +10,7 @@ from sparse_rl_lightning.compressors.base import Compressor, check_choice
 from sparse_rl_lightning.compressors.entries import normalized_ranks, standardized
 from sparse_rl_lightning.compressors.heads import HeadReduction, across_heads
 from sparse_rl_lightning.compressors.wrapper import Wrapper
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 Normalization = Literal["rank", "standard", "none"]
 """How scores of different heads or methods are made comparable: their order, mean 0 and deviation 1, or not at all."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_queries
-from sparse_rl_lightning.types import LayerState, StateUpdate
+from sparse_rl_lightning.records import LayerState, StateUpdate
 
 _SIZES = ("schedule", "buffer", "num_sinks", "window", "compress_prompt", "budget_rule")
 

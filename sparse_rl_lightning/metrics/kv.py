@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from sparse_rl_lightning.types import KVUsage
+from sparse_rl_lightning.records import KVUsage
 
 
 class KVSaving(Metric):
     """Share of KV tokens not stored: ``final`` at the end of the sequences, ``integral`` over all decode steps.
 
     Token counts add up first and are divided last, so long sequences weigh more, as they do in memory. One
-    rollout's numbers are the properties of :class:`~sparse_rl_lightning.types.KVUsage`.
+    rollout's numbers are the properties of :class:`~sparse_rl_lightning.records.KVUsage`.
     """
 
     is_differentiable = False

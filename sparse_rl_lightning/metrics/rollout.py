@@ -63,7 +63,7 @@ from sparse_rl_lightning.advantages import informative_groups
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.metrics.rejection import rejection_rate, token_mask_rate
 from sparse_rl_lightning.metrics.repetition import repetition_rates
-from sparse_rl_lightning.types import Rollout, ScoredRollout
+from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 
 def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:

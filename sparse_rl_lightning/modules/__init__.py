@@ -1,14 +1,14 @@
 """The LightningModules: what happens to a batch of prompts between the loader and the loss."""
 
-from sparse_rl_lightning import strategies as strategies  # its names are known to trainers from now on
+from sparse_rl_lightning.distributed import deepspeed as deepspeed  # its names are known to trainers from now on
+from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.modules.distill import DistillSparse, SparseAdapter
 from sparse_rl_lightning.modules.evaluation import Evaluation
-from sparse_rl_lightning.modules.learner import Learner
-from sparse_rl_lightning.modules.lora import LoraPolicy
-from sparse_rl_lightning.modules.policy import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
+from sparse_rl_lightning.policies.lora import LoraPolicy
+from sparse_rl_lightning.policies.source import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
 
 __all__ = [
     "DistillSparse",

@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
+from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy
+from sparse_rl_lightning.distributed.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.modules.policy import PolicySource, disable_dropout, resolve_policy
-from sparse_rl_lightning.modules.ranks import check_processes, check_strategy
-from sparse_rl_lightning.modules.resuming import (
+from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
+from sparse_rl_lightning.learner.resuming import (
     KEY,
     Configured,
     check_optimizer,
@@ -30,10 +31,9 @@ from sparse_rl_lightning.modules.resuming import (
     schedule_change,
     take_over,
 )
-from sparse_rl_lightning.modules.rng import random_state, restore_random_state
-from sparse_rl_lightning.pretrained import check_finite
+from sparse_rl_lightning.policies.pretrained import check_finite
+from sparse_rl_lightning.policies.source import PolicySource, disable_dropout, resolve_policy
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.sharding import is_sharded, shard_fully, whole_weights
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type

@@ -14,18 +14,18 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DistributedSampler
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
+from sparse_rl_lightning.distributed.ranks import check_agreement, check_shared, gather_to_zero
+from sparse_rl_lightning.distributed.sharding import is_sharded
 from sparse_rl_lightning.fingerprints import fingerprint
-from sparse_rl_lightning.modules.block import BlockPlan, RolloutBlock
+from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
+from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.learner.loss import Items, Objective
+from sparse_rl_lightning.learner.random_state import restore_random_state
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
-from sparse_rl_lightning.modules.learner import Learner
-from sparse_rl_lightning.modules.objective import Items, Objective
-from sparse_rl_lightning.modules.partial import PartialRollouts, check_storable
-from sparse_rl_lightning.modules.ranks import check_agreement, check_shared, gather_to_zero
-from sparse_rl_lightning.modules.rng import restore_random_state
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.rollout.preparation import check_prompts
-from sparse_rl_lightning.sharding import is_sharded
-from sparse_rl_lightning.types import Rollout, ScoredRollout
+from sparse_rl_lightning.records import Rollout, ScoredRollout
+from sparse_rl_lightning.rollout.checks import check_prompts
+from sparse_rl_lightning.rollout.partial import PartialRollouts, check_storable
 
 
 class BlockModule(GenerationModule):

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.modules.block import BlockPlan
+from sparse_rl_lightning.learner.block import BlockPlan
+from sparse_rl_lightning.learner.loss import Items
+from sparse_rl_lightning.learner.packing import split, token_counts, trimmed
 from sparse_rl_lightning.modules.generation import Rows
-from sparse_rl_lightning.modules.lora import add_adapter, check_adapter, without_adapters
-from sparse_rl_lightning.modules.objective import Items
-from sparse_rl_lightning.modules.packing import split, token_counts, trimmed
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
+from sparse_rl_lightning.policies.lora import add_adapter, check_adapter, without_adapters
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.rollout.page_replay import retrieval_logprobs
-from sparse_rl_lightning.rollout.preparation import eval_mode
-from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
+from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
+from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
+from sparse_rl_lightning.rollout.checks import eval_mode
 
 
 @dataclass(frozen=True)

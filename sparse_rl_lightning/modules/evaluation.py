@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from sparse_rl_lightning.callbacks.console import say
-from sparse_rl_lightning.callbacks.folders import Expendable, writable_folder
+from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
-from sparse_rl_lightning.metrics import accuracy, mean_accuracy
-from sparse_rl_lightning.modules.base import default_optimizer
-from sparse_rl_lightning.modules.evaluation_tables import (
+from sparse_rl_lightning.evaluation.page import results_picture, results_table
+from sparse_rl_lightning.evaluation.problems import Problems, with_room
+from sparse_rl_lightning.evaluation.store import BenchmarkResult, ResultFolder
+from sparse_rl_lightning.evaluation.tables import (
     CORRECT_COLUMNS,
     KV_COLUMNS,
     Table,
@@ -32,20 +31,21 @@ from sparse_rl_lightning.modules.evaluation_tables import (
     row_number,
     unsampled_table,
 )
+from sparse_rl_lightning.evaluation.time_left import TimeLeft
+from sparse_rl_lightning.files import writable_folder
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.metrics import accuracy, mean_accuracy
+from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
-from sparse_rl_lightning.modules.policy import PolicySource
-from sparse_rl_lightning.modules.problems import Problems, with_room
-from sparse_rl_lightning.modules.results import BenchmarkResult, ResultFolder
-from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
-from sparse_rl_lightning.modules.time_left import TimeLeft
-from sparse_rl_lightning.report.benchmarks import results_picture, results_table
-from sparse_rl_lightning.report.text import prompt_text
+from sparse_rl_lightning.policies.geometry import context_length
+from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
 from sparse_rl_lightning.rewards.math.checker import known_convention
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.geometry import context_length
+from sparse_rl_lightning.rollout.options import SamplerOptions, as_texts
+from sparse_rl_lightning.text import prompt_text, say
 
 SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
 MAX_SAMPLES = 1000  # of a problem, whose sequences begin at another multiple of it

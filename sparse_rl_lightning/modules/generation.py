@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.distributed.sharding import ShadowPolicy
+from sparse_rl_lightning.evaluation.scores import ValidationScores
 from sparse_rl_lightning.modules.base import PolicyModule
-from sparse_rl_lightning.modules.policy import PolicySource
-from sparse_rl_lightning.modules.samplers import SamplerOptions
-from sparse_rl_lightning.modules.validation import ValidationScores
+from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import reward_counters, reward_names
 from sparse_rl_lightning.rewards.base import reward_batch, reward_table, weighted_rewards
 from sparse_rl_lightning.rewards.guarded import GuardedReward
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.memory import MemoryPlan
+from sparse_rl_lightning.rollout.cache.memory import MemoryPlan
+from sparse_rl_lightning.rollout.options import SamplerOptions
 from sparse_rl_lightning.rollout.prompts import encode_prompts
-from sparse_rl_lightning.sharding import ShadowPolicy
-from sparse_rl_lightning.types import Rollout, ScoredRollout
 
 Rows = list[dict[str, Any]]
 RewardFunctions = Callable[..., list[float | None]] | list[Callable[..., list[float | None]]]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.modules.objective import Items
+from sparse_rl_lightning.learner.loss import Items
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
-from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
+from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
 ReplayObjective = Literal["sparse", "dense", "mixed"]
 

@@ -13,25 +13,25 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.advantages import ScaleRewards, informative_groups
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.distributed.ranks import advantages_of_rank, mean_over_ranks
 from sparse_rl_lightning.fingerprints import weights_digest
+from sparse_rl_lightning.learner.block import RolloutBlock
+from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.learner.loss import Items, Objective
 from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
-from sparse_rl_lightning.modules.block import RolloutBlock
 from sparse_rl_lightning.modules.block_module import BlockModule
 from sparse_rl_lightning.modules.generation import Rows, columns_of
-from sparse_rl_lightning.modules.learner import Learner
-from sparse_rl_lightning.modules.objective import Items, Objective
-from sparse_rl_lightning.modules.partial import PartialCheckpoint, PartialRollouts
-from sparse_rl_lightning.modules.policy import PolicySource
-from sparse_rl_lightning.modules.ranks import advantages_of_rank, mean_over_ranks
-from sparse_rl_lightning.modules.samplers import SamplerOptions, as_texts
+from sparse_rl_lightning.policies.source import PolicySource
+from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import check_rewards
 from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.checks import eval_mode
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
-from sparse_rl_lightning.rollout.preparation import eval_mode
-from sparse_rl_lightning.types import LossOutput, Rollout, ScoredRollout
+from sparse_rl_lightning.rollout.options import SamplerOptions, as_texts
+from sparse_rl_lightning.rollout.partial import PartialCheckpoint, PartialRollouts
 
 
 class SparseGRPO(BlockModule):

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
-from sparse_rl_lightning.modules.policy import PolicySource
+from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report.panels import PANELS, Panel
 from sparse_rl_lightning.report.plots import MOST_POINTS
 from sparse_rl_lightning.report.record import RunRecord
 from sparse_rl_lightning.report.scale import smoothed
 from sparse_rl_lightning.report.svg import SMOOTHED_FROM
 from sparse_rl_lightning.report.terminal import CACHES
-from sparse_rl_lightning.report.text import number, percent, size
+from sparse_rl_lightning.text import number, percent, printable, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

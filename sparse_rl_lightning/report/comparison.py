@@ -12,7 +12,7 @@ from sparse_rl_lightning.report.page import charts, course, warnings_of
 from sparse_rl_lightning.report.plots import COLORS, color, plots_of_runs
 from sparse_rl_lightning.report.record import RunRecord
 from sparse_rl_lightning.report.terminal import CACHES
-from sparse_rl_lightning.report.text import DASH, duration, number, percent, shortened, size
+from sparse_rl_lightning.text import DASH, duration, number, percent, shortened, size
 
 Named = Sequence[tuple[str, RunRecord]]
 

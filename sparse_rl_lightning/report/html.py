@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from html import escape
 
-from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report.assets import SCRIPT, STYLE
+from sparse_rl_lightning.text import printable
 
 
 def text(value: str) -> str:

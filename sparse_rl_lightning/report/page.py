@@ -10,8 +10,8 @@ from sparse_rl_lightning.report.plots import MOST_POINTS, Plots, plots_of_run
 from sparse_rl_lightning.report.record import RunRecord
 from sparse_rl_lightning.report.svg import figure
 from sparse_rl_lightning.report.terminal import CACHES, facts, results
-from sparse_rl_lightning.report.text import duration, number, shortened
 from sparse_rl_lightning.report.worst import held_out_samples, worst_completions
+from sparse_rl_lightning.text import duration, number, shortened
 
 COUNTS = (
     ("skipped_steps", "Optimiser steps skipped because their gradient was not finite"),

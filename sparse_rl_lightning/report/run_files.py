@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl_lightning.report.record import PROGRESS, SUMMARY, RunRecord
-from sparse_rl_lightning.report.text import shortened
+from sparse_rl_lightning.text import shortened
 
 METRICS = "metrics.csv"
 LARGEST_FILE = 512 * 1024**2

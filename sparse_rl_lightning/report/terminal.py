@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.text import DASH, duration, number, percent, size, table
+from sparse_rl_lightning.text import DASH, duration, number, percent, printable, size, table
 
 CACHES = {"dense": "full cache", "sparse": "compressed cache"}
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_rl_lightning.printable import printable
 from sparse_rl_lightning.report.html import text
 from sparse_rl_lightning.report.record import RunRecord
 from sparse_rl_lightning.report.scale import short
 from sparse_rl_lightning.report.terminal import CACHES
-from sparse_rl_lightning.report.text import number, shortened
+from sparse_rl_lightning.text import number, printable, shortened
 
 KINDS = ("rejected", "most mismatched", "lowest reward")
 MOST = 24

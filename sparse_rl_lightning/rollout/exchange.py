@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_rl_lightning.types import Rollout
+from sparse_rl_lightning.records import Rollout
 
 
 def to_bytes(rollout: Rollout) -> bytes:

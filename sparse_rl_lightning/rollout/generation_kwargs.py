@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sparse_rl_lightning.rollout.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
 HONORED = {
     "temperature": "temperature",

@@ -12,21 +12,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.retrieval.cache import check_retriever
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.cache import SlotCache
-from sparse_rl_lightning.rollout.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.memory import MemoryPlan
-from sparse_rl_lightning.rollout.preparation import (
+from sparse_rl_lightning.rollout.cache.memory import MemoryPlan
+from sparse_rl_lightning.rollout.cache.slots import SlotCache
+from sparse_rl_lightning.rollout.checks import (
     check_end_tokens,
     check_prompts,
     default_end_token_ids,
     drawing,
 )
-from sparse_rl_lightning.rollout.retrieval import check_retriever
-from sparse_rl_lightning.rollout.run import Progress, Run
-from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.workspace import Workspace
-from sparse_rl_lightning.types import Rollout
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
+from sparse_rl_lightning.rollout.engine.scheduler import Progress, Run
+from sparse_rl_lightning.rollout.engine.workspace import Workspace
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparse_rl_lightning.rollout.memory import MemoryPlan
-from sparse_rl_lightning.rollout.preparation import check_prompts
-from sparse_rl_lightning.rollout.results import Ended
-from sparse_rl_lightning.rollout.run import Held, Progress, Run
+from sparse_rl_lightning.records import Rollout, tensors_to
+from sparse_rl_lightning.rollout.cache.memory import MemoryPlan
+from sparse_rl_lightning.rollout.checks import check_prompts
+from sparse_rl_lightning.rollout.engine.logs import UNLIMITED
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
+from sparse_rl_lightning.rollout.engine.scheduler import Held, Progress, Run
+from sparse_rl_lightning.rollout.engine.sequences import Ended
+from sparse_rl_lightning.rollout.engine.workspace import Workspace
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
-from sparse_rl_lightning.rollout.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.tracks import UNLIMITED
-from sparse_rl_lightning.rollout.workspace import Workspace
-from sparse_rl_lightning.types import Rollout, tensors_to
 
 _TRACKS = ("logprobs", "behavior", "held", "read", "versions", "topk_ids", "topk_logprobs", "ends", "finished")
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.types import LayerState
+from sparse_rl_lightning.records import LayerState
 
 NUM_LAYERS, NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 2, 2, 16
 """The sizes of ``tiny_model()``; statistics of one serve the other."""

@@ -15,6 +15,8 @@ from torch import Tensor
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.wrapper import Wrapper
 from sparse_rl_lightning.ops.select import pinned_entries
+from sparse_rl_lightning.policies.tiny import tiny_model
+from sparse_rl_lightning.records import NEVER, LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing.layers import (
     HEAD_DIM,
@@ -25,9 +27,7 @@ from sparse_rl_lightning.testing.layers import (
     resize,
     take_slots,
 )
-from sparse_rl_lightning.testing.policies import tiny_model
 from sparse_rl_lightning.testing.updates import RandomPrompts
-from sparse_rl_lightning.types import NEVER, LayerState
 
 
 def declarations(compressor: Compressor) -> str | None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.records import StateUpdate
 from sparse_rl_lightning.testing.layers import GROUP_SIZE, HEAD_DIM, NUM_HEADS
-from sparse_rl_lightning.types import StateUpdate
 
 HIDDEN_SIZE = 64
 """Of ``tiny_model()``."""

@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
+from sparse_rl_lightning.rewards.exact_numbers import Number, parse_number, same_number
 from sparse_rl_lightning.rewards.math.boxes import is_within_limits
 from sparse_rl_lightning.rewards.math.expressions import Node
 from sparse_rl_lightning.rewards.math.structure import (
@@ -28,7 +29,6 @@ from sparse_rl_lightning.rewards.math.text import plain_text, tidy
 from sparse_rl_lightning.rewards.math.units import split_unit
 from sparse_rl_lightning.rewards.math.values import product_of_letters, readable, same_equation, same_expression
 from sparse_rl_lightning.rewards.math.vocabulary import TIMES
-from sparse_rl_lightning.rewards.numbers import Number, parse_number, same_number
 
 MAX_PAIRS = 4
 """Pairs of expressions that one answer may send to math-verify."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+from sparse_rl_lightning.rewards.exact_numbers import parse_number
 from sparse_rl_lightning.rewards.math.units import split_unit
-from sparse_rl_lightning.rewards.numbers import parse_number
 
 MAX_ITEMS = 64
 """Parts an answer may have; a longer one is compared as text."""

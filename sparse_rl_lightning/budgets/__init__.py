@@ -1,0 +1,15 @@
+"""How many tokens every layer and KV head of a full slot keeps: rules over heads, schedules over length."""
+
+from sparse_rl_lightning.budgets.rules import Adaptive, BudgetRule, Pyramid, Uniform
+from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSchedule, ScheduleFile, published_schedules
+
+__all__ = [
+    "Adaptive",
+    "BudgetRule",
+    "LengthSchedule",
+    "PublishedSchedule",
+    "Pyramid",
+    "ScheduleFile",
+    "Uniform",
+    "published_schedules",
+]

@@ -1,0 +1,139 @@
+"""Gather what calibrated compressors need to know of a policy, from its own text.
+
+From the shell, for text that the policy wrote or should write (``sparse-rl predict`` writes such a file)::
+
+    python -m sparse_rl_lightning.calibration runs/warmup/policy predictions.jsonl statistics.safetensors
+
+or in Python, from a rollout: ``gather_statistics(model, rollout.sequences, lengths).save(path)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.pretrained import load_pretrained
+from sparse_rl_lightning.rollout.checks import eval_mode
+from sparse_rl_lightning.rollout.prompts import encode_prompt
+
+
+@torch.no_grad()
+def gather_statistics(
+    model: PreTrainedModel, sequences: Tensor, lengths: Tensor, batch_size: int = 8
+) -> QueryStatistics:
+    """Statistics of all queries of these sequences, by plain forward passes with full attention.
+
+    Args:
+        model: The policy.
+        sequences: (B, T) token ids, right-padded.
+        lengths: (B,) tokens of each.
+        batch_size: Sequences per forward pass.
+
+    Raises:
+        ValueError: If the model is not one that rollouts support.
+    """
+    geometry = CacheGeometry.of(model)
+    total: list[QueryMoments] = []
+    positions = torch.arange(sequences.shape[1], device=geometry.device)
+    for start in range(0, len(sequences), batch_size):
+        ids = sequences[start : start + batch_size].to(geometry.device)
+        mask = positions < lengths[start : start + batch_size, None].to(geometry.device)
+        with eval_mode(model), _recorded_queries(model, geometry) as queries:
+            model.get_decoder()(input_ids=ids, use_cache=False)  # padding is on the right, where no token sees it
+        moments = [QueryMoments(q, positions.expand_as(mask), mask, geometry.inv_freq) for q in queries]
+        total = [old.add(new) for old, new in zip(total, moments, strict=True)] if total else moments
+    return QueryStatistics.of_layers(total, geometry.num_kv_heads)
+
+
+@contextmanager
+def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterator[list[Tensor]]:
+    """The queries (B, Hq, T, D) of each layer before the rotary positions are applied, once the model has run."""
+    queries: list[Tensor] = []
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        heads = output.reshape(*output.shape[:2], geometry.num_heads, geometry.head_dim)
+        queries.append(heads.transpose(1, 2))
+
+    blocks = [block.self_attn for block in model.get_decoder().layers]
+    last = [getattr(block, "q_norm", None) or block.q_proj for block in blocks]  # Qwen3 normalises after projecting
+    handles = [module.register_forward_hook(record) for module in last]
+    try:
+        yield queries
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
+    """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` where there is one.
+
+    Args:
+        path: The file.
+        tokenizer: The policy's.
+        max_length: Tokens behind are left out.
+
+    Raises:
+        ValueError: If there is no such file, no row in it, or a row without a prompt; names the line.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
+    texts = []
+    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            ids = encode_prompt(tokenizer, row["prompt"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
+        ids += tokenizer(row.get("completion") or "", add_special_tokens=False)["input_ids"]
+        texts.append(ids[:max_length])
+    if not texts:
+        raise ValueError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")
+    return texts
+
+
+def pad(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Right-padded ids (B, T) and lengths (B,)."""
+    lengths = torch.tensor([len(text) for text in texts])
+    ids = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)
+    return ids, lengths
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: read texts, gather statistics, write the file.
+
+    Args:
+        arguments: Those of the process by default.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_rl_lightning.calibration",
+        description="Gather the query statistics that TriAttention and QFilters need, from a policy's own text.",
+    )
+    parser.add_argument("policy", help="a Hugging Face folder or hub name")
+    parser.add_argument("texts", help="JSONL file, rows with prompt and (better) completion")
+    parser.add_argument("statistics", help="safetensors file to write")
+    parser.add_argument("--max_length", type=int, default=4096, help="tokens of a text to read (default: 4096)")
+    parser.add_argument("--batch_size", type=int, default=8, help="texts per forward pass (default: 8)")
+    given = parser.parse_args(arguments)
+    try:
+        model, tokenizer = load_pretrained(given.policy)
+        ids, lengths = pad(read_texts(given.texts, tokenizer, given.max_length))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model.to(device)  # type: ignore[arg-type]  # transformers wraps the signature away
+        gather_statistics(model, ids, lengths, given.batch_size).save(given.statistics)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {given.statistics}")

@@ -1,0 +1,1 @@
+"""Callbacks that correct for sampling with another policy than the learner's."""

@@ -1,0 +1,74 @@
+"""SparsityAwareRejection: leave out what the dense policy would hardly ever have sampled."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
+from sparse_rl_lightning.corrections import mask_sequences, mask_tokens, reject_sequences
+from sparse_rl_lightning.records import ScoredRollout
+
+
+class SparsityAwareRejection(CorrectionCallback):
+    """Reject sequences with a token that the dense policy finds near-impossible, and tokens outside an interval.
+
+    The first half of the correction of Sparse-RL (arXiv 2601.10079); ``ImportanceReweighting`` is the other.
+    Rejected samples stay in the advantages' baseline. The paper rejects sequences and nothing else::
+
+        - class_path: SparsityAwareRejection
+
+    The authors' code also drops single tokens::
+
+        - class_path: SparsityAwareRejection
+          init_args: {low: 0.5, high: 1.5}
+
+    Args:
+        threshold: A sequence goes when any of its tokens has a ratio xi of dense to sparse probability below this.
+            Null rejects no sequence.
+        low: A token goes when its xi is below this, null for no bound.
+        high: A token goes when its xi is above this, null for no bound.
+        level: The bounds hold for the xi of each ``token``, or for a whole sequence: for its product (``sequence``) or
+            its ``geometric`` mean over the tokens.
+
+    Raises:
+        ValueError: If a bound is out of range.
+    """
+
+    def __init__(
+        self,
+        threshold: float | None = 1e-4,
+        low: float | None = None,
+        high: float | None = None,
+        level: Literal["token", "sequence", "geometric"] = "token",
+    ) -> None:
+        super().__init__()
+        self.threshold, self.level = threshold, level
+        self.bounds = None if low is high is None else (low or 0.0, math.inf if high is None else high)
+        if threshold is not None:
+            reject_sequences(*NO_TOKENS, threshold)
+        if self.bounds is not None:
+            self._within(*NO_TOKENS)
+        elif level != "token":
+            raise ValueError(f"level={level!r} needs a bound: give low or high.")
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Multiply ``keep`` by what remains."""
+        rollout = scored.rollout
+        log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask
+        keep = mask if rollout.keep is None else rollout.keep
+        if self.threshold is not None:
+            keep = keep & reject_sequences(log_ratio, mask, self.threshold)[:, None]
+        if self.bounds is not None:
+            keep = keep & self._within(log_ratio, mask)
+        rollout.keep = keep
+
+    def _within(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) or (B, 1) bool: what is inside the bounds."""
+        assert self.bounds is not None
+        if self.level == "token":
+            return mask_tokens(log_ratio, mask, *self.bounds)
+        return mask_sequences(log_ratio, mask, *self.bounds, self.level)[:, None]

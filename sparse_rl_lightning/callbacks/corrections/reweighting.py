@@ -1,0 +1,104 @@
+"""ImportanceReweighting: let every token count as often as the dense policy would have sampled it."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
+from sparse_rl_lightning.corrections import WeightMode, importance_weights, normalize_weights
+from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.records import ScoredRollout
+
+Normalization = Literal["none", "batch", "micro_batch"]
+
+
+class ImportanceReweighting(CorrectionCallback):
+    """Multiply the loss of each token by xi, the ratio of its dense to its sparse probability, without gradient.
+
+    The second half of the correction of Sparse-RL (arXiv 2601.10079). The paper's weights are xi itself::
+
+        - class_path: SparsityAwareRejection
+        - class_path: ImportanceReweighting
+
+    The authors' code bounds xi and divides it by a mean taken in every micro-batch. Together with
+    ``denominator: kept_tokens`` and ``kl_on: kept`` of the module that is::
+
+        - class_path: SparsityAwareRejection
+          init_args: {low: 0.5, high: 1.5}
+        - class_path: ImportanceReweighting
+          init_args: {mode: token_mask, clip_min: 0.5, clip_max: 1.5, normalize: micro_batch, normalize_clip_max: 1.5}
+
+    Args:
+        mode: ``token``, ``sequence`` (product over the sequence) or ``geometric`` (geometric mean) ratio, followed by
+            ``_truncate`` (clamp to the bounds) or ``_mask`` (0 outside of them).
+        clip_min: Lower bound of a weight, null for none.
+        clip_max: Upper bound of a weight, null for none.
+        normalize: Divide the weights by a mean over the completion tokens, rejected ones included, of the whole
+            rollout (``batch``) or of each micro-batch (``micro_batch``); ``none`` leaves them. With ``micro_batch``
+            the gradient depends on how sequences are put into micro-batches.
+        normalize_clip_max: Null divides by the mean of the weights themselves, a number by the mean of
+            min(ratio, that number), as the authors' code does.
+
+    Raises:
+        ValueError: If an option is unknown, a bound out of range, or the two contradict each other.
+    """
+
+    weighs = True
+
+    def __init__(
+        self,
+        mode: WeightMode = "token_truncate",
+        clip_min: float | None = None,
+        clip_max: float | None = None,
+        normalize: Normalization = "none",
+        normalize_clip_max: float | None = None,
+    ) -> None:
+        super().__init__()
+        importance_weights(*NO_TOKENS, mode, clip_min, clip_max)
+        if normalize not in get_args(Normalization):
+            raise ValueError(f"normalize must be one of {get_args(Normalization)}, got normalize={normalize!r}.")
+        if normalize_clip_max is not None:
+            check_number("normalize_clip_max", normalize_clip_max, above=0)
+            if normalize == "none":
+                raise ValueError(
+                    f"normalize_clip_max={normalize_clip_max} needs normalize='batch' or 'micro_batch', got "
+                    f"normalize={normalize!r}."
+                )
+        self.mode, self.clip_min, self.clip_max = mode, clip_min, clip_max
+        self.normalize, self.normalize_clip_max = normalize, normalize_clip_max
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Multiply ``weights``; a mean over micro-batches is left to the loss, by way of ``weight_reference``."""
+        rollout = scored.rollout
+        log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask
+        weights = importance_weights(log_ratio, mask, self.mode, self.clip_min, self.clip_max)
+        reference = self._reference(log_ratio, mask, weights)
+        if self.normalize == "batch":
+            weights = normalize_weights(weights, reference, mask) * self._own_to_common(trainer, reference, mask)
+        elif self.normalize == "micro_batch":
+            if rollout.weight_reference is not None:
+                raise ValueError("Only one ImportanceReweighting may have normalize='micro_batch'. Remove the other.")
+            rollout.weight_reference = reference
+        rollout.weights = weights if rollout.weights is None else rollout.weights * weights
+
+    def _own_to_common(self, trainer: Trainer, reference: Tensor, mask: Tensor) -> Tensor | float:
+        """This rank's mean of the reference over that of all ranks."""
+        if trainer.world_size == 1:
+            return 1.0
+        own = torch.stack([reference[mask].sum(), mask.sum()]).double()
+        total: Tensor = trainer.strategy.reduce(own.clone(), reduce_op="sum")
+        means = [sums[0] / sums[1].clamp(min=1) for sums in (own, total)]
+        return torch.where(means[0] > 0, means[0] / means[1].clamp(min=1e-300), 1.0).to(reference.dtype)
+
+    def _reference(self, log_ratio: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+        """(B, T) whose mean divides the weights."""
+        if self.normalize_clip_max is None:
+            return weights
+        level: dict[str, WeightMode] = {
+            "token": "token_truncate", "sequence": "sequence_truncate", "geometric": "geometric_truncate"
+        }  # fmt: skip
+        return importance_weights(log_ratio, mask, level[self.mode.split("_")[0]], clip_max=self.normalize_clip_max)

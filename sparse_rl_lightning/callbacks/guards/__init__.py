@@ -1,0 +1,1 @@
+"""Callbacks that keep a run safe: they watch steps, ranks, files and signals."""

@@ -1,0 +1,94 @@
+"""EmptyRollouts: notice that nothing, or little, is left to learn from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
+from sparse_rl_lightning.records import Rollout, ScoredRollout
+
+REJECTED = (
+    "Rejection takes the others: the compressed cache's policy is too far from the dense one. Stop and raise the "
+    "compressor's budget, choose another compressor, or train with ReplayGRPO."
+)
+CUT_OFF = (
+    "The others are of completions that were cut off, which mask_truncated_completions leaves out: raise "
+    "max_completion_length, or name the tokens or strings that end an answer (end_tokens, stop_strings)."
+)
+UNREWARDED = (
+    "The others got no reward: the reward functions returned None for them or failed. Look at "
+    "rewards/{function}/failed and at the columns that the functions read."
+)
+
+
+class EmptyRollouts(RolloutCallback):
+    """Count rollouts that leave the loss no token, on any rank, and warn where it sees few, with advice.
+
+    Tokens go by rejection, where a completion got no reward, and with ``mask_truncated_completions`` where one was cut
+    off. A policy that learns from the few samples that are left can lose in a few steps what it knew. Steps on nothing
+    have a policy loss of zero, so momentum, weight decay and the KL penalty alone move the weights. ``empty_rollouts``
+    is logged, the number so far. Modules that roll out add this callback themselves.
+
+    Args:
+        warn_after: Empty rollouts in a row, or rollouts with few tokens, after which to warn, once per row.
+        few: Share of the completion tokens; below it they are few.
+
+    Raises:
+        ValueError: If the number is below 1, or the share not between 0 and 1.
+    """
+
+    def __init__(self, warn_after: int = 3, few: float = 0.5) -> None:
+        if warn_after < 1:
+            raise ValueError(f"EmptyRollouts: warn_after must be at least 1, got warn_after={warn_after}.")
+        if not 0 <= few <= 1:
+            raise ValueError(f"EmptyRollouts: few must be between 0 and 1, got few={few}.")
+        self.warn_after, self.few = warn_after, few
+        self.count = 0
+        self.in_a_row = 0
+        self.few_in_a_row = 0
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Count, and warn."""
+        whole, finished, rewarded, kept = _tokens(trainer, module, scored.rollout)
+        self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
+        self.few_in_a_row = self.few_in_a_row + 1 if 0 < kept < self.few * whole else 0
+        self.count += kept == 0
+        empty = self.in_a_row == self.warn_after
+        if empty or self.few_in_a_row == self.warn_after:
+            seen = "no token" if empty else f"less than {self.few:.0%} of the tokens"
+            gone = {CUT_OFF: whole - finished, UNREWARDED: finished - rewarded, REJECTED: rewarded - kept}
+            warn_of_run(
+                trainer,
+                f"The loss saw {seen} of each of the last {self.warn_after} rollouts, and what is left can ruin the "
+                f"policy. {max(gone, key=gone.__getitem__)}",
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log with every batch, so that a run resumed in the middle of a rollout has the count too."""
+        pl_module.log("empty_rollouts", float(self.count), batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts."""
+        return {"count": self.count, "in_a_row": self.in_a_row, "few_in_a_row": self.few_in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.count, self.in_a_row = state_dict["count"], state_dict["in_a_row"]
+        self.few_in_a_row = state_dict.get("few_in_a_row", 0)  # not in older checkpoints
+
+
+def _tokens(trainer: Trainer, module: Any, rollout: Rollout) -> list[float]:
+    """Tokens of all ranks: of completions, of those that count, of these with a reward, and what rejection left."""
+    mask = module.objective.mask(rollout)
+    rewarded = mask if rollout.rewards is None else mask & ~rollout.rewards.isnan()[:, None]
+    kept = rewarded if rollout.keep is None else rewarded & rollout.keep
+    counts = torch.stack([part.sum() for part in (rollout.completion_mask, mask, rewarded, kept)]).float()
+    if trainer.world_size > 1:
+        counts = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
+    found: list[float] = counts.tolist()
+    return found

@@ -1,0 +1,25 @@
+"""LastSave: a run whose last checkpoint could not be written does not end as if it had been."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, AgreedExit
+
+
+class LastSave(Callback):
+    """End ``fit`` with status 75 if the newest checkpoint could not be saved (a full disk), after export and report.
+
+    All modules add this callback themselves.
+    """
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask the rank that writes."""
+        failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)
+        if trainer.strategy.reduce_boolean_decision(failing, all=False):
+            rank_zero_warn(
+                f"The run ends after optimiser step {trainer.global_step}, but its last checkpoint could not be saved. "
+                "Make room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any."
+            )
+            raise AgreedExit(STATUS)

@@ -1,0 +1,71 @@
+"""LogGuard: a log that cannot be written costs lines, not the run."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.files import append, write_whole
+
+WRITING = ("log_metrics", "log_hyperparams", "save", "finalize")
+"""What a logger of Lightning does on a disk."""
+
+
+class LogGuard(Callback):
+    """Go on when a logger meets a full disk or a folder that was removed; the first failure is told.
+
+    What ``CSVLogger`` could not write is written when it can be. All modules add this callback themselves.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Guard every logger, once."""
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if "save" in vars(logger):
+                continue  # of an earlier fit
+            if isinstance(logger, CSVLogger) and "://" not in str(logger.log_dir):
+                logger.experiment.save = partial(save_metrics, logger.experiment)
+            for name in WRITING:
+                setattr(logger, name, _guarded(getattr(logger, name), f"The log of {type(logger).__name__}"))
+
+
+def _guarded(write: Callable[..., None], owner: str) -> Callable[..., None]:
+    expendable = Expendable(owner)
+
+    @wraps(write)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        expendable(lambda: write(*args, **kwargs))
+
+    return guarded
+
+
+def save_metrics(writer: Any) -> None:
+    """Add what was logged since to ``metrics.csv``; a new column has the file written anew, all of it or nothing.
+
+    Args:
+        writer: Of CSVLogger, whose own way empties the file first and loses it on a full disk.
+    """
+    path, rows = Path(writer.metrics_file_path), list(writer.metrics)
+    if not rows:
+        return
+    with path.open(newline="", encoding="utf-8") if path.is_file() else io.StringIO() as file:
+        known = next(csv.reader(file), [])
+        names = sorted({*known, *(name for row in rows for name in row)})
+        old = [] if names == known else list(csv.DictReader(file, known))
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, names, extrasaction="ignore")  # cells beyond a header that someone edited
+    if names == known:
+        table.writerows(rows)
+        append(path, text.getvalue())
+    else:
+        table.writeheader()
+        table.writerows([*old, *rows])
+        write_whole(path, text.getvalue())
+    writer.metrics = []

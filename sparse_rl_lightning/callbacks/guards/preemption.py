@@ -1,0 +1,83 @@
+"""Preemption: a signal ends a run between two optimiser steps, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, AgreedExit
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Preemption(Callback):
+    """On SIGTERM or SIGUSR1: finish the optimiser step, save ``last.ckpt``, exit with status 0, or 75 if saving failed.
+
+    One rank that gets the signal is enough, all stop after the same step. What ends a training (export, report) does
+    not happen; ``--ckpt_path=last`` goes on where it stopped. Modules that roll out add this callback themselves. In a
+    SLURM job this replaces Lightning's own handling of SIGUSR1, which saves in the middle of a step.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._earlier: dict[signal.Signals, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen, where signals can be heard."""
+        self.received = None
+        if threading.current_thread() is threading.main_thread():
+            self._earlier = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After the last micro-batch of an optimiser step, stop if any rank was told to."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
+            return
+        name = "a signal to another rank" if self.received is None else self.received.name
+        path = last_path(trainer)
+        if path is None:
+            rank_zero_warn(f"Stopped on {name} without a checkpoint: no ModelCheckpoint has save_last and a dirpath.")
+        else:
+            trainer.save_checkpoint(path)
+            failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)  # known to the rank that writes
+            if trainer.strategy.reduce_boolean_decision(failing, all=False):
+                rank_zero_warn(
+                    f"Stopped on {name} after optimiser step {trainer.global_step}, which could not be saved. Make "
+                    f"room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any ({path})."
+                )
+                raise AgreedExit(STATUS)
+            rank_zero_info(
+                f"Stopped on {name} after optimiser step {trainer.global_step}; go on with --ckpt_path=last ({path})."
+            )
+        raise AgreedExit(0)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave signals to whom they belonged."""
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+        self._earlier = {}
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """As at the end."""
+        self.on_train_end(trainer, pl_module)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+
+def last_path(trainer: Trainer) -> Path | None:
+    """Where the trainer's ModelCheckpoint keeps its last checkpoint, None if none does."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath:
+            return Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+    return None

@@ -1,0 +1,226 @@
+"""RankWatch: when one rank dies, or ranks wait for each other for ever, all stop and say where."""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import sys
+import threading
+import time
+import traceback
+from typing import NoReturn
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from sparse_rl_lightning.distributed.collectives import Wait, conflict, current_wait, place_of
+from sparse_rl_lightning.distributed.rank_links import Link, Message, connect
+from sparse_rl_lightning.ranges import check_number
+
+STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
+INTERVAL = 10.0  # seconds between two looks at what a rank waits for, at most
+GRACE = 3  # seconds in which a rank may end by itself, of the same cause as another
+RESUME = "go on from the last checkpoint with --ckpt_path=last."
+
+
+class AgreedExit(SystemExit):
+    """All ranks end here together."""
+
+
+class RankWatch(Callback):
+    """End all ranks within seconds when one ends, and when ranks wait for each other for ever; say who and where.
+
+    Otherwise ranks wait for a dead one in their next collective: on GPUs until its timeout, 30 minutes by default.
+    Every rank holds a connection to rank zero. One that raises an error tells the others before it goes; one that is
+    killed breaks its connection; a machine that vanishes is noticed after ``timeout``.
+
+    Ranks wait for each other for ever when code that runs on some of them only begins a collective. They are ended
+    when *every* rank has been in one for ``stuck_after`` seconds, and not all in the same. A rank that draws, loads
+    data, computes a reward or saves, however long, is in none. Each rank's place is told, as torch's recorder of
+    collectives knows it.
+
+    The ranks that are left end with status 75 and without saving: what they have is not whole. Modules that roll out
+    add this callback themselves; a single process is not watched.
+
+    Args:
+        timeout: Seconds after which a silent machine counts as dead.
+        stuck_after: Seconds in a collective after which a rank says so; null leaves waiting ranks alone.
+
+    Raises:
+        ValueError: If a time is too short.
+    """
+
+    def __init__(self, timeout: int = 30, stuck_after: float | None = 300) -> None:
+        if timeout < 3:
+            raise ValueError(f"RankWatch: timeout must be at least 3 seconds, got timeout={timeout}.")
+        if stuck_after is not None:
+            check_number("stuck_after", stuck_after, least=1, owner="RankWatch")
+        self.timeout = timeout
+        self.stuck_after = stuck_after
+        self._watch: _Watch | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Connect the ranks before they load anything large, and watch in a thread of its own."""
+        if trainer.world_size > 1 and stage == "fit":
+            self._watch = _Watch(trainer.global_rank, connect(trainer, self.timeout), self.stuck_after)
+            threading.Thread(target=self._watch.run, name="RankWatch", daemon=True).start()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say goodbye: from now on ranks may end in any order."""
+        if self._watch is not None:
+            self._watch.leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Tell the others why this rank ends, unless all stop together or it ends because of another."""
+        if self._watch is not None:
+            self._watch.leave() if isinstance(exception, AgreedExit) else self._watch.fail(exception)
+
+
+class _Watch:
+    """What a rank hears of the others during one fit, and what it tells them.
+
+    Args:
+        rank: This one.
+        links: By rank: rank zero's to all others, everyone else's to rank zero.
+        stuck_after: As in RankWatch.
+    """
+
+    def __init__(self, rank: int, links: dict[int, Link], stuck_after: float | None) -> None:
+        self.rank, self.links, self.stuck_after = rank, links, stuck_after
+        self.interval = INTERVAL if stuck_after is None else min(INTERVAL, stuck_after / 4)
+        self.ending = threading.Event()  # this rank ends by itself, well or not
+        self.suffers = threading.Event()  # a collective has failed here, which is another's fault
+        self.left: set[int] = set()
+        self.answers: dict[int, Wait | None] = {}  # to the question that was asked last
+        self.unanswered: set[int] = set()
+        self._wait: Wait | None = None  # at the last look
+        self._looks = 0  # at the same wait; counted, because time goes on while a process is stopped
+        self._looked = time.monotonic()
+
+    # ---------------------------------------------------------------- this rank's own end
+
+    def leave(self) -> None:
+        """Say goodbye."""
+        self.ending.set()
+        for link in self.links.values():
+            link.send(kind="goodbye")
+
+    def fail(self, exception: BaseException) -> None:
+        """Tell the reason; of a collective that failed, whoever has ended is heard of first, which ends this too."""
+        if _is_of_a_collective(exception):
+            self.suffers.set()
+            time.sleep(GRACE)
+        self.ending.set()
+        for link in self.links.values():
+            link.send(kind="end", rank=self.rank, why=_reason(exception))
+
+    # ---------------------------------------------------------------- the thread
+
+    def run(self) -> None:
+        """Hear what the others say, and look at what this rank waits for, until all have left."""
+        with selectors.DefaultSelector() as selector:
+            for rank, link in self.links.items():
+                selector.register(link.connection, selectors.EVENT_READ, (rank, link))
+            while not self.ending.is_set() or self.links.keys() - self.left:
+                for key, _ in selector.select(self.interval):
+                    rank, link = key.data
+                    messages = link.receive()
+                    for message in messages or []:
+                        self._hear(rank, message)
+                    if messages is None:
+                        selector.unregister(key.fileobj)
+                        self._gone(rank)
+                if self.stuck_after is not None and time.monotonic() - self._looked >= self.interval:
+                    self._look()
+
+    def _hear(self, rank: int, message: Message) -> None:
+        if message["kind"] == "goodbye":
+            self.left.add(rank)
+            self.unanswered.discard(rank)
+        elif message["kind"] == "end":
+            self._end_with(message["rank"], message["why"])
+            self.left.add(message["rank"])
+        elif message["kind"] == "stop":
+            self._stop(message["why"])
+        elif message["kind"] == "question":
+            wait = self._own()
+            self.links[0].send(kind="answer", wait=None if wait is None else wait.state())
+        elif message["kind"] == "answer":
+            self.answers[rank] = None if message["wait"] is None else Wait(**message["wait"])
+            self.unanswered.discard(rank)
+            if not self.unanswered:
+                self._judge()
+
+    def _gone(self, rank: int) -> None:
+        """A connection broke."""
+        if rank not in self.left and not self.ending.is_set():
+            self._end_with(rank, None)
+        self.left.add(rank)
+
+    def _end_with(self, rank: int, why: str | None) -> None:
+        """End this process whatever it is doing, unless it ends by itself; rank zero tells the others first."""
+        if self.rank == 0:
+            for other, link in self.links.items():
+                if other != rank:
+                    link.send(kind="end", rank=rank, why=why)
+        if why is not None and not self.suffers.is_set() and self.ending.wait(GRACE):
+            return
+        how = "has died." if why is None else f"has ended: {why.rstrip('.')}."
+        cause = f"The cause is in rank {rank}'s own output; " * (why is None)
+        self._exit(
+            f"Rank {rank} {how} Rank {self.rank} stops as well, because no step can be finished without it. "
+            f"{cause}{RESUME if cause else RESUME.capitalize()}"
+        )
+
+    # ---------------------------------------------------------------- waiting for each other
+
+    def _look(self) -> None:
+        """Note what this rank waits for. Where that is too long, rank zero asks what the others do."""
+        wait, self._looked = current_wait(), time.monotonic()
+        self._looks = self._looks + 1 if wait is not None and wait == self._wait else 0
+        self._wait = wait
+        if self._own() is None or self.unanswered:
+            return
+        if self.rank == 0:
+            self.unanswered, self.answers = self.links.keys() - self.left, {}
+            for rank in self.unanswered:
+                self.links[rank].send(kind="question")
+        if not self.links.keys() - self.left:  # nobody is there to answer, or to ask
+            self._judge()
+
+    def _own(self) -> Wait | None:
+        """What this rank has been waiting for too long, None if it does something else, or does again."""
+        if self._wait is None or self._looks * self.interval < (self.stuck_after or math.inf):
+            return None
+        return self._wait if self._wait == current_wait() else None
+
+    def _judge(self) -> None:
+        """When all have answered. Each then was in its collective at the moment when it was asked."""
+        present = self.answers | {self.rank: self._own()}
+        if any(wait is None for wait in present.values()):
+            return  # it does something else
+        why = conflict(present | dict.fromkeys(self.left))
+        if why is not None:
+            for link in self.links.values():
+                link.send(kind="stop", why=why)
+            self._stop(why)
+
+    def _stop(self, why: str) -> NoReturn:
+        self._exit(f"{why} Rank {self.rank} stops as all do; {RESUME}")
+
+    def _exit(self, text: str) -> NoReturn:
+        print(text, file=sys.stderr, flush=True)
+        os._exit(STATUS)
+
+
+def _is_of_a_collective(exception: BaseException) -> bool:
+    """Whether this rank ends because a collective failed, as it does where another rank has gone."""
+    return isinstance(exception, RuntimeError) and any(name in str(exception).lower() for name in ("gloo", "nccl"))
+
+
+def _reason(exception: BaseException) -> str:
+    """One line: what was raised, what it says, and where."""
+    frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    where = f" at {place_of(frames[-1])}" if frames else ""
+    said = str(exception).strip().partition("\n")[0]
+    return f"{type(exception).__name__}{where}{': ' * bool(said)}{said}"

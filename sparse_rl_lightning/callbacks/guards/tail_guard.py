@@ -1,0 +1,261 @@
+"""TailGuard: act on the signs of a collapse before reward shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from sparse_rl_lightning.acceptance import tail_target
+from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
+from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
+from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.files import writable_folder
+from sparse_rl_lightning.metrics.rejection import rejection_rate
+from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.retrievers import Retriever
+
+Mode = Literal["off", "warn", "raise", "stop"]
+MODES = ("off", "warn", "raise", "stop")
+
+
+class TailGuard(RolloutCallback):
+    """Watch the acceptance's tail, the rejection rate and the response length, and warn, raise the budget, or stop.
+
+    A collapse under sparse rollouts shows first in the 5th percentile of the acceptance, then in shrinking responses,
+    last in reward (Sparrow, arXiv 2606.08446). Signs are: a length bin whose 5th percentile is below the target, as
+    ``AcceptanceMonitor`` measures it; a mean rejection rate above its limit; mean responses that have shrunk. One that
+    lasts is acted on as ``mode`` says:
+
+    - ``warn``: once, until it is gone.
+    - ``raise``: enlarge the budget of the compressor, of the retriever (in whole pages) or of both by a step of its
+      schedule (a single budget by a quarter), for the next rollout; slots and their memory are planned anew. A resumed
+      run keeps the enlarged budget, at most ``max_raises`` steps of it.
+    - ``stop``: end the run after the optimiser step that is due, with a checkpoint ``tail_guard_{rollout}.ckpt``.
+
+    Logged: ``guard/tail_margin`` (the worst bin's distance above the target), ``guard/rejection_rate`` (of the window),
+    ``guard/length_ratio`` (to the longest window so far), ``guard/budget`` (the
+    compressor's, without eviction the retriever's) and ``guard/raises``.
+
+    Args:
+        mode: ``off``, ``warn``, ``raise`` or ``stop``.
+        target: 5th percentile to hold, null for 0.86 x the run's own ceiling / 0.945.
+        max_rejection_rate: Largest share of rejected sequences, as a mean over the window.
+        length_drop: Share by which the mean response of a window may be shorter than in the longest window.
+        min_tokens: Length bins of fewer tokens are not judged.
+        window: Rollouts over which rejection rate and length are averaged.
+        patience: Observations in a row that make a sign; for the tail those of ``AcceptanceMonitor``.
+        max_raises: Most steps by which the budget is raised.
+        folder: Where the checkpoint goes, default where ``ModelCheckpoint`` puts its own.
+
+    Raises:
+        ValueError: If an argument is out of range; at the start of ``fit``, if ``AcceptanceMonitor`` is missing or
+            measures no ceiling without a target, or the budget cannot be raised.
+    """
+
+    def __init__(
+        self,
+        mode: Mode | bool = "warn",
+        target: float | None = None,
+        max_rejection_rate: float = 0.1,
+        length_drop: float = 0.4,
+        min_tokens: int = 200,
+        window: int = 10,
+        patience: int = 2,
+        max_raises: int = 4,
+        folder: str | Path | None = None,
+    ) -> None:
+        mode = "off" if mode is False else mode  # YAML reads the word off as false
+        if mode not in MODES:
+            raise ValueError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
+        if target is not None and not 0 <= target <= 1:
+            raise ValueError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
+        if max_raises < 0:
+            raise ValueError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
+        self.mode = mode
+        self.target = target
+        self.max_raises = max_raises
+        self.folder = folder
+        self.watch = TailWatch(Limits(max_rejection_rate, length_drop, min_tokens, window, patience))
+        self.num_raises = 0
+        self._in_use = 0  # of them, those that the rollout in training was drawn under
+        self._monitor: AcceptanceMonitor | None = None
+        self._scored: tuple[int, float, float] | None = None  # a rollout's number, length and rejection rate
+        self._judged: str = ""  # the worst bin in words
+        self._told: list[str] = []  # signs that were warned of
+        self._stop = False
+
+    # ---------------------------------------------------------------- before training
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot be watched or acted on."""
+        if stage != "fit" or self.mode == "off":
+            return
+        monitors = [c for c in trainer.callbacks if isinstance(c, AcceptanceMonitor)]  # type: ignore[attr-defined]
+        if not monitors:
+            raise ValueError("TailGuard reads what AcceptanceMonitor measures: add it to trainer.callbacks.")
+        self._monitor = monitors[0]
+        if self.target is None and not self._monitor.ceiling_prompts:
+            raise ValueError(
+                "TailGuard: without a ceiling (AcceptanceMonitor.ceiling_prompts=0) there is no target. Give "
+                "TailGuard.target, or let the ceiling be measured."
+            )
+        if self.mode == "raise":
+            self._check_raisable(pl_module)
+        if self.mode == "stop" and trainer.is_global_zero:
+            writable_folder(self._folder(trainer), "TailGuard: folder")
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Give a resumed run the budget that the rollout it goes on with was drawn under."""
+        self._stop = False
+        if (self.num_raises or self.mode == "raise") and _limited(pl_module):
+            self._raise(pl_module, self._in_use)
+            budget = _budget(pl_module, self.num_raises)
+            rank_zero_info(f"TailGuard: the budget is {budget} tokens, raised {self.num_raises} times so far.")
+
+    def _check_raisable(self, module: Any) -> None:
+        if not _limited(module):
+            raise ValueError(
+                f"TailGuard: mode='raise' needs a compressor that evicts or a retriever, {module.compressor} keeps and "
+                "reads everything. Use mode='warn' or 'stop'."
+            )
+        if module.partial is not None:
+            raise ValueError(
+                "TailGuard: mode='raise' does not work with partial rollouts, whose unfinished sequences stay in slots "
+                "of the old size. Use mode='warn' or 'stop', or set model.partial_rollout_steps to null."
+            )
+
+    # ---------------------------------------------------------------- watching
+
+    def on_rollout_start(self, trainer: Trainer, module: Any, rows: list[dict[str, Any]]) -> None:
+        """Give the rollout the budget that was decided on: the one before may have been replayed until now."""
+        if self.num_raises != self._in_use and _limited(module):
+            self._in_use = self.num_raises
+            self._raise(module, self._in_use)
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Note what the rollout was like; the monitor may come after this callback, so nothing is judged yet."""
+        if self.mode == "off":
+            return
+        rollout = scored.rollout
+        mask = rollout.completion_mask
+        rejected = 0.0 if rollout.keep is None else float(rejection_rate(rollout.keep, mask))
+        numbers = torch.tensor([float(rollout.completion_lengths.float().mean()), rejected], device=mask.device)
+        length, rejected = trainer.strategy.reduce(numbers, reduce_op="mean").tolist()  # all ranks judge alike
+        self._scored = (scored.index, length, rejected)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Judge a new rollout after its first micro-batch; stop where an optimiser step is complete."""
+        if self._scored is not None:
+            (index, length, rejected), self._scored = self._scored, None
+            self._judge(pl_module, index, length, rejected)
+        if self._stop and not pl_module.block.cursor % trainer.accumulate_grad_batches:
+            self._end(trainer, pl_module)
+
+    def _judge(self, module: Any, index: int, length: float, rejected: float) -> None:
+        self.watch.see(length, rejected)
+        logged = {"guard/rejection_rate": sum(self.watch.rejections) / len(self.watch.rejections)}
+        if self.watch.length_ratio is not None:
+            logged["guard/length_ratio"] = self.watch.length_ratio
+        report = None if self._monitor is None else self._monitor.report
+        target = self._target()
+        if report is not None and report.index == index and target is not None:
+            worst = self.watch.see_tail(report.tail, report.tokens, target)
+            if worst is not None:
+                logged["guard/tail_margin"] = worst[1]
+                self._judged = f"is {worst[1] + target:.3f} at {worst[0]} tokens, the target is {target:.3f}"
+        self._act(module, index)
+        logged |= {"guard/budget": float(_budget(module, self.num_raises)), "guard/raises": float(self.num_raises)}
+        module.log_dict(logged, batch_size=1)
+
+    def _target(self) -> float | None:
+        report = None if self._monitor is None else self._monitor.report
+        if self.target is not None:
+            return self.target
+        return None if report is None or report.ceiling is None else tail_target(report.ceiling)
+
+    # ---------------------------------------------------------------- acting
+
+    def _act(self, module: Any, index: int) -> None:
+        alarms = self.watch.alarms
+        self._told = [sign for sign in self._told if self.watch.strikes[sign]]
+        if not alarms:
+            return
+        if self.mode == "raise" and self.num_raises < self.max_raises:
+            why, before = self._describe(alarms), _budget(module, self.num_raises)
+            self.num_raises += 1
+            self.watch.start_over()
+            after = _budget(module, self.num_raises)
+            warn_of_run(
+                module.trainer,
+                f"TailGuard: {why} The budget grows from {before} to {after} tokens per layer and head, step "
+                f"{self.num_raises} of {self.max_raises}.",
+            )
+        elif self.mode == "stop":
+            self._stop = True
+            warn_of_run(module.trainer, f"TailGuard: {self._describe(alarms)} The run is stopped at rollout {index}.")
+        elif new := [sign for sign in alarms if sign not in self._told]:
+            self._told += new
+            done = f" The budget was raised {self.num_raises} times already." if self.mode == "raise" else ""
+            advice = "Raise the budget, or reject more strictly."
+            warn_of_run(module.trainer, f"TailGuard: {self._describe(new)}{done} {advice}")
+
+    def _raise(self, module: Any, steps: int) -> None:
+        for part in _limited(module):
+            part.raise_budget(steps)
+
+    def _describe(self, alarms: list[str]) -> str:
+        watch, limits = self.watch, self.watch.limits
+        rejected = sum(watch.rejections) / max(len(watch.rejections), 1)
+        words = {
+            "tail": f"The 5th percentile of the acceptance {self._judged}.",
+            "rejection": f"{rejected:.1%} of the sequences of {limits.window} rollouts were rejected, more than "
+            f"{limits.max_rejection_rate:.1%}.",
+            "length": f"Responses have shrunk to {watch.length_ratio or 0:.0%} of their mean length of "
+            f"{watch.longest:.1f} tokens.",
+        }
+        return " ".join(words[sign] for sign in alarms)
+
+    def _end(self, trainer: Trainer, module: Any) -> None:
+        self._stop = False
+        path = self._folder(trainer) / f"tail_guard_{module.num_rollouts - 1:05d}.ckpt"
+        self.watch.start_over()  # whoever resumes from it has changed something
+        trainer.save_checkpoint(path)
+        trainer.should_stop = True
+        rank_zero_info(f"TailGuard: stopped; resume from {path}.")
+
+    def _folder(self, trainer: Trainer) -> Path:
+        own = getattr(trainer.checkpoint_callback, "dirpath", None)
+        return Path(self.folder or own or Path(trainer.default_root_dir) / "checkpoints").expanduser()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen, and by how much the budget was raised."""
+        return {
+            "watch": self.watch.state(), "num_raises": self.num_raises, "in_use": self._in_use,
+            "told": list(self._told), "judged": self._judged,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up both; the budget itself when training starts."""
+        self.watch.load_state(state_dict["watch"])
+        self.num_raises = min(state_dict["num_raises"], self.max_raises)  # lower it where no slot fits any more
+        self._in_use = min(state_dict["in_use"], self.num_raises)
+        self._told, self._judged = list(state_dict["told"]), state_dict["judged"]
+
+
+def _limited(module: Any) -> list[Compressor | Retriever]:
+    """What of the module's sampler has a budget: its compressor, its retriever, or both."""
+    evicting = [module.compressor] if module.compressor.evicts else []
+    return evicting if module.retriever is None else [*evicting, module.retriever]
+
+
+def _budget(module: Any, steps: int) -> int:
+    """Tokens that are kept, or without eviction read, so many steps up; as they are where nothing has a budget."""
+    limited = _limited(module)
+    return limited[0].raised(steps).maximum if limited else int(module.compressor.budget)

@@ -1,0 +1,103 @@
+"""MismatchSplit: how much of the mismatch is compression, and how much is rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
+from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.records import Rollout, ScoredRollout
+from sparse_rl_lightning.replay.logprobs import drawn_by_several
+from sparse_rl_lightning.rollout.checks import eval_mode
+
+ROUNDING = 1e-8
+"""k3 of log-probs that are equal to four digits: no reason to warn, whatever compression does."""
+NAMES = {"mismatch/kl_k1": "kl_k1", "mismatch/kl_k3": "kl_k3", "mismatch/ratio_p05": "ratio_p05"}
+
+
+class MismatchSplit(RolloutCallback):
+    """Split the sampler's mismatch in two: rounding (sampler to replay) and compression (replay to dense).
+
+    The sampler and the learner differ because entries were evicted, and because they compute the same numbers in
+    another order and precision. Under the sampler's own evictions only the second is left. Each part is logged as
+    ``mismatch_split/{kernel,compression}/{kl_k1,kl_k3,ratio_p05}``: KL divergences in nats per token (k1 unbiased, k3
+    never negative) and the 5th percentile of the ratio of probabilities, replayed / sampler's and dense / replayed.
+    Costs two forward passes over a rollout, without gradient.
+
+    Sequences that several versions of the policy drew (partial rollouts) cannot be replayed and are left out; where
+    nothing else is left, nothing is logged.
+
+    Args:
+        every_n_rollouts: Measure the first rollout and every n-th after it.
+        tolerance: Warn when the kernel's k3 exceeds this share of the compression's: then rounding, not eviction, is
+            part of what rejection and reweighting act on.
+
+    Raises:
+        ValueError: If an argument is not positive, or the module samples with a retriever.
+    """
+
+    def __init__(self, every_n_rollouts: int = 10, tolerance: float = 0.1) -> None:
+        check_number("every_n_rollouts", every_n_rollouts, least=1)
+        check_number("tolerance", tolerance, above=0)
+        self.every_n_rollouts = every_n_rollouts
+        self.tolerance = tolerance
+        self._warned = False
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Measure and log, if it is this rollout's turn."""
+        if scored.index % self.every_n_rollouts:
+            return
+        if scored.rollout.evictions is None:
+            raise ValueError(
+                "MismatchSplit replays evictions, and this rollout has no record of any: a retriever reads other pages "
+                "at every query. Remove the callback, or set model.retriever to null."
+            )
+        rollout = scored.rollout
+        rollout = rollout[~drawn_by_several(rollout)]
+        if not len(rollout):
+            return
+        split = mismatch_split(module, rollout)
+        module.log_dict(split, batch_size=len(rollout))
+        self._warn(split)
+
+    def _warn(self, split: dict[str, Tensor]) -> None:
+        kernel, compression = (float(split[f"mismatch_split/{part}/kl_k3"]) for part in ("kernel", "compression"))
+        if kernel <= self.tolerance * compression or kernel < ROUNDING or self._warned:
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"MismatchSplit: rounding moves the sampler by k3 = {kernel:.2g} nats per token, compression by "
+            f"{compression:.2g}: more than the share of {self.tolerance:g} that tolerance allows. Corrections act on "
+            "both. Use ReplayGRPO with replay_objective='dense', which keeps rounding out of the ratio, or more "
+            "precise weights or KV memory."
+        )
+
+
+@torch.no_grad()
+def mismatch_split(module: Any, rollout: Rollout) -> dict[str, Tensor]:
+    """Statistics of the rounding and the compression in a rollout of the module's present policy.
+
+    Args:
+        module: A SparseGRPO or a subclass.
+        rollout: With the record of its evictions.
+
+    Returns:
+        Six scalars by the names in :class:`MismatchSplit`.
+    """
+    parts = rollout.parts(module.steps_per_generation)
+    with eval_mode(module.dense_policy):
+        replay = torch.cat([module.replayed(part)[0] for part in parts])
+        policy, temperature = module.dense_policy, module.temperature or 1.0
+        dense = torch.cat([module.learner.logprobs(policy, part, temperature)[0] for part in parts])
+    split = {}
+    for name, new, old in (("kernel", replay, rollout.sampler_logprobs), ("compression", dense, replay)):
+        mask = rollout.completion_mask
+        statistics = mismatch_statistics(consistency_log_ratio(new, old, mask), mask)
+        split.update({f"mismatch_split/{name}/{short}": statistics[long] for long, short in NAMES.items()})
+    return split

@@ -1,0 +1,1 @@
+"""Callbacks that show or write what a run does."""

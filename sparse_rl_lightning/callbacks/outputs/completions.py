@@ -1,0 +1,164 @@
+"""CompletionsTable: see what the policy writes, in the terminal and as parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.files import append, own_folder, writable_folder, write_parquet
+from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.text import number, printable, prompt_text, say, table
+
+OWN_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "advantage", "rejected")
+
+
+class CompletionsTable(RolloutCallback):
+    """Print a few completions of a rollout and write all of them to ``completions/completions_00000.parquet``.
+
+    The files have one row per completion with the columns ``step``, ``prompt``, ``completion``, ``answer`` where
+    the data has one, a column per reward function, ``reward``, ``advantage`` and ``rejected``. In the terminal,
+    control characters are shown as escapes and long text loses its middle.
+
+    Args:
+        every_n_rollouts: Do so for every so many rollouts, the first among them.
+        num_samples: Completions to print: those of the first prompt, then of the second.
+        folder: Where the ``completions`` folder goes, default ``trainer.default_root_dir``.
+        console: Print.
+        parquet: Write files.
+        loggers: Give the table to the trainer's loggers: W&B's as a table, TensorBoard's as text, CSVLogger's as
+            ``completions.csv`` beside its metrics.
+        width: Most characters of a prompt and of a completion to print.
+
+    Raises:
+        ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        every_n_rollouts: int = 10,
+        num_samples: int = 4,
+        folder: str | Path | None = None,
+        console: bool = True,
+        parquet: bool = True,
+        width: int = 60,
+        loggers: bool = True,
+    ) -> None:
+        for name, value, least in (
+            ("every_n_rollouts", every_n_rollouts, 1), ("num_samples", num_samples, 0), ("width", width, 10)
+        ):  # fmt: skip
+            if value < least:
+                raise ValueError(f"CompletionsTable: {name} must be at least {least}, got {name}={value}.")
+        self.every_n_rollouts = every_n_rollouts
+        self.num_samples = num_samples
+        self.folder = folder
+        self.console = console
+        self.parquet = parquet
+        self.width = width
+        self.loggers = loggers
+        self._parquet = Expendable("CompletionsTable: a table")
+        self._logged = Expendable("CompletionsTable: the table of a logger")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out before training that the folder can be written."""
+        if stage == "fit" and self.parquet and trainer.is_global_zero:
+            writable_folder(self._folder(trainer), "CompletionsTable: folder")
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Print and write, on rank zero only."""
+        if scored.index % self.every_n_rollouts or not trainer.is_global_zero:
+            return
+        columns = completion_columns(scored, trainer.global_step)
+        if self.console and self.num_samples:
+            say(f"\nRollout {scored.index}\n{_table(columns, self.num_samples, self.width)}\n")
+        if self.parquet:
+            folder, name = self._folder(trainer), f"completions_{scored.index:05d}.parquet"
+            self._parquet(lambda: write_parquet(own_folder(folder) / name, columns))
+        for logger in trainer.loggers if self.loggers else ():
+            self._logged(partial(log_table, logger, columns, trainer.global_step))
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(self.folder or trainer.default_root_dir).expanduser() / "completions"
+
+
+def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]:
+    """A scored rollout as a table: column names with B values each.
+
+    Args:
+        scored: The rollout, after all callbacks that edit it.
+        step: Optimiser steps done.
+    """
+    rollout, count = scored.rollout, len(scored.completions)
+    rows = [row for row in scored.rows for _ in range(scored.num_generations)]
+    columns: dict[str, list[Any]] = {
+        "step": [step] * count,
+        "prompt": [prompt_text(row["prompt"]) for row in rows],
+        "completion": list(scored.completions),
+    }
+    if any("answer" in row for row in rows):
+        columns["answer"] = [None if row.get("answer") is None else str(row["answer"]) for row in rows]
+    for name, values in scored.reward_table.items():
+        columns[f"reward_{name}" if name in OWN_COLUMNS else name] = _numbers(values)
+    rejected = [False] * count if rollout.keep is None else (~rollout.keep.any(dim=1)).tolist()
+    own = {"reward": _numbers(rollout.rewards), "advantage": _numbers(rollout.advantages), "rejected": rejected}
+    return columns | {name: values for name, values in own.items() if values}
+
+
+def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:
+    """Hand a table to a logger in the form it knows; one that knows none gets nothing.
+
+    Args:
+        logger: Of W&B (anything with ``log_text``), TensorBoard (an experiment with ``add_text``) or CSVLogger.
+        columns: As :func:`completion_columns` makes them.
+        step: Optimiser steps done.
+    """
+    names, rows = list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+    if isinstance(logger, CSVLogger):
+        _append_csv(Path(logger.log_dir) / "completions.csv", names, rows)
+    elif hasattr(logger, "log_text"):
+        logger.log_text("completions", columns=names, data=rows, step=step)
+    elif (experiment := getattr(logger, "experiment", None)) is not None and hasattr(experiment, "add_text"):
+        body = [[printable(str(value), 200).replace("|", "\\|") for value in row] for row in rows]
+        lines = [" | ".join(row) for row in [names, ["---"] * len(names), *body]]
+        experiment.add_text("completions", "\n".join(lines), step)
+
+
+def _append_csv(path: Path, names: list[str], rows: list[list[Any]]) -> None:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([csv_cell(value) for value in row] for row in [names] * (not path.exists()) + rows)
+    append(path, text.getvalue())
+
+
+def csv_cell(value: Any) -> Any:
+    r"""Text as a cell of one line that takes over neither a terminal nor, being no formula, a spreadsheet.
+
+    >>> csv_cell("=cmd|'/c calc'!A1"), csv_cell("a\x1b[2Jb"), csv_cell(-1.5)
+    ("'=cmd|'/c calc'!A1", 'a\\x1b[2Jb', -1.5)
+    """
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+
+
+def _numbers(values: Tensor | None) -> list[float | None]:
+    """Numbers, None where they are NaN."""
+    return [] if values is None else [None if v != v else v for v in values.double().tolist()]
+
+
+def _table(columns: dict[str, list[Any]], num_samples: int, width: int) -> str:
+    head = ["prompt", "completion", "reward", "advantage", "rejected"]
+    shown = [columns.get(name, [None] * num_samples)[:num_samples] for name in head]
+    body = [
+        [printable(prompt, width), printable(text, width), number(reward, 2), number(advantage, 2), "yes" * bool(gone)]
+        for prompt, text, reward, advantage, gone in zip(*shown, strict=True)
+    ]
+    return table([head, *body], "llrr")

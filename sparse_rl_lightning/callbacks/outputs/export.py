@@ -1,0 +1,84 @@
+"""ExportPolicy: leave a Hugging Face folder behind when training has ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from sparse_rl_lightning.files import remove, writable_folder
+
+
+class ExportPolicy(Callback):
+    """Write policy and tokenizer as a Hugging Face folder at the end of ``fit``, all of it or nothing.
+
+    A run that is interrupted or only tried out (``fast_dev_run``) leaves an existing folder as it is. Weights that are
+    sharded over ranks are gathered.
+
+    Args:
+        folder: Where to; the export of an earlier run there is replaced.
+
+    Raises:
+        ValueError: At the start of ``fit``, if the folder cannot be written, holds something else than a model, or
+            the module cannot export.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out before training that the folder can be written."""
+        if stage != "fit":
+            return
+        if not hasattr(pl_module, "export"):
+            raise ValueError(
+                f"ExportPolicy: {type(pl_module).__name__} has no export(folder). Use it with the modules of "
+                "sparse_rl_lightning, or define that method."
+            )
+        if trainer.is_global_zero:
+            writable_folder(self.folder.absolute().parent, "ExportPolicy: the parent of folder")
+            check_replaceable(self.folder, "ExportPolicy: folder")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export beside the folder, then rename."""
+        if getattr(trainer, "fast_dev_run", False):
+            rank_zero_info(f"ExportPolicy: a trial run (fast_dev_run), {self.folder} is left as it is.")
+            return
+        write_policy(pl_module, self.folder)
+
+
+def write_policy(module: LightningModule, folder: Path) -> None:
+    """Export beside the folder, then rename. All ranks call this, rank zero writes."""
+    is_zero = module.global_rank == 0
+    new, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
+    if is_zero:
+        remove(new)
+        new.mkdir(parents=True)
+    module.export(new)  # type: ignore[operator]  # checked in setup
+    if is_zero:
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        rank_zero_info(f"Policy written to {folder}")
+        try:
+            remove(old)
+        except OSError as error:  # a network disk keeps files that a server has open
+            rank_zero_warn(f"The earlier export could not be removed: {error}. Remove {old}.")
+
+
+def check_replaceable(folder: Path, argument: str) -> None:
+    """Refuse a folder that holds something else than a model.
+
+    Raises:
+        ValueError: If it does, or cannot be written.
+    """
+    if not folder.exists():
+        return
+    path = writable_folder(folder, argument)
+    if any(path.iterdir()) and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{argument}={str(path)!r} is not empty and holds no model (no config.json), so it is not "
+            "replaced. Give a new folder, or empty this one."
+        )

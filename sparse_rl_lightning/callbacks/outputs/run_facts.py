@@ -1,0 +1,115 @@
+"""What a reader of a report must know of a run to judge its numbers: module, configuration, versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from sparse_rl_lightning.rewards import reward_names
+from sparse_rl_lightning.text import shortened
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.modules.generation import GenerationModule
+
+PACKAGES = ("sparse-rl-lightning", "torch", "lightning", "transformers")
+
+
+def default_title(module: GenerationModule) -> str:
+    """Module, compressor and budget, retriever and what it reads."""
+    compressor = module.compressor
+    budget = f", budget {compressor.schedule} + {compressor.buffer} tokens" if compressor.evicts else ""
+    r = module.retriever
+    reading = "" if r is None else f", {type(r).__name__} reading {r.schedule} tokens"
+    return f"{type(module).__name__} with {type(compressor).__name__}{budget}{reading}"
+
+
+def describe(module: GenerationModule) -> dict[str, str]:
+    """The settings that matter most, in words."""
+    policy = module.dense_policy
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    edits = [type(callback).__name__ for callback in module.trainer.callbacks if getattr(callback, "edits", False)]  # type: ignore[attr-defined]
+    return {
+        "policy": f"{type(policy).__name__}, {parameters / 1e6:,.2f} million parameters",
+        "compressor": str(module.compressor),
+        **({} if module.retriever is None else {"retriever": str(module.retriever)}),
+        "corrections": ", ".join(edits) or "none",
+        "samples per prompt": str(module.num_generations),
+        "temperature": str(module.temperature),
+        "longest completion": f"{module.sampling.max_completion_length} tokens",
+        "reward functions": ", ".join(reward_names(module.reward_funcs)),
+    }
+
+
+def configuration(trainer: Trainer) -> dict[str, str]:
+    """Every key of the command line's configuration, written with dots; nothing for a run from Python."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        parser, config = getattr(callback, "parser", None), getattr(callback, "config", None)
+        if parser is not None and config is not None:  # Lightning's SaveConfigCallback
+            return dict(
+                flattened(json.loads(parser.dump(config, format="json", skip_none=False, skip_validation=True)))
+            )
+    return {}
+
+
+def how_it_ended(exception: BaseException) -> str:
+    """The state of a run that an exception ended; Preemption exits with status 0 when it has saved a checkpoint."""
+    if isinstance(exception, SystemExit) and not exception.code:
+        return "preempted, to be resumed"
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted"
+    said = shortened(str(exception), 500)
+    return f"stopped by {type(exception).__name__}" + (f": {said}" if said else "")
+
+
+def flattened(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Keys with dots and values as text; the classes of a list are told apart by their names, not by their places.
+
+    >>> dict(flattened({"a": {"b": 1}, "c": [{"class_path": "x.Y", "init_args": {"d": None}}]}))
+    {'a.b': '1', 'c.Y': 'used', 'c.Y.d': 'null'}
+    """
+    if isinstance(value, dict) and isinstance(value.get("class_path"), str):
+        yield key, value["class_path"].rpartition(".")[2]
+        for name, item in (value.get("init_args") or {}).items():
+            yield from flattened(item, f"{key}.{name}")
+    elif isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from flattened(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        yield from _listed(value, key)
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value)
+
+
+def _listed(values: list[Any], key: str) -> Iterator[tuple[str, str]]:
+    seen: dict[str, int] = {}
+    for place, item in enumerate(values):
+        is_class = isinstance(item, dict) and isinstance(item.get("class_path"), str)
+        name = item["class_path"].rpartition(".")[2] if is_class else str(place)
+        seen[name] = seen.get(name, 0) + 1
+        own = f"{key}.{name}" if seen[name] == 1 else f"{key}.{name}#{seen[name]}"
+        if is_class:
+            yield own, "used"
+            item = item.get("init_args") or {}
+        if item or not is_class:
+            yield from flattened(item, own)
+
+
+def versions(module: GenerationModule) -> dict[str, str]:
+    """Packages, Python and the hardware that trains."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)  # +cpu, +cu130
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    is_gpu = module.device.type == "cuda"
+    device = torch.cuda.get_device_name(module.device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
+    where = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    return found | {"python": f"{platform.python_version()} on {where}", "device": device}

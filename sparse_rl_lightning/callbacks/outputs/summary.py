@@ -1,0 +1,289 @@
+"""RunSummary: what a run was worth, in a table, a picture and a page."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
+from sparse_rl_lightning.callbacks.outputs.run_facts import (
+    configuration,
+    default_title,
+    describe,
+    how_it_ended,
+    versions,
+)
+from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions
+from sparse_rl_lightning.evaluation.held_out import evaluate, held_out_rows
+from sparse_rl_lightning.files import writable_folder, write_whole
+from sparse_rl_lightning.metrics import rollout_metrics
+from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
+from sparse_rl_lightning.text import say
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.modules.block_module import BlockModule
+    from sparse_rl_lightning.modules.generation import GenerationModule
+
+
+ROW_KEYS = (
+    "time/",
+    "memory/",
+    "guard/",
+    "clip_ratio/",
+    "entropy",
+    "kl",
+    "empty_rollouts",
+    "skipped_steps",
+    "grad_norm",
+)
+"""Beginnings of what is logged after a rollout was scored and belongs to its row."""
+BLOCK_KEYS = ("time/", "memory/")
+"""Of these, what is logged at the end of all training on it."""
+
+
+class RunSummary(RolloutCallback):
+    """Evaluate greedily before and after training, keep the numbers of every rollout, and report at the end.
+
+    Held-out problems are the data module's validation rows, completed with the full and with the compressed cache and
+    judged by the first of the module's reward functions.
+    At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
+    ``report.html`` (one self-contained page) and ``report.png`` (one picture; needs matplotlib) are written. Until then
+    ``progress.json`` holds what there is, for ``sparse-rl report`` on a run that is going on or was killed.
+    Of several ranks the means over all are kept; completions, and what ``AcceptanceMonitor`` measured, are rank zero's.
+    A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so a
+    run is the same with this callback and without it. A trial run (``fast_dev_run``) writes nothing.
+
+    Args:
+        num_problems: Held-out problems to evaluate on, 0 for none.
+        num_samples: Completions to show, and of the worst so many of each kind.
+        folder: Where the files go, default ``trainer.default_root_dir``.
+        batch_size: Problems completed at the same time.
+        title: Of picture and page, default the module and its compressor.
+        progress_seconds: Least time between two writings of ``progress.json``.
+
+    Raises:
+        ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written (later on, a
+            file that cannot be written is a warning).
+    """
+
+    def __init__(
+        self,
+        num_problems: int = 256,
+        num_samples: int = 4,
+        folder: str | Path | None = None,
+        batch_size: int = 64,
+        title: str | None = None,
+        progress_seconds: float = 30.0,
+    ) -> None:
+        for name, value, least in (
+            ("num_problems", num_problems, 0), ("num_samples", num_samples, 0), ("batch_size", batch_size, 1),
+            ("progress_seconds", progress_seconds, 0),
+        ):  # fmt: skip
+            check_number(name, value, least=least, owner="RunSummary")
+        self.num_problems = num_problems
+        self.num_samples = num_samples
+        self.folder = folder
+        self.batch_size = batch_size
+        self.title = title
+        self.progress_seconds = progress_seconds
+        self.record = RunRecord()
+        self.worst = WorstCompletions(num_samples)
+        self._next_progress = 0.0
+        self._start: float | None = None  # of the training, when it was not resumed
+        self._rollout = 0  # index of the newest
+        self._trained: Literal["not", "partly", "wholly"] = "not"  # on the newest rollout, since the start of fit
+        self._is_open = False  # the record may still get an end
+        self._try = Expendable("RunSummary: the record of the run")
+
+    # ---------------------------------------------------------------- hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out before training that the folder can be written, and begin a new record."""
+        if stage != "fit":
+            return
+        if not hasattr(pl_module, "reward"):
+            raise ValueError(
+                f"RunSummary: {type(pl_module).__name__} does not generate. Use it with SparseGRPO, or remove it from "
+                "trainer.callbacks."
+            )
+        if trainer.is_global_zero:
+            writable_folder(self._folder(trainer), "RunSummary: folder")
+        if trainer.global_step == 0:
+            self.record, self.worst = RunRecord(), WorstCompletions(self.num_samples)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate, unless an earlier part of the run did."""
+        if not self.record.before:
+            self.record.before = self._evaluate(trainer, cast("GenerationModule", pl_module))
+        self._describe(trainer, cast("GenerationModule", pl_module))
+        self._start = time.monotonic() - self.record.seconds
+        self._trained, self._is_open = "not", True
+        self._write_progress(trainer)
+
+    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+        """Complete the row of the rollout before by what training on it logged."""
+        self._complete_row(trainer)
+        if time.monotonic() >= self._next_progress:
+            self._write_progress(trainer)
+
+    def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Note which rollout it is, for warnings of callbacks that see it scored before this one."""
+        self._rollout = scored.index
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Keep the rollout's numbers."""
+        self._trained = "not"
+        metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
+        self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
+        self.worst.see(scored, cast("GenerationModule", module).tokenizer)
+
+    def on_run_warning(self, trainer: Trainer, text: str) -> None:
+        """Keep it with the rollout it was said at."""
+        self.record.warnings.append({"rollout": self._rollout, "text": text})
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """What was logged in training now speaks of the newest rollout; callbacks after this one are yet to log."""
+        self._trained = "wholly" if cast("BlockModule", pl_module).starts_rollout else "partly"
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep its accuracies, those before training and of a trial apart."""
+        logged = {cache: trainer.callback_metrics.get(f"val/pass@1_{cache}") for cache in ("dense", "sparse")}
+        found = {cache: float(value) for cache, value in logged.items() if value is not None}
+        if found and not trainer.sanity_checking:
+            done = self._rollout + 1 if self.record.history else 0
+            self.record.validation.append({"rollout": float(done), **found})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock, and write: the evaluation to come may fail."""
+        self._complete_row(trainer)
+        self.record.seconds = self._seconds()
+        self._start = None
+        self._write_progress(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep what there is, and why the run ended."""
+        if self._is_open:
+            self._complete_row(trainer)
+            self._write_progress(trainer, how_it_ended(exception))
+            self._is_open = False
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate again, print and write."""
+        module, record = cast("GenerationModule", pl_module), self.record
+        record.after = self._evaluate(trainer, module)
+        self._describe(trainer, module)
+        record.state = "finished"
+        if trainer.is_global_zero:
+            say(f"\n{summary_text(record)}\n")
+            if not getattr(trainer, "fast_dev_run", False):
+                self._try(lambda: self._write(self._folder(trainer)))
+        self._is_open = False
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Every callback has logged by now: what a resume could not see any more goes into the state."""
+        self._complete_row(trainer)
+        if self.state_key in checkpoint.get("callbacks", {}):
+            checkpoint["callbacks"][self.state_key] = self.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and text."""
+        record = self.record
+        return {
+            "history": [dict(row) for row in record.history],
+            "before": dict(record.before),
+            "num_problems": record.num_problems,
+            "measure": record.measure,
+            "seconds": self._seconds(),
+            "validation": [dict(row) for row in record.validation],
+            "warnings": [dict(warning) for warning in record.warnings],
+            "worst": {kind: list(kept) for kind, kept in self.worst.kept.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the record of the run that is resumed."""
+        state = dict(state_dict)
+        self.worst.kept = state.pop("worst", {})
+        self.record = RunRecord(**state)
+        if self.record.history:
+            self._rollout = int(self.record.history[-1]["rollout"])
+
+    # ---------------------------------------------------------------- details
+
+    def _describe(self, trainer: Trainer, module: GenerationModule) -> None:
+        record = self.record
+        record.settings, record.config, record.versions = describe(module), configuration(trainer), versions(module)
+        record.title = self.title or default_title(module)
+        record.steps = trainer.global_step
+        record.worst = self.worst.listed()
+        record.written = datetime.now(UTC).isoformat(timespec="seconds")
+
+    def _complete_row(self, trainer: Trainer) -> None:
+        """What was logged of the newest rollout; what still speaks of the one before is left out."""
+        if not self.record.history:
+            return
+        row, reduced = self.record.history[-1], trainer.world_size > 1
+        for name, value in trainer.callback_metrics.items() if self._trained != "not" else ():
+            is_known = name.startswith(ROW_KEYS) or (reduced and name in row)
+            if is_known and (self._trained == "wholly" or not name.startswith(BLOCK_KEYS)):
+                row[name] = float(value)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            report = callback.report if isinstance(callback, AcceptanceMonitor) else None
+            if report is not None and report.index == row["rollout"]:  # not one of an earlier rollout
+                row.update(report.logged)
+
+    def _write_progress(self, trainer: Trainer, state: str = "running") -> None:
+        """What there is, whole; never so often that writing a long history takes a noticeable share of the time."""
+        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+            return
+        start, record = time.monotonic(), self.record
+        record.steps, record.worst, record.state = trainer.global_step, self.worst.listed(), state
+        record.seconds, record.written = self._seconds(), datetime.now(UTC).isoformat(timespec="seconds")
+        numbers = json.dumps(record.as_json(), ensure_ascii=True) + "\n"
+        self._try(lambda: write_whole(self._folder(trainer) / PROGRESS, numbers))
+        self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
+
+    def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
+        """Mean reward of greedy completions by cache."""
+        with torch.random.fork_rng(devices=[]):  # a loader draws a seed
+            rows = held_out_rows(trainer, self.num_problems)
+        if self.num_problems and not rows:
+            rank_zero_warn("RunSummary: there are no validation rows, so nothing is evaluated before and after.")
+        if rows and trainer.is_global_zero:
+            say(f"Evaluating on {len(rows)} held-out problems ...")
+        record, found = self.record, evaluate(module, rows, self.batch_size, self.num_samples)
+        record.num_problems, record.samples = len(rows), found.samples
+        was_accuracy = not record.before or record.measure == "accuracy"
+        record.measure = "accuracy" if found.means and found.is_binary and was_accuracy else "reward"
+        return found.means
+
+    def _write(self, folder: Path) -> None:
+        numbers = json.dumps(self.record.as_json(), indent=1, ensure_ascii=True)
+        written = [folder / SUMMARY, folder / "report.html"]
+        write_whole(written[0], numbers + "\n")
+        (folder / PROGRESS).unlink(missing_ok=True)
+        write_whole(written[1], page(self.record))
+        try:
+            write_whole(folder / "report.png", picture(self.record))
+            written.append(folder / "report.png")
+        except ModuleNotFoundError as error:
+            say(f"No picture: {error}")
+        say("Written: " + ", ".join(map(str, written)))
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(self.folder or trainer.default_root_dir).expanduser()
+
+    def _seconds(self) -> float:
+        return self.record.seconds if self._start is None else time.monotonic() - self._start

@@ -1,0 +1,110 @@
+"""The completions of a run that are worth a look: lowest reward, most mismatched, rejected."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl_lightning.corrections import consistency_log_ratio
+from sparse_rl_lightning.records import Rollout, ScoredRollout
+from sparse_rl_lightning.text import prompt_text, shortened
+
+LONGEST_TEXT = 2000
+"""Characters of a prompt and of a completion that are kept."""
+
+
+class WorstCompletions:
+    """Keeps a few completions of each kind, at most one per rollout and kind; ties go to the newest rollout.
+
+    Kinds: ``lowest reward``; ``most mismatched``, the smallest ratio of dense over sparse probability of any token;
+    ``rejected``, of the newest rollouts those with the smallest such ratio.
+
+    Args:
+        count: Completions to keep of each kind.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.kept: dict[str, list[dict[str, Any]]] = {}
+
+    def see(self, scored: ScoredRollout, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Look at a rollout after all callbacks that edit it."""
+        if not self.count:
+            return
+        rollout, ratios = scored.rollout, token_ratios(scored.rollout)
+        smallest = None if ratios is None else ratios.amin(dim=1)  # (B,)
+        found: dict[str, int] = {}
+        if rollout.rewards is not None and not bool(rollout.rewards.isnan().all()):
+            found["lowest reward"] = int(rollout.rewards.nan_to_num(nan=math.inf).argmin())
+        if smallest is not None:
+            found["most mismatched"] = int(smallest.argmin())
+        order = rollout.rewards if smallest is None else smallest
+        if rollout.keep is not None and order is not None:
+            rejected = ~rollout.keep.any(dim=1) & rollout.completion_mask.any(dim=1)
+            if bool(rejected.any()):
+                places = rejected.nonzero().squeeze(1)
+                found["rejected"] = int(places[order[places].nan_to_num(nan=math.inf).argmin()])
+        for kind, index in found.items():
+            self._keep(kind, described(scored, index, ratios, tokenizer))
+
+    def _keep(self, kind: str, entry: dict[str, Any]) -> None:
+        ranked = [entry, *self.kept.get(kind, [])]  # the newest first, and sorting is stable
+        if kind != "rejected":
+            measure = "reward" if kind == "lowest reward" else "ratio"
+            ranked.sort(key=lambda one: math.inf if one[measure] is None else one[measure])
+        self.kept[kind] = ranked[: self.count]
+
+    def listed(self) -> list[dict[str, Any]]:
+        """All of them, each once with its ``kinds``."""
+        entries: dict[tuple[int, int], dict[str, Any]] = {}
+        for kind, kept in self.kept.items():
+            for entry in kept:
+                same = entries.setdefault((entry["rollout"], entry["index"]), {**entry, "kinds": []})
+                same["kinds"] = [*same["kinds"], kind]
+        return list(entries.values())
+
+
+def token_ratios(rollout: Rollout) -> Tensor | None:
+    """(B, T) log of dense over sparse probability, infinite outside completions and where it is no number.
+
+    None without dense log-probs.
+    """
+    if rollout.old_logprobs is None:
+        return None
+    mask = rollout.completion_mask
+    ratios = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)
+    return ratios.masked_fill(~mask | ratios.isnan(), math.inf)
+
+
+def described(
+    scored: ScoredRollout, index: int, ratios: Tensor | None, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
+    """One completion with what there is to know about it, in plain values that JSON can hold."""
+    rollout, row = scored.rollout, scored.rows[index // scored.num_generations]
+    mask = rollout.completion_mask[index]
+    entry: dict[str, Any] = {
+        "rollout": scored.index,
+        "index": index,
+        "prompt": shortened(prompt_text(row["prompt"]), LONGEST_TEXT),
+        "completion": shortened(scored.completions[index], LONGEST_TEXT),
+        "answer": None if row.get("answer") is None else shortened(str(row["answer"]), LONGEST_TEXT),
+        "reward": None if rollout.rewards is None else _finite(float(rollout.rewards[index])),
+        "length": int(mask.sum()),
+        "finished": bool(rollout.finished[index]),
+        "rejected": rollout.keep is not None and not bool(rollout.keep[index].any()),
+        "ratio": None,
+    }
+    if ratios is not None and entry["length"]:
+        place = int(ratios[index].argmin())
+        entry["ratio"] = _finite(float(ratios[index, place].double().exp()))
+        entry["token_place"] = int(mask[: place + 1].sum())
+        token = [] if tokenizer is None else tokenizer.decode([int(rollout.sequences[index, place])])
+        entry["token"] = shortened(str(token), 100) if token else ""
+    return entry
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,126 @@
+"""ZeroSharding: what rollouts need where weights are sharded over ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.distributed.sharding import ShadowPolicy, is_sharded, own_bytes
+from sparse_rl_lightning.records import ScoredRollout
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.modules.block_module import BlockModule
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ZeroSharding(RolloutCallback):
+    """Give rollouts whole weights: live ones under DDP, ZeRO-1 and 2, a copy gathered once per rollout under ZeRO-3.
+
+    The copy (shadow) is filled layer by layer before a rollout begins; from then on every rank decodes by itself, and
+    all meet when the last is done. Modules that roll out add this callback themselves. Logged with every rollout on
+    several ranks, where sharding applies:
+
+    ============================ ======= ==============================================================
+    key                          unit    meaning
+    ============================ ======= ==============================================================
+    sharding/parameter_bytes     bytes   weights that this rank holds between steps
+    sharding/optimizer_bytes     bytes   the optimiser's state and its own copy of weights on this rank
+    sharding/shadow_bytes        bytes   the shadow
+    sharding/gather_seconds      seconds filling it
+    sharding/wait_seconds        seconds this rank waited for the slowest after its own last sequence
+    ============================ ======= ==============================================================
+
+    Args:
+        shadow_dtype: Type of the shadow, such as ``bfloat16``, null for the policy's own.
+        keep_shadow: Keep the shadow's memory while the learner works; false frees it after every rollout.
+
+    Raises:
+        ValueError: If the type is unknown.
+    """
+
+    def __init__(self, shadow_dtype: str | None = None, keep_shadow: bool = True) -> None:
+        if shadow_dtype is not None and shadow_dtype not in DTYPES:
+            raise ValueError(
+                f"shadow_dtype must be one of {', '.join(DTYPES)} or null, got shadow_dtype={shadow_dtype!r}."
+            )
+        self.shadow_dtype = shadow_dtype
+        self.keep_shadow = keep_shadow
+        self.gather_seconds = 0.0  # of the last time
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have the shadow filled again: other weights may be loaded at the same step."""
+        shadow = cast("BlockModule", pl_module).shadow
+        if shadow is not None:
+            shadow.version = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the shadow, if one is needed, before the module makes its samplers."""
+        self._attach(cast("BlockModule", pl_module))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Fill the shadow where a rollout comes next: inside the step ZeRO-3 counts on its own gathering."""
+        module = cast("BlockModule", pl_module)
+        if module.starts_rollout:
+            self._fill(trainer, module)
+
+    def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Meet the other ranks, give memory back, and log."""
+        if trainer.world_size == 1:
+            return
+        start = time.perf_counter()
+        trainer.strategy.barrier()
+        metrics = {"sharding/wait_seconds": time.perf_counter() - start}
+        shadow = cast("BlockModule", module).shadow
+        if shadow is not None:
+            metrics |= {"sharding/gather_seconds": self.gather_seconds, "sharding/shadow_bytes": float(shadow.nbytes)}
+            if not self.keep_shadow:
+                cast("BlockModule", module).sampler().release()
+                shadow.release()
+        metrics |= {
+            "sharding/parameter_bytes": float(own_bytes(module)),
+            "sharding/optimizer_bytes": float(sum(_optimizer_bytes(optimizer) for optimizer in trainer.optimizers)),
+        }
+        module.log_dict(metrics, batch_size=len(scored.completions))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fill the shadow for all batches at once."""
+        self._attach(cast("BlockModule", pl_module))
+        self._fill(trainer, cast("BlockModule", pl_module))
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the memory back."""
+        shadow = cast("BlockModule", pl_module).shadow
+        if shadow is not None and not self.keep_shadow:
+            shadow.release()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def _attach(self, module: BlockModule) -> None:
+        policy = module.dense_policy
+        if not is_sharded(policy):
+            if module.shadow is not None:
+                module.shadow = None
+        elif module.shadow is None or module.shadow.policy is not policy:
+            module.shadow = ShadowPolicy(policy, DTYPES.get(self.shadow_dtype or ""))
+
+    def _fill(self, trainer: Trainer, module: BlockModule) -> None:
+        if module.shadow is not None:
+            start = time.perf_counter()
+            module.shadow.fill(trainer.global_step)
+            self.gather_seconds = time.perf_counter() - start
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    """Bytes of an optimiser's state, and under DeepSpeed of the weights in full precision that it steps."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps the user's
+    state = [value for values in inner.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    for stage in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # ZeRO-1 and 2, ZeRO-3
+        state += getattr(optimizer, stage, [])
+    return sum(tensor.nbytes for tensor in state)

@@ -1,0 +1,100 @@
+"""``python -m sparse_rl_lightning.cli.doctor``: which kernels run here, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+import torch
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import backends
+from sparse_rl_lightning.ops.library import NATIVE_DTYPES, PACKAGE
+from sparse_rl_lightning.ops.schemas import SCHEMAS
+
+DISTRIBUTIONS = ("sparse-rl-lightning", "torch", "lightning", "transformers")
+INSTRUCTION_SETS = {
+    "AVX512": "AVX-512",
+    "AVX2": "AVX2",
+}
+
+
+def report() -> str:
+    """The whole diagnosis as text."""
+    parts = (versions(), devices(), paths(), [f"decode attention: {attention_backend()}"], advice())
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def versions() -> list[str]:
+    """Package versions, and the Python that imports them."""
+    lines = [f"{'python':<20} {platform.python_version()} on {platform.system()} {platform.machine()}"]
+    for name in DISTRIBUTIONS:
+        try:
+            version = torch.__version__ if name == "torch" else importlib.metadata.version(name)  # +cpu, +cu130
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        lines.append(f"{name:<20} {version}")
+    lines.append(f"{'CUDA of torch':<20} {torch.version.cuda or 'none, a CPU build'}")
+    return lines
+
+
+def devices() -> list[str]:
+    """Processor and GPUs."""
+    found = torch.backends.cpu.get_cpu_capability()
+    clone = INSTRUCTION_SETS.get(found, "plain x86-64 or none")
+    lines = [f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} threads used, kernels compiled for {clone}"]
+    if not torch.cuda.is_available():
+        return [*lines, "GPU: none that torch can use"]
+    for index in range(torch.cuda.device_count()):
+        name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        lines.append(f"GPU {index}: {name}, sm_{major}{minor}")
+    return lines
+
+
+def paths() -> list[str]:
+    """One line per op: kernel or reference, on the CPU and on a GPU."""
+    lines = [f"{'op':<20} {'CPU':<10} {'GPU' if torch.cuda.is_available() else 'GPU (if there were one)'}"]
+    for name in SCHEMAS:
+        here = ["native" if ops.has_kernel(name, device) else "reference" for device in ("cpu", "cuda")]
+        lines.append(f"{name:<20} {here[0]:<10} {here[1]}")
+    for device, dtypes in NATIVE_DTYPES.items():
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        lines.append(f"native {device.upper()} kernels take {names}; other types run on the reference")
+    return lines
+
+
+def attention_backend() -> str:
+    """What computes decode attention on the best device here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernel = ops.has_kernel("decode_attention", device) and backends.BACKEND != "reference"
+    usual = f"{'own kernel' if kernel else 'PyTorch reference'} ({device.upper()})"
+    if backends.BACKEND != "flash":
+        return usual
+    obstacle = backends.flash_obstacle(torch.empty(1, 128, dtype=torch.bfloat16, device=device))
+    if obstacle:
+        return f"{usual}; {backends.VARIABLE}=flash is not possible here: {obstacle}"
+    return f"torch's flash attention (CUDA; {backends.FLASH_LIMITS}); {usual} for other calls"
+
+
+def advice() -> list[str]:
+    """What keeps kernels from running, and the command that changes it."""
+    wanted = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    missing = [f"missing for {device.upper()}: {ops.MISSING[device]}" for device in wanted if ops.MISSING[device]]
+    if not missing:
+        return ["Nothing is missing."]
+    if (PACKAGE.parent / "setup.py").exists():
+        missing.append(
+            "From a source checkout: SPARSE_RL_BUILD=cpu (or cuda) pip install --no-build-isolation -e . "
+            "It needs g++ 11 or newer, for CUDA also nvcc."
+        )
+    return [*missing, "Everything works without them, slower."]
+
+
+def main() -> None:
+    """Print the report."""
+    print(report())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Statistics of a model's queries, for the methods that are calibrated: gathered from its own text, kept in a file."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate
+from sparse_rl_lightning.files import write_files
+from sparse_rl_lightning.records import LayerState
+
+COMMAND = "python -m sparse_rl_lightning.calibration POLICY TEXTS.jsonl"
+"""What writes the file."""
+
+
+class QueryMoments:
+    """Sums over the queries of one layer, from which any number of batches add up to the layer's statistics.
+
+    Args:
+        queries: (B, Hq, T, D) before the rotary positions are applied.
+        positions: (B, T) true positions.
+        mask: (B, T) bool, the queries that count.
+        inv_freq: (D / 2,) rotary frequencies.
+    """
+
+    def __init__(self, queries: Tensor, positions: Tensor, mask: Tensor, inv_freq: Tensor) -> None:
+        shown = mask[:, None, :, None]
+        still = queries.to(torch.float64).masked_fill(~shown, 0.0)  # sums over very many numbers
+        turned = rotate(still, positions[:, None], inv_freq)
+        self.count = mask.sum()
+        self.mean = still.sum(dim=(0, 2))  # (Hq, D), like the next three not yet divided by the count
+        self.lengths = pair_lengths(still).sum(dim=(0, 2))  # (Hq, D / 2)
+        self.turned_mean = turned.sum(dim=(0, 2))  # (Hq, D)
+        self.turned_square = torch.einsum("bhti,bhtj->hij", turned, turned)  # (Hq, D, D)
+
+    def add(self, other: QueryMoments) -> QueryMoments:
+        """Take in the queries of another batch."""
+        for name, own in vars(self).items():
+            own += getattr(other, name)
+        return self
+
+    def main_directions(self, num_kv_heads: int) -> Tensor:
+        """(H, D): where the rotated queries of a KV head point, the filters of Q-Filters (arXiv 2503.02812).
+
+        For each query head the first right singular vector of its queries, of length 1 and turned so that the queries
+        lie on its positive side; then the mean over the heads of a group.
+        """
+        main = torch.linalg.eigh(self.turned_square).eigenvectors[..., -1]  # eigenvalues come in ascending order
+        side = (main * self.turned_mean).sum(dim=-1, keepdim=True)
+        oriented = main * torch.where(side < 0, -1.0, 1.0)
+        directions: Tensor = oriented.view(num_kv_heads, -1, main.shape[-1]).mean(dim=1)
+        return directions
+
+
+class QueryStatistics:
+    """What calibrated compressors know of a model's queries; a file of it is made by the command of this package.
+
+    Args:
+        mean: (L, Hq, D) mean query before the rotary positions are applied.
+        lengths: (L, Hq, D / 2) mean length of its pairs of channels.
+        filters: (L, H, D) main direction of the rotated queries of each KV head.
+    """
+
+    def __init__(self, mean: Tensor, lengths: Tensor, filters: Tensor) -> None:
+        assert mean.dim() == lengths.dim() == filters.dim() == 3, (mean.shape, lengths.shape, filters.shape)
+        self.mean = mean
+        self.lengths = lengths
+        self.filters = filters
+
+    @classmethod
+    def of_layers(cls, moments: list[QueryMoments], num_kv_heads: int) -> QueryStatistics:
+        """Divide and solve, one item per layer."""
+        return cls(
+            mean=torch.stack([m.mean / m.count for m in moments]).float(),
+            lengths=torch.stack([m.lengths / m.count for m in moments]).float(),
+            filters=torch.stack([m.main_directions(num_kv_heads) for m in moments]).float(),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path, owner: str) -> QueryStatistics:
+        """Read a file.
+
+        Args:
+            path: What :meth:`save` wrote.
+            owner: Who asks, for the message.
+
+        Raises:
+            ValueError: If it is not there or holds something else; says which command makes it.
+        """
+        advice = f"Make it with: {COMMAND} {path}"
+        if not Path(path).expanduser().is_file():
+            raise ValueError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
+        try:
+            return cls(**load_file(Path(path).expanduser()))
+        except (SafetensorError, TypeError) as error:
+            raise ValueError(f"{owner}: statistics={str(path)!r} does not hold query statistics. {advice}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file."""
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in vars(self).items()}
+        write_files({Path(path).expanduser(): partial(save_file, tensors)})
+
+    def layer(self, layer: LayerState, owner: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean (Hq, D), lengths (Hq, D / 2) and filters (H, D) of one layer, as float32 on its device.
+
+        Raises:
+            ValueError: If the statistics are of another model.
+        """
+        num_layers, num_heads, dim = self.mean.shape
+        _, num_kv_heads, _, key_dim = layer.keys.shape
+        given = (num_heads, self.filters.shape[1], dim)
+        wanted = (layer.queries.shape[1], num_kv_heads, key_dim)
+        if given != wanted or layer.layer_index >= num_layers:
+            raise ValueError(
+                f"{owner}: the statistics are of a model with {num_layers} layers of (query heads, KV heads, head "
+                f"size) = {given}, but layer {layer.layer_index} of this one has {wanted}. Make them for this model "
+                f"with: {COMMAND} STATISTICS.safetensors"
+            )
+        mean, lengths, filters = (t[layer.layer_index].to(layer.keys.device) for t in vars(self).values())
+        return mean, lengths, filters
+
+    def __repr__(self) -> str:
+        return f"QueryStatistics(layers={self.mean.shape[0]})"
+
+
+def resolve_statistics(statistics: str | QueryStatistics, owner: str) -> QueryStatistics:
+    """A path becomes the :class:`QueryStatistics` in that file."""
+    return statistics if isinstance(statistics, QueryStatistics) else QueryStatistics.load(statistics, owner)

@@ -1,0 +1,147 @@
+"""What the ranks of a run tell each other beside gradients, and what must be the same on all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
+from torch import Tensor
+
+from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
+from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
+from sparse_rl_lightning.distributed.sharding import of_all_ranks
+from sparse_rl_lightning.files import make_empty
+
+
+def gather_to_zero(value: Any, world_size: int) -> list[Any]:
+    """Every rank's value on rank zero, an empty list on the others; one rank gets its own back."""
+    if world_size == 1:
+        return [value]
+    is_zero = torch.distributed.get_rank() == 0
+    values: list[Any] | None = [None] * world_size if is_zero else None
+    torch.distributed.gather_object(value, values)
+    return values or []
+
+
+def mean_over_ranks(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """Every metric's mean over the ranks that have it, on all ranks, in one exchange. Collective.
+
+    Which names there are may depend on a rank's data, as counters of reward functions do.
+    """
+    own = {name: float(value) for name, value in metrics.items()}
+    ranks = of_all_ranks(own)
+    names = dict.fromkeys(name for metrics in ranks for name in metrics)
+    values = {name: [metrics[name] for metrics in ranks if name in metrics] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def advantages_of_rank(
+    rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards, trainer: Trainer | None
+) -> Tensor:
+    """Advantages (B,) of this rank's rewards; a deviation over the batch is that of all ranks.
+
+    Args:
+        rewards: (B,), as many on every rank.
+        num_generations: Samples per prompt.
+        scale_rewards: As for :func:`~sparse_rl_lightning.advantages.group_advantages`.
+        trainer: Of several ranks, None for one.
+    """
+    if trainer is None or scale_rewards != "batch":
+        return group_advantages(rewards, num_generations, scale_rewards)
+    everyone: Any = trainer.strategy.all_gather(rewards)  # (ranks, B)
+    advantages = group_advantages(everyone.flatten(), num_generations, scale_rewards)
+    return advantages.view(everyone.shape)[trainer.global_rank]
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse strategies of Lightning that train something else here, whose name is close to one that does not.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, SparseRLDeepSpeed):
+        raise ValueError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
+    if isinstance(strategy, FSDPStrategy):
+        raise ValueError(
+            "trainer.strategy=FSDPStrategy: rollouts cannot read weights that FSDP1 has flattened. Use FSDP2: "
+            "{class_path: ModelParallelStrategy, init_args: {data_parallel_size: RANKS, tensor_parallel_size: 1}}."
+        )
+
+
+def check_processes(world_size: int) -> None:
+    """Refuse a trainer that does not know of the processes it was started in: each would train and save by itself.
+
+    A launcher gives its processes their number; where only WORLD_SIZE is set, it is of a job's script or machine.
+
+    Raises:
+        ValueError: If the launcher has started another number.
+    """
+    is_one_of_them = "RANK" in os.environ or "LOCAL_RANK" in os.environ
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if is_one_of_them and started > 1 and started != world_size:
+        raise ValueError(
+            f"{started} processes were started (WORLD_SIZE={started}), and the trainer is of {world_size}: each of "
+            f"them would train by itself and overwrite the others' files. Let trainer.devices x trainer.num_nodes be "
+            f"{started}, or start {world_size}."
+        )
+
+
+def check_agreement(facts: dict[str, str]) -> None:
+    """Compare, once and on all ranks, what must be the same on all of them. Collective; one rank agrees with itself.
+
+    Args:
+        facts: What this rank has, as text, by what it is.
+
+    Raises:
+        ValueError: On all ranks, if any has something else.
+    """
+    ranks = of_all_ranks(facts)
+    for name in dict.fromkeys(name for own in ranks for name in own):
+        values = [own.get(name, "none") for own in ranks]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"Ranks differ in their {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. All must "
+                "read the same files: name a folder that they share, or copy rank 0's to the others' machines."
+            )
+
+
+def check_shared(folders: list[Path]) -> None:
+    """See to it that a folder which all ranks write into is one and the same. Collective.
+
+    Raises:
+        ValueError: On all ranks, if a rank does not see what rank zero has written.
+    """
+    rank = torch.distributed.get_rank()
+    for folder in folders:
+        name = [f".shared-{secrets.token_hex(8)}"]
+        torch.distributed.broadcast_object_list(name, src=0)
+        probe = folder / name[0]
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            make_empty(probe)
+        torch.distributed.barrier()
+        seen = of_all_ranks(_sees(probe))
+        if rank == 0:
+            probe.unlink()
+        if not all(seen):
+            raise ValueError(
+                f"dirpath={str(folder)!r} of ModelCheckpoint is another folder on rank {seen.index(False)} than on "
+                "rank 0, and every rank writes its part of a checkpoint there: none would be whole. Name a folder that "
+                "all machines share."
+            )
+
+
+def _sees(file: Path) -> bool:
+    """Whether a file that another rank has just written is there."""
+    try:  # a client of NFS remembers for up to a minute that a folder was not there; making it asks the server
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        pass
+    return file.exists()

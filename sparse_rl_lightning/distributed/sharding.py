@@ -1,0 +1,209 @@
+"""Whole weights of a policy that is sharded over ranks (DeepSpeed's ZeRO-3, FSDP2), one layer at a time.
+
+Everything here that gathers is collective: all ranks must call it at the same point.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.policies.replaced import is_replaced, refusal
+
+_Found = TypeVar("_Found")
+_LAYER = re.compile(r".*?\blayers\.\d+\.")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a rank holds only parts of the weights."""
+    return any(_is_part(parameter) for parameter in model.parameters())
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by name, whole, valid until the next is asked for; go through to the end on all ranks."""
+    for unit in _units(model):
+        with gathered([parameter for _, parameter in unit]):
+            for name, parameter in unit:
+                yield name, _whole(parameter)
+
+
+def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> AbstractContextManager[Any]:
+    """Hold parameters of ZeRO-3 whole inside, and share what rank ``modifier`` wrote into them afterwards."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    from deepspeed import zero
+
+    context: AbstractContextManager[Any] = zero.GatheredParameters(parameters, modifier_rank=modifier)
+    return context
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, on all ranks and in their order; its own alone where there is no group. Collective."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Tensor) -> _Found:
+    """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
+
+    It takes the place of the module's forward. Calling the module itself would gather in every call, and ranks that
+    call it a different number of times wait for each other for ever.
+
+    Args:
+        module: Whose weights the function multiplies with.
+        function: Reads the weights and does not call the module.
+        *inputs: Of the function; the first that carries gradient ends the weights' stay in backward.
+
+    Raises:
+        ValueError: If the weights are sharded by ZeRO-3, and the module is no plain ``nn.Linear``.
+    """
+    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        return function(*inputs)
+    if type(module) is not nn.Linear or has_own_hooks(module) or is_replaced(module):
+        raise ValueError(
+            f"The policy's output head is a {type(module).__name__} with hooks or a forward of its own: ZeRO-3 knows "
+            "plain nn.Linear heads only. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
+        )
+    module.forward = function  # type: ignore[assignment,method-assign]
+    try:
+        found: _Found = module(*inputs)
+    finally:
+        del module.forward
+    return found
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether calling the module calls hooks, ZeRO-3's not counted."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(
+        not getattr(hook, "__module__", "").startswith("deepspeed.") for hooks in kinds for hook in hooks.values()
+    )
+
+
+def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard a module's policy with FSDP2: decoder layers one by one, everything else when a step of the module runs.
+
+    Args:
+        module: Holds the policy and the steps that use it, ``training_step`` and the like.
+        policy: A causal language model of transformers.
+        mesh: One-dimensional, of the ranks that share the weights.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    decoder: Any = policy.get_decoder()
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        register_fsdp_forward_method(module, step)
+
+
+def own_bytes(model: nn.Module) -> int:
+    """Bytes of weights that this rank holds between two steps."""
+    return sum(_part(parameter).nbytes for parameter in model.parameters())
+
+
+class ShadowPolicy:
+    """A whole copy of a sharded policy that rollouts read, filled once per rollout.
+
+    Filling goes layer by layer, so that beside the copy no more than one layer is whole. The copy keeps its memory's
+    addresses, on which CUDA graphs and weights packed for decoding rely, unless it is released in between.
+
+    Args:
+        policy: The sharded policy. All ranks make their shadow at the same point.
+        dtype: Type of the copy, None for the policy's own.
+
+    Raises:
+        ValueError: If the policy has adapters, or modules with a ``forward`` of somebody else's, which a copy has not.
+    """
+
+    def __init__(self, policy: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+        if getattr(policy, "peft_config", None):
+            raise ValueError(
+                "LoraPolicy is not supported where weights are sharded (ZeRO-3, FSDP2): few weights are trained, so "
+                "ZeRO-2 shards all that is large. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
+            )
+        for module in policy.modules():
+            if is_replaced(module):
+                raise ValueError(f"{refusal(module)} Where weights are sharded no module's forward may be replaced.")
+        self.policy = policy
+        self.version: int | None = None  # of the weights inside, None when there are none
+        self.model = _twin(policy, dtype)
+        self._shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy's weights."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    @torch.no_grad()
+    def fill(self, version: int) -> None:
+        """Take over the policy's weights; nothing happens if ``version`` is inside already."""
+        if self.version == version:
+            return
+        own = dict(self.model.named_parameters())
+        for name, value in whole_weights(self.policy):
+            target = own[name]
+            if target.shape != self._shapes[name]:  # released
+                target.data = torch.empty(self._shapes[name], dtype=target.dtype, device=target.device)
+            target.copy_(value)
+        self.version = version
+
+    def release(self) -> None:
+        """Give the weights' memory back."""
+        self.version = None
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+
+def _twin(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+    """A model of the same kind with weights that mean nothing yet, frozen."""
+    with torch.device("meta"):
+        twin: PreTrainedModel = type(policy)(copy.deepcopy(policy.config))
+    first = next(policy.parameters())
+    nn.Module.to(twin, dtype or first.dtype)  # transformers wraps the signature of its own away
+    twin.to_empty(device=first.device)
+    twin.tie_weights()
+    buffers = dict(policy.named_buffers())
+    for name, _ in list(twin.named_buffers()):
+        owner, _, short = name.rpartition(".")
+        setattr(twin.get_submodule(owner), short, buffers[name].clone())
+    twin.requires_grad_(False)
+    twin.eval()
+    return twin
+
+
+def _units(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+    """Named parameters, those of a decoder layer together."""
+    units: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        layer = _LAYER.match(name)
+        units.setdefault(layer[0] if layer else name, []).append((name, parameter))
+    return list(units.values())
+
+
+def _is_part(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _part(parameter: nn.Parameter) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    part: Tensor | None = getattr(parameter, "ds_tensor", None)
+    return parameter if part is None else part

@@ -1,0 +1,1 @@
+"""Accuracy on problems: what is measured, stored and shown."""

@@ -1,0 +1,1 @@
+"""From a rollout to a loss, without Lightning."""

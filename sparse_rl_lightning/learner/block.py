@@ -1,0 +1,156 @@
+"""A rollout served as micro-batches, several times over, and the arithmetic that must work out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.learner.loss import Items
+from sparse_rl_lightning.learner.packing import pack, token_counts, trimmed
+from sparse_rl_lightning.ops.random import hash_bits
+from sparse_rl_lightning.records import Rollout
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How one rollout becomes optimiser steps: prompts x generations = steps_per_generation x micro-batch.
+
+    Args:
+        prompts: Prompts per rollout and rank that are trained on.
+        num_generations: Samples per prompt.
+        steps_per_generation: Micro-batches the rollout is cut into.
+        num_iterations: Passes over the rollout.
+        accumulate: Lightning's ``accumulate_grad_batches``.
+        packs: Share the sequences of an optimiser step among its micro-batches by tokens instead of by number. No
+            micro-batch is empty, and the loss of the step is the same.
+
+    Raises:
+        ValueError: If a division leaves a rest.
+    """
+
+    prompts: int
+    num_generations: int
+    steps_per_generation: int
+    num_iterations: int
+    accumulate: int
+    packs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sequences % self.steps_per_generation:
+            raise ValueError(
+                f"{self.prompts} prompts x num_generations={self.num_generations} = {self.sequences} sequences cannot "
+                f"be cut into steps_per_generation={self.steps_per_generation} equal micro-batches. Change "
+                "data.prompts_per_rollout, model.num_generations or model.steps_per_generation."
+            )
+        if self.micro_batches % self.accumulate:
+            raise ValueError(
+                f"steps_per_generation={self.steps_per_generation} x num_iterations={self.num_iterations} = "
+                f"{self.micro_batches} micro-batches per rollout are not a multiple of "
+                f"accumulate_grad_batches={self.accumulate}. Change trainer.accumulate_grad_batches, or "
+                "model.steps_per_generation or model.num_iterations."
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per rollout and rank."""
+        return self.prompts * self.num_generations
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per micro-batch."""
+        return self.sequences // self.steps_per_generation
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches served per rollout, over all passes."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps per rollout."""
+        return self.micro_batches // self.accumulate
+
+    def __str__(self) -> str:
+        share = "on average" if self.packs else "each"
+        return (
+            f"{self.prompts} prompts x {self.num_generations} generations = {self.steps_per_generation} micro-batches "
+            f"of {self.micro_batch} sequences {share}; {self.num_iterations} pass(es), {self.accumulate} "
+            f"micro-batch(es) per optimiser step: {self.optimizer_steps} optimiser step(s) per rollout"
+        )
+
+
+class RolloutBlock:
+    """One rollout, cut into micro-batches in an order that depends on the seed and the rollout's number alone.
+
+    Args:
+        plan: The cuts.
+        rollout: All its sequences.
+        index: Number of the rollout.
+        seed: Of the shuffling.
+        count: Counts the items of an optimiser step, given all its sequences.
+        cursor: Micro-batches already served.
+    """
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        rollout: Rollout,
+        index: int,
+        seed: int,
+        count: Callable[[Rollout], Items],
+        cursor: int = 0,
+    ) -> None:
+        self.plan, self.rollout, self.index, self.seed, self.cursor = plan, rollout, index, seed, cursor
+        self._count = count
+        self._step: tuple[list[Tensor], Items] | None = None  # the optimiser step in progress
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether every micro-batch has been served."""
+        return self.cursor >= self.plan.micro_batches
+
+    def next(self) -> tuple[Rollout, Items]:
+        """The next micro-batch, and the items of the optimiser step it belongs to, counted once per step."""
+        turn = self.cursor % self.plan.accumulate
+        if self._step is None or turn == 0:
+            self._step = self._begin(self.cursor - turn)
+        shares, items = self._step
+        self.cursor += 1
+        part = self.rollout[shares[turn]]
+        return (trimmed(part) if self.plan.packs else part), items
+
+    def last_window(self) -> Rollout:
+        """The sequences of the optimiser step that the last micro-batch served belongs to."""
+        start = (self.cursor - 1) // self.plan.accumulate * self.plan.accumulate
+        size = self.plan.micro_batch
+        return self.rollout[self._order()[start * size : (start + self.plan.accumulate) * size]]
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"rollout": self.rollout.state(), "index": self.index, "cursor": self.cursor}
+
+    @classmethod
+    def from_state(cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Items]) -> Self:
+        """The block whose :meth:`state` this is."""
+        return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
+
+    def _begin(self, start: int) -> tuple[list[Tensor], Items]:
+        """The sequences of every micro-batch of the optimiser step that begins at ``start``, and the step's items."""
+        size, accumulate = self.plan.micro_batch, self.plan.accumulate
+        rows = self._order()[start * size : (start + accumulate) * size]
+        window = self.rollout[rows]
+        if not self.plan.packs:
+            return list(torch.split(rows, size)), self._count(window)
+        bins = pack(token_counts(window), accumulate)
+        return [rows[torch.tensor(members, device=rows.device)] for members in bins], self._count(window)
+
+    def _order(self) -> Tensor:
+        """Sequence numbers of all passes, one after the other, each pass shuffled anew."""
+        device = self.rollout.sequences.device
+        sequence = torch.arange(self.plan.sequences, device=device)
+        passes = torch.arange(self.plan.num_iterations, device=device)[:, None]
+        return hash_bits(self.seed, self.index, passes, sequence).argsort(dim=1, stable=True).flatten()

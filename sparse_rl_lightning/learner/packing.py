@@ -1,0 +1,117 @@
+"""Packing sequences by their number of tokens: bins of about equal work, and parts that fit into memory.
+
+Nothing here changes a loss: which sequences share a forward pass only decides how long it takes and what it holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sparse_rl_lightning.page_record import PageRecord
+from sparse_rl_lightning.records import EvictionRecord, Rollout
+
+Compute = Callable[[Rollout], tuple[Tensor, Tensor]]
+
+
+def pack(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Exactly ``num_bins`` bins of about as many tokens: longest sequence first, always into the emptiest bin.
+
+    The fullest bin has at most 4/3 of the tokens of the best packing (Graham 1969), and no bin is empty if there are
+    as many sequences.
+
+    Args:
+        lengths: Tokens of every sequence, at least 1.
+        num_bins: How many bins, at least 1.
+
+    Returns:
+        Indices of the sequences of every bin, each in rising order. The same lengths give the same bins.
+    """
+    assert num_bins >= 1
+    assert min(lengths, default=1) >= 1
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [(0, number) for number in range(num_bins)]  # a heap: the emptiest first, then the lowest number
+    for index in _longest_first(lengths):
+        tokens, number = loads[0]
+        bins[number].append(index)
+        heapq.heapreplace(loads, (tokens + lengths[index], number))
+    return [sorted(members) for members in bins]
+
+
+def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Parts of at most ``max_tokens`` tokens, padding to the longest of a part included.
+
+    Args:
+        lengths: Tokens of every sequence.
+        max_tokens: Rows x longest row of a part. A sequence that is longer by itself is a part of its own.
+
+    Returns:
+        Indices of the sequences of every part, the longest sequences first.
+    """
+    parts: list[list[int]] = []
+    for index in _longest_first(lengths):
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
+
+
+def token_counts(rollout: Rollout) -> list[int]:
+    """Tokens of every sequence, prompt and completion."""
+    counts: list[int] = (rollout.prompt_lengths + rollout.completion_lengths).tolist()
+    return counts
+
+
+def trimmed(rollout: Rollout) -> Rollout:
+    """The rollout without the padding that all of its sequences have."""
+    length = max(token_counts(rollout), default=0)
+    changes: dict[str, Any] = {}
+    for field in fields(rollout):
+        value = getattr(rollout, field.name)
+        if isinstance(value, EvictionRecord):
+            changes[field.name] = replace(value, length=length)  # dead tokens lie within their sequences
+        elif isinstance(value, PageRecord):
+            changes[field.name] = replace(value, pages=value.pages[:, :, :length])
+        elif isinstance(value, Tensor) and value.ndim > 1:
+            changes[field.name] = value[:, :length]
+    return replace(rollout, **changes)
+
+
+def in_parts(compute: Compute, rollout: Rollout, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """What ``compute`` gives for the whole rollout, from forward passes over at most ``max_tokens`` tokens.
+
+    With several parts each is checkpointed, so backward too holds the activations of one part at a time: one more
+    forward pass pays for that.
+
+    Args:
+        compute: From a rollout to two (B, T) tensors.
+        rollout: The sequences.
+        max_tokens: As in :func:`split`.
+
+    Returns:
+        Two (B, T) tensors.
+    """
+    parts = split(token_counts(rollout), max_tokens)
+    if len(parts) < 2:
+        return compute(rollout)
+    width = rollout.sequences.shape[1]
+    found: list[tuple[Tensor, ...]] = []
+    for rows in parts:
+        part = trimmed(rollout[torch.tensor(rows, device=rollout.sequences.device)])
+        both = checkpoint(compute, part, use_reentrant=False)
+        found.append(tuple(F.pad(one, (0, width - one.shape[1])) for one in both))
+    order = torch.tensor([row for rows in parts for row in rows], device=rollout.sequences.device).argsort()
+    first, second = (torch.cat(column)[order] for column in zip(*found, strict=True))
+    return first, second
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])

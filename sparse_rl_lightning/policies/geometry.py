@@ -1,0 +1,151 @@
+"""The shape of a model's KV cache, and which models this library serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.logprobs import output_head
+from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.policies.replaced import check_reachable
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose every layer this library knows to reproduce."""
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """What a cache must know of a model: sizes, type, and the rotary frequencies for compressors."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    inv_freq: Tensor  # (D / 2,)
+    attention_scaling: float
+    dtype: torch.dtype  # what the model computes in
+    kv_dtype: torch.dtype  # what keys and values are kept in
+    device: torch.device
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """What queries meet the keys in, and compressors see: the keys' type, but eight bits are for storage only."""
+        return self.dtype if self.kv_dtype == FLOAT8 else self.kv_dtype
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """Bytes of one key and one value of one head."""
+        return 2 * self.head_dim * self.kv_dtype.itemsize
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> CacheGeometry:
+        """Read the geometry off a transformers causal language model.
+
+        Args:
+            model: The policy.
+            kv_dtype: What keys and values are kept in, by default what the model computes in.
+
+        Raises:
+            ValueError: If the model is not a full-attention decoder with rotary positions.
+        """
+        check_supported(model)
+        config, decoder = model.config, model.get_decoder()
+        num_heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an nn.Module attribute
+        return cls(
+            num_layers=config.num_hidden_layers,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=head_dim,
+            scale=decoder.layers[0].self_attn.scaling,
+            inv_freq=decoder.rotary_emb.inv_freq,
+            attention_scaling=decoder.rotary_emb.attention_scaling,
+            dtype=_compute_dtype(weight),
+            kv_dtype=kv_dtype or _compute_dtype(weight),
+            device=weight.device,
+        )
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse a model whose cache could not be evicted correctly.
+
+    Raises:
+        ValueError: For hybrid models, and for models without weights, an output head or a plain rotary decoder.
+    """
+    if not hasattr(model, "get_output_embeddings"):
+        raise ValueError(f"model must be a causal language model of transformers, got {type(model)}.")
+    check_reachable(model)
+    output_head(model)
+    config, name = model.config, type(model).__name__
+    if model.device.type == "meta":
+        raise ValueError(f"The weights of this {name} are on the meta device: they hold no numbers. Load them first.")
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"{name} (model_type {config.model_type!r}) is not supported: other families may scale logits or attention "
+            f"in ways that this library does not reproduce. Supported: {', '.join(FAMILIES)}."
+        )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise ValueError(
+            f"{name} has rope_type={rope!r}, whose frequencies change with the length of the sequence, so cached keys "
+            "would not fit. Use rope_type 'default', 'linear', 'llama3' or 'yarn'."
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if not layer_types <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{name} has layers of type {sorted(layer_types)}, only 'full_attention' layers can be evicted from. "
+            "Choose a full-attention model such as Qwen2, Qwen3 or Llama."
+        )
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens of the longest sequence that a model is made for; None where its configuration does not say.
+
+    Scaled rotary positions reach further than ``max_position_embeddings``, which model cards leave as it was:
+    ``factor`` times as far as the original context. Llama 3's scaling is part of its own number already.
+    """
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor") or 1.0
+    if own is None or kind not in ("linear", "dynamic", "yarn", "llama3"):
+        return own
+    original = rope.get("original_max_position_embeddings") or own
+    return own if kind == "llama3" and original < own else max(own, int(original * factor))
+
+
+def sliding_window(config: Any) -> int | None:
+    """Tokens that a query sees at most, itself among them, in layers that slide; None where none does."""
+    types = getattr(config, "layer_types", None)
+    slides = getattr(config, "use_sliding_window", True) if types is None else "sliding_attention" in types
+    return getattr(config, "sliding_window", None) if slides else None
+
+
+def check_window(model: PreTrainedModel, longest: int) -> None:
+    """Refuse sequences that a sliding window would cut: eviction and replay know full attention only.
+
+    Args:
+        model: The policy.
+        longest: Tokens of the longest sequence, prompt and completion.
+
+    Raises:
+        ValueError: If it exceeds the model's sliding window.
+    """
+    window = sliding_window(model.config)
+    if window is not None and longest > window:
+        raise ValueError(
+            f"{type(model).__name__} uses sliding-window attention (sliding_window={window}), and sequences of up to "
+            f"{longest} tokens exceed the window: only full attention can be evicted from. Keep prompt and completion "
+            "within the window, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
+        )
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """What keys and values come in: the weights' type, or autocast's where it is on."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

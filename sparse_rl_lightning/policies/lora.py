@@ -1,0 +1,184 @@
+"""LoraPolicy: train low-rank adapters on a frozen policy; with the adapters switched off it is its own reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
+from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.rollout.checks import eval_mode
+
+
+class LoraPolicy(PolicySource):
+    """A policy whose weights are frozen under low-rank adapters (LoRA, arXiv 2106.09685), through peft.
+
+    The reference policy of the KL penalty is the same model with its adapters switched off: no second copy. Export
+    writes a plain model with the adapters added to its weights. Needs ``pip install 'sparse-rl-lightning[lora]'``.
+
+    Args:
+        policy: The policy below: a Hugging Face folder or hub name, or a source of models.
+        r: Rank of the adapters.
+        lora_alpha: The adapters' output is multiplied by lora_alpha / r.
+        lora_dropout: Dropout on the adapters' input; without effect under the module's ``disable_dropout``.
+        target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head.
+
+    Raises:
+        ValueError: If a number is out of range, peft is missing, or the adapters would train nothing or not all that is
+            named.
+    """
+
+    def __init__(
+        self,
+        policy: str | PolicySource,
+        r: int = 16,
+        lora_alpha: float = 32.0,
+        lora_dropout: float = 0.0,
+        target_modules: list[str] | str = "all-linear",
+    ) -> None:
+        check_adapter(r, lora_alpha)
+        check_number("lora_dropout", lora_dropout, least=0, below=1)
+        self.base = resolve_policy(policy)
+        self.attn_implementation = self.base.attn_implementation
+        self.options: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+        self.target_modules = target_modules
+        self._model: PreTrainedModel | None = None
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The policy below with fresh adapters, whose output is zero until they are trained."""
+        model, tokenizer = self.base.load()
+        add_adapter(model, self.target_modules, **self.options)
+        self._model = model
+        return model, tokenizer
+
+    def load_reference(self) -> PreTrainedModel:
+        """The model of the last :meth:`load` with its adapters switched off, for log-probs only."""
+        model = self.load()[0] if self._model is None else self._model
+        return cast(PreTrainedModel, _AdaptersOff(model))
+
+    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
+        """A copy with the adapters added to the weights and gone."""
+        return without_adapters(model, merge=True)
+
+
+class _AdaptersOff:
+    """What log-probs need of a model, without its adapters and without dropout."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration, which names its attention."""
+        return self.model.config
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Those of the model, for whoever changes their attention."""
+        return self.model.modules()
+
+    def get_decoder(self) -> Any:
+        """The decoder as a function."""
+        return self._decode
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """The output head."""
+        head = self.model.get_output_embeddings()
+        return cast(torch.nn.Module, getattr(head, "base_layer", head))
+
+    def to(self, **_: Any) -> _AdaptersOff:
+        """Itself: it is where the policy is."""
+        return self
+
+    def _decode(self, **inputs: Any) -> Any:
+        with eval_mode(self.model):
+            self.model.disable_adapters()
+            try:
+                return self.model.get_decoder()(**inputs)
+            finally:
+                self.model.enable_adapters()
+
+
+def check_adapter(r: int, lora_alpha: float) -> None:
+    """Refuse an adapter that would train nothing.
+
+    Raises:
+        ValueError: If its rank or factor is not positive.
+    """
+    check_number("r", r, least=1)
+    check_number("lora_alpha", lora_alpha, above=0)
+
+
+def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **options: Any) -> None:
+    """Freeze a model under fresh adapters, the same in every call, whose output is zero until they are trained.
+
+    Args:
+        model: Changed in place.
+        target_modules: As in :class:`LoraPolicy`.
+        **options: ``r``, ``lora_alpha`` and ``lora_dropout``, as in :class:`LoraPolicy`.
+
+    Raises:
+        ValueError: If peft is missing, or the adapters would train nothing or not all that is named.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ValueError("Adapters (LoRA) need peft: pip install 'sparse-rl-lightning[lora]'") from error
+    _check_targets(model, target_modules)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.add_adapter(LoraConfig(**options, target_modules=target_modules))
+    _check_trainable(model)
+
+
+def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:
+    """A copy of the model without its adapters.
+
+    Args:
+        model: Left as it is.
+        merge: Add the adapters to the weights before they go.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain = copy.deepcopy(model)
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            if merge:
+                module.merge()
+            plain.set_submodule(name, module.get_base_layer())
+    plain._hf_peft_config_loaded = False  # transformers would save adapters only
+    del plain.peft_config
+    return plain
+
+
+def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:
+    """Every name must be some module's: peft leaves out the ones that are not without a word."""
+    if isinstance(targets, str):
+        return  # "all-linear" or a pattern, which peft refuses if nothing fits
+    names = [name for name, _ in model.named_modules()]
+    unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
+    if unknown or not targets:
+        linear = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+        raise ValueError(
+            f"target_modules: {unknown or 'an empty list'} would train nothing. This policy's linear layers are "
+            f"{linear}; give some of them, or 'all-linear'."
+        )
+
+
+def _check_trainable(model: PreTrainedModel) -> None:
+    """Adapters, and nothing else, must be able to change the policy, and export must be able to add them."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not any(bool(p.any()) for p in trainable.values()) or any("lora_" not in name for name in trainable):
+        raise ValueError(
+            f"LoRA would train {len(trainable)} of the policy's tensors, but every one must be an adapter's and some "
+            "must not be zero. Check target_modules, and that the policy below has no adapters of its own."
+        )
+    heads = (model.get_output_embeddings(), model.get_input_embeddings())
+    if model.config.tie_word_embeddings and any(hasattr(head, "base_layer") for head in heads):
+        raise ValueError(
+            "target_modules: embedding and output head share one weight in this policy, so an adapter on one of them "
+            "cannot be added to it. Leave them out."
+        )

@@ -1,0 +1,129 @@
+"""Hugging Face folders as they come: loaded whole, with finite weights and a tokenizer, or refused in one line."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl_lightning.policies.geometry import FAMILIES
+
+FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
+"""What transformers says of a ``model_type`` that is no causal language model of its."""
+
+
+def load_pretrained(
+    path: str, dtype: str | torch.dtype = "auto", attn_implementation: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer, from safetensors only and without any code of the folder's.
+
+    Args:
+        path: Folder or hub name.
+        dtype: Type of the weights, ``auto`` for the folder's.
+        attn_implementation: The model's attention, None for transformers' choice.
+
+    Raises:
+        ValueError: If it cannot be loaded, a weight is missing, of another shape, NaN or infinite, or there is no
+            tokenizer.
+    """
+    where = f"policy: {path!r}"
+    with _without_reports():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True,
+                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        except Exception as error:  # foreign data: nearly every class of errors has been seen
+            raise ValueError(f"{where} cannot be loaded. {_reason(path, error)}") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        except Exception as error:
+            raise ValueError(f"{where}: its tokenizer cannot be loaded. {_reason(path, error)}") from error
+    model, found = loaded
+    _check_whole(found, where)
+    check_finite(model.named_parameters(), where)
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
+        )
+    return model, tokenizer
+
+
+def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Refuse weights that hold NaN or infinity: every number computed from them is none.
+
+    Args:
+        weights: Names and tensors.
+        where: What they are of, the beginning of the error.
+
+    Raises:
+        ValueError: If one does.
+    """
+    broken = [name for name, value in weights if value.is_floating_point() and not bool(value.isfinite().all())]
+    if broken:
+        raise ValueError(
+            f"{where}: {len(broken)} weights hold NaN or infinity, for example {broken[0]!r}. They are of a run that "
+            "diverged, or damaged: give others."
+        )
+
+
+def _check_whole(found: dict[str, Any], where: str) -> None:
+    """A weight that was not found would be random, and the run would go on."""
+    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    mismatched = sorted(found["mismatched_keys"], key=lambda entry: str(entry[0]))
+    if missing or mismatched:
+        shapes = "".join(f", {name!r} is {[*there]} and must be {[*ours]}" for name, there, ours in mismatched[:1])
+        names = f", there is no {missing[0]!r}" if missing else ""
+        raise ValueError(
+            f"{where} does not hold this model: {len(missing)} weights are missing, {len(mismatched)} of another shape "
+            f"and {len(unexpected)} unknown{names}{shapes}. Its config.json and its weights must be of one model."
+        )
+    if unexpected:
+        warnings.warn(
+            f"{where} holds {len(unexpected)} weights that its model does not have, for example {unexpected[0]!r}: "
+            "they are not used.",
+            stacklevel=3,
+        )
+
+
+def _reason(path: str, error: Exception) -> str:
+    """An error of transformers in one line, without its advice to run foreign code."""
+    text = " ".join(str(error).split())
+    supported = f"Supported: {', '.join(FAMILIES)}."
+    if "trust_remote_code" in text:
+        return f"It needs code of its own (auto_map), which is never run. {supported}"
+    if any(words in text for words in FOREIGN):
+        return f"{re.split(' Model type should be| This could be because', text)[0]} {supported}"
+    if isinstance(error, SafetensorError):
+        return _broken_file(path) or text
+    return text if isinstance(error, (OSError, ImportError)) else f"{type(error).__name__}: {text[:400]}"
+
+
+def _broken_file(path: str) -> str | None:
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            return f"{file} is cut off or no safetensors file ({error}). Copy or download it again."
+    return None
+
+
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """Of what was found where, transformers prints a table; here it becomes an error or a warning."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)

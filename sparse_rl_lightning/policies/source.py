@@ -1,0 +1,184 @@
+"""Where a policy and its tokenizer come from."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
+from sparse_rl_lightning.policies import tiny
+from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained
+
+
+class PolicySource(ABC):
+    """Loads a policy; every load gives the same weights."""
+
+    attn_implementation: str | None = None
+    """The learner's attention, where the source chooses it."""
+
+    @abstractmethod
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A causal language model and its tokenizer."""
+
+    def load_reference(self) -> PreTrainedModel:
+        """A second model with the initial weights, frozen. Called before training begins."""
+        return freeze(self.load()[0])
+
+    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The trained model in the form that is saved as a plain Hugging Face folder."""
+        return model
+
+
+class PretrainedPolicy(PolicySource):
+    """A model folder in Hugging Face's format, or a name on its hub.
+
+    Args:
+        path: Folder with ``config.json``, safetensors weights and a tokenizer, or a hub name.
+        dtype: Type of the weights, such as ``float32`` or ``bfloat16``; ``auto`` takes the folder's.
+        attn_implementation: The learner's attention, ``sdpa``, ``eager`` or, on a GPU with weights or autocast in a
+            16-bit type, ``flash_attention_2`` (``pip install 'sparse-rl-lightning[flash-attn]'``). The sampler always
+            uses the library's own.
+    """
+
+    def __init__(self, path: str, dtype: str = "auto", attn_implementation: str = "sdpa") -> None:
+        self.path = path
+        self.dtype = dtype
+        self.attn_implementation = attn_implementation
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load from safetensors only.
+
+        Raises:
+            ValueError: If the path does not hold a model, whole, with finite weights and a tokenizer, the hub does not
+                have it, or its attention needs a package that is missing.
+        """
+        check_attention(self.attn_implementation)
+        looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
+        path = os.path.expanduser(self.path)
+        if looks_local and not (Path(path) / "config.json").is_file():
+            raise ValueError(
+                f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "
+                "such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run configs/warmup.yaml first."
+            )
+        return load_pretrained(path, self.dtype, self.attn_implementation)
+
+
+class TinyPolicy(PolicySource):
+    """A randomly initialised model of 0.6 million parameters with a character tokenizer.
+
+    Args:
+        architecture: ``llama``, ``qwen2`` or ``qwen3``.
+        alphabet: Characters of the vocabulary.
+        hidden_size: Width.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        max_position_embeddings: Context length in tokens.
+        seed: Of the initial weights.
+    """
+
+    def __init__(
+        self,
+        architecture: str = "qwen2",
+        alphabet: str = ARITHMETIC_ALPHABET,
+        hidden_size: int = 128,
+        num_layers: int = 3,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        max_position_embeddings: int = 128,
+        seed: int = 0,
+    ) -> None:
+        self.architecture = architecture
+        self.alphabet = alphabet
+        self.sizes = {
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "max_position_embeddings": max_position_embeddings,
+            "intermediate_size": 3 * hidden_size,
+        }
+        self.seed = seed
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Build the model; the same seed gives the same weights."""
+        tokenizer = tiny.character_tokenizer(self.alphabet)
+        # weights of this size learn sums much faster than transformers' default of 0.02
+        model = tiny.tiny_model(
+            self.architecture, vocab_size=len(tokenizer), seed=self.seed, initializer_range=0.06, **self.sizes
+        )
+        return model, tokenizer
+
+
+class LoadedPolicy(PolicySource):
+    """A model and tokenizer that are in memory already, for notebooks and scripts.
+
+    Args:
+        model: Trained in place.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The objects given.
+
+        Raises:
+            ValueError: If a weight is NaN or infinite.
+        """
+        check_finite(self.model.named_parameters(), "policy: the model given")
+        return self.model, self.tokenizer
+
+    def load_reference(self) -> PreTrainedModel:
+        """A frozen copy of the model as it is now."""
+        return freeze(copy.deepcopy(self.model))
+
+
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "pip install 'sparse-rl-lightning[flash-attn]'"),
+    "flash_attention_3": ("flash_attn_interface", "build it from the folder hopper of the flash-attention sources"),
+}
+"""By ``attn_implementation``: the module that it imports, and where that comes from."""
+
+
+def check_attention(name: str | None) -> None:
+    """Refuse flash attention whose package is missing; transformers would look for kernels on its hub instead.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    module, remedy = FLASH_PACKAGES.get(name or "", ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"attn_implementation={name!r} needs the package {module}, which is not installed: {remedy} (with nvcc, on "
+            "a machine with an NVIDIA GPU), or set the policy's attn_implementation to 'sdpa'."
+        )
+
+
+def resolve_policy(policy: str | PolicySource) -> PolicySource:
+    """A path becomes a :class:`PretrainedPolicy`."""
+    return PretrainedPolicy(policy) if isinstance(policy, str) else policy
+
+
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without gradients and dropout."""
+    model.requires_grad_(False)
+    model.eval()
+    return model
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Set every dropout probability to zero, those that are plain attributes of attention layers too."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # torch types module attributes as tensors

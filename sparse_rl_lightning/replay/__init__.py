@@ -1,0 +1,1 @@
+"""The learner's attention under the evictions of the sampler."""

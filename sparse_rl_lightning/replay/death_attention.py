@@ -1,0 +1,107 @@
+"""Attention under a record of deaths: the query at q sees the key at k if and only if ``k <= q < death[k]``.
+
+Three ways to the same numbers. Small inputs take one mask. Long ones on the CPU are cut into chunks of queries, so
+that no mask exceeds :data:`MASK_BYTES`, and the backward pass makes each chunk's mask again. On CUDA FlexAttention
+needs no mask: blocks in which everything is dead are skipped, those in which everything lives are not asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
+
+BLOCK = 128
+"""Queries and keys of a block of FlexAttention."""
+
+
+def death_attention(query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float) -> Tensor:
+    """Attention with gradient under the deaths of one layer, by the way that suits device and length.
+
+    Args:
+        query: (B, Hq, T, D).
+        key: (B, H, T, D); H divides Hq.
+        value: (B, H, T, D).
+        death: (B, H, T), first query that does not see the key any more.
+        scale: Factor on query x key.
+
+    Returns:
+        (B, Hq, T, D).
+    """
+    if query.is_cuda:
+        return flex_death_attention(query, key, value, death, scale, compiled=True)
+    return sdpa_death_attention(query, key, value, death, scale)
+
+
+def sdpa_death_attention(
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, mask_bytes: int = MASK_BYTES
+) -> Tensor:
+    """scaled_dot_product_attention under boolean masks of at most ``mask_bytes``; arguments as above."""
+    step = torch.arange(key.shape[2], device=key.device)
+
+    def alive(start: int, stop: int) -> Tensor:
+        queries, keys = step[start:stop, None], step[:stop]
+        return (keys <= queries) & (queries < death[:, :, None, None, :stop])
+
+    return masked_attention(query, key, value, alive, scale, mask_bytes)
+
+
+def flex_death_attention(
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, compiled: bool
+) -> Tensor:
+    """FlexAttention with the deaths as its ``mask_mod``; arguments as above.
+
+    ``compiled=False`` runs PyTorch's own slow form, which holds all scores and, on the CPU, has no backward pass.
+    """
+    group = query.shape[1] // key.shape[1]
+
+    def alive(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < death[b, h // group, k])
+
+    blocks = death_blocks(death, group, alive)
+    out: Any = _flex(compiled)(query, key, value, block_mask=blocks, scale=scale, enable_gqa=group > 1)
+    return out  # type: ignore[no-any-return]
+
+
+def death_blocks(death: Tensor, group: int, alive: Any) -> BlockMask:
+    """Which blocks of queries and keys FlexAttention computes, read off the deaths without looking at pairs.
+
+    Args:
+        death: (B, H, T).
+        group: Query heads per KV head.
+        alive: The ``mask_mod`` for blocks that are neither dead nor wholly alive.
+    """
+    length = death.shape[-1]
+    count = -(-length // BLOCK)
+    padded = F.pad(death, (0, count * BLOCK - length), value=0).view(*death.shape[:-1], count, BLOCK)
+    latest, earliest = padded.amax(-1)[..., None, :], padded.amin(-1)[..., None, :]  # padding is never wholly alive
+    block = torch.arange(count, device=death.device)
+    key, query = block, block[:, None]
+    some = (key == query) | ((key < query) & (latest > query * BLOCK))  # a token sees itself
+    whole = (key < query) & (earliest >= (query + 1) * BLOCK)
+    partial, full = (_listed(t.repeat_interleave(group, dim=1)) for t in (some & ~whole, whole & some))
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=alive, seq_lengths=(length, length))
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks (B, H, Q) of each query block are chosen, and their numbers (B, H, Q, K), chosen first."""
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(dim=-1).to(torch.int32), order.to(torch.int32)
+
+
+def _flex(compiled: bool) -> Any:
+    return _compiled_flex() if compiled else flex_attention
+
+
+def _compiled_flex() -> Any:
+    if not _COMPILED:
+        _COMPILED.append(torch.compile(flex_attention, dynamic=True))
+    return _COMPILED[0]
+
+
+_COMPILED: list[Any] = []

@@ -1,0 +1,97 @@
+"""The attention functions registered with transformers; the only file that knows its attention hooks.
+
+Model keyword arguments reach the attention function, so the deaths travel as one. A name that transformers'
+mask interface does not know gets no mask at all: each function here brings its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from sparse_rl_lightning.replay.death_attention import death_attention
+from sparse_rl_lightning.retrieval.attention import LearnerPages
+
+REPLAY = "sparse_rl_replay"
+RETRIEVAL = "sparse_rl_retrieval"
+
+
+def replay_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    death: Tensor,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the learner under the sampler's evictions: the query at q sees the key at k iff k <= q < death."""
+    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+    return death_attention(query, key, value, death[layer], scaling).transpose(1, 2), None
+
+
+def retrieval_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    retrieval: LearnerPages,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the learner to the pages that queries read."""
+    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+    return retrieval.attend(layer, query, key, value, scaling).transpose(1, 2), None
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run the model with another attention function, and give it its own back whatever happens.
+
+    Gradient checkpointing computes layers again in the backward pass, after this context has ended. What it computes
+    again it computes with the attention of this context, and whatever runs beside it is not disturbed.
+    """
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    own: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
+
+    def again(function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any) -> Any:
+            with _config(model, name):
+                return function(*args)
+
+        return forward
+
+    def wrapped(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda function, *args: run(again(function), *args)
+
+    for layer, run in zip(layers, own, strict=True):
+        layer._gradient_checkpointing_func = wrapped(run)
+    try:
+        with _config(model, name):
+            yield
+    finally:
+        for layer, run in zip(layers, own, strict=True):
+            layer._gradient_checkpointing_func = run
+
+
+@contextmanager
+def _config(model: PreTrainedModel, name: str) -> Iterator[None]:
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+AttentionInterface.register(REPLAY, replay_attention)
+AttentionInterface.register(RETRIEVAL, retrieval_attention)

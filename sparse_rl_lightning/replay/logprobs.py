@@ -1,0 +1,82 @@
+"""Exact replay: the learner sees what the sampler saw, in one parallel and differentiable pass.
+
+Eviction is permanent, so one number per (layer, KV head, token), its death, tells who could see it. Under the
+mask ``key <= query < death`` the learner's log-probabilities equal the sampler's to float precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.policies.geometry import check_window
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
+
+
+def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of the rollout's tokens under the sampler's own evictions, with gradient.
+
+    Args:
+        model: The policy; with the sampler's weights the result equals ``rollout.sampler_logprobs``.
+        rollout: Sequences with their evictions.
+        temperature: The sampler's temperature, 1 for greedy rollouts.
+
+    Returns:
+        (B, T), 0 outside the completions.
+
+    Raises:
+        ValueError: If the rollout carries no record of its evictions, or a sequence was drawn by several versions of
+            the policy (partial rollouts), or exceeds the model's sliding window.
+    """
+    return replay_statistics(model, rollout, temperature)[0]
+
+
+def replay_statistics(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    temperature: float = 1.0,
+    chunk_size: int = 512,
+    head_in_float32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies under the sampler's own evictions, as ``sequence_logprobs`` without them.
+
+    Args:
+        model: The policy.
+        rollout: Sequences with their evictions.
+        temperature: The sampler's temperature, 1 for greedy rollouts.
+        chunk_size: As in ``sequence_logprobs``.
+        head_in_float32: As in ``sequence_logprobs``.
+
+    Returns:
+        Two (B, T) tensors with gradient, 0 outside the completions.
+
+    Raises:
+        ValueError: As :func:`replay_logprobs`.
+    """
+    if rollout.evictions is None:
+        raise ValueError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
+    rows = drawn_by_several(rollout).nonzero().flatten().tolist()
+    if rows:
+        raise ValueError(
+            f"Sequences {rows} were drawn by several versions of the policy (partial rollouts): no replay reproduces "
+            "them. Replay the others, rollout[indices], or switch partial rollouts off."
+        )
+    check_window(model, rollout.sequences.shape[1])
+    with attention_implementation(model, REPLAY):
+        return sequence_logprobs(
+            model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
+            death=rollout.evictions.death,
+        )  # fmt: skip
+
+
+def drawn_by_several(rollout: Rollout) -> Tensor:
+    """(B,) bool: sequences that several versions of the policy have drawn, which no one policy can reproduce."""
+    versions, mask = rollout.policy_versions, rollout.completion_mask
+    if versions is None:
+        return torch.zeros(len(rollout), dtype=torch.bool, device=mask.device)
+    first = versions.masked_fill(~mask, torch.iinfo(torch.int32).max).amin(dim=1)
+    last = versions.masked_fill(~mask, -1).amax(dim=1)
+    return first < last

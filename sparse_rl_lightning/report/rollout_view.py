@@ -1,0 +1,212 @@
+"""Looking at a rollout: who could see which token, and numbers as colours behind the text they belong to.
+
+For notebooks: a :class:`TextHeat` shows itself as HTML there and as plain text elsewhere. Letters as in ``types``.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.evictions import EvictionRecord
+from sparse_rl_lightning.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+
+Color = tuple[int, int, int]
+WHITE, BLUE, RED, INK = (255, 255, 255), (37, 99, 235), (194, 65, 12), (31, 41, 55)
+NOTHING, FADED = (229, 231, 235), (156, 163, 175)  # greys: behind a token without a number, letters where it is 0
+DARK = 140  # brightness of 255 below which letters are white
+FAINT = 0.02  # share of the scale below which a colour cannot be told from white
+SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
+"""What stands for a token that is nothing but one of these."""
+
+
+class Decodes(Protocol):
+    """A tokenizer, as far as it is needed here."""
+
+    def decode(self, ids: Any) -> Any:
+        """The text of token ids."""
+
+
+def token_texts(tokenizer: Decodes, ids: Sequence[int] | Tensor) -> list[str]:
+    """What each token looks like alone; blanks and line ends get a sign, a token without text its number.
+
+    Args:
+        tokenizer: Of the policy.
+        ids: T token ids.
+    """
+    numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    texts = [str(tokenizer.decode([number])) for number in numbers]
+    return [SIGNS.get(text, text) or f"<{number}>" for text, number in zip(texts, numbers, strict=True)]
+
+
+def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
+    """How many of the layers' KV heads still held each token, as a share.
+
+    Args:
+        evictions: Of B sequences.
+        query: Index of the token that looks; the default is after the last one.
+
+    Returns:
+        (B, T) from 0, evicted everywhere, to 1, held everywhere. Tokens behind the query count as not held.
+    """
+    at = evictions.length - 1 if query is None else query
+    held = (evictions.death > at).float().mean(dim=(0, 2))
+    return held * (torch.arange(evictions.length, device=held.device) <= at)
+
+
+def visibility(evictions: EvictionRecord, sequence: int = 0) -> Tensor:
+    """How many of the layers' KV heads let each query see each key, as a share.
+
+    Args:
+        evictions: Of B sequences.
+        sequence: Which of them.
+
+    Returns:
+        (T, T) by query and key; 0 above the diagonal, 1 below it where nothing was evicted.
+    """
+    death = evictions[sequence : sequence + 1].death[:, 0].flatten(0, 1)  # (L x H, T)
+    query = torch.arange(evictions.length, device=death.device)[:, None]
+    seen = torch.zeros(evictions.length, evictions.length, device=death.device)
+    for head in death:  # one at a time: long sequences have large squares
+        seen += query < head
+    return seen.div_(len(death)).tril_()
+
+
+def draw_visibility(ax: Axes, share: Tensor, tokens: Sequence[str], prompt_length: int = 0) -> AxesImage:
+    """Paint :func:`visibility` into a matplotlib axes: keys from left to right, queries from top to bottom.
+
+    Args:
+        ax: Where to.
+        share: (T, T).
+        tokens: T labels; more than 64 are left out.
+        prompt_length: Where the completion begins, marked by a line.
+
+    Returns:
+        The image, for a colour bar.
+    """
+    above = torch.ones_like(share, dtype=torch.bool).triu(1)
+    image = ax.imshow(share.masked_fill(above, math.nan).cpu().numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    ax.set(xlabel="key", ylabel="query", facecolor="#f3f4f6")
+    if len(tokens) <= 64:
+        plain = [token.replace("$", r"\$") for token in tokens]  # no formulas
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_ticks(range(len(tokens)), plain, fontsize=6, family="monospace")
+            axis.set_tick_params(length=0, pad=2)
+        for label in ax.get_xticklabels():
+            label.set_rotation(90 if len(label.get_text()) > 1 else 0)
+    if prompt_length:
+        ax.axvline(prompt_length - 0.5, color="#c2410c", lw=0.8)
+        ax.axhline(prompt_length - 0.5, color="#c2410c", lw=0.8)
+    return image
+
+
+@dataclass(frozen=True)
+class TextHeat:
+    """A text several times, each token on a colour that stands for a number: blue up from 0, red down, 0 is faded.
+
+    All text is escaped: completions are whatever a policy came up with.
+
+    Args:
+        tokens: T texts.
+        rows: T numbers for each row, by the row's label; NaN is grey.
+        limit: The number whose colour is full; default the largest there is.
+        caption: What the colours mean.
+
+    Raises:
+        ValueError: If a row has another length than the tokens.
+
+    Example::
+
+        TextHeat(token_texts(tokenizer, rollout.sequences[0]), {"held": held_share(rollout.evictions)[0]}, limit=1)
+    """
+
+    tokens: Sequence[str]
+    rows: Mapping[str, Sequence[float] | Tensor]
+    limit: float | None = None
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        for label, values in self.rows.items():
+            if len(values) != len(self.tokens):
+                raise ValueError(
+                    f"rows[{label!r}] has {len(values)} numbers for {len(self.tokens)} tokens: give one for each, or "
+                    "cut both to the same tokens."
+                )
+
+    @property
+    def scale(self) -> float:
+        """The number whose colour is full."""
+        known = [abs(value) for row in self.rows.values() for value in _numbers(row) if math.isfinite(value)]
+        return self.limit or max(known, default=0.0) or 1.0
+
+    def _repr_html_(self) -> str:
+        scale = self.scale
+        rows = "".join(
+            f'<tr><th style="{_LABEL}">{html.escape(label)}</th><td style="{_TEXT}">'
+            + "".join(_span(token, value, scale) for token, value in zip(self.tokens, _numbers(values), strict=True))
+            + "</td></tr>"
+            for label, values in self.rows.items()
+        )
+        has_negative = any(value < 0 for row in self.rows.values() for value in _numbers(row))
+        points = (-scale, -scale / 2, 0.0, scale / 2, scale) if has_negative else (0.0, scale / 2, scale)
+        legend = "".join(_span(f" {point:.2g} ", point, scale) for point in points)
+        return (
+            f'<table style="{_TABLE}">{rows}<tr><th></th><td style="{_LEGEND}">{legend} '
+            f"{html.escape(self.caption)}</td></tr></table>"
+        )
+
+    def __str__(self) -> str:
+        """Tokens at least half of the scale up stand as they are, others as a dot, those down in brackets."""
+        scale, tokens, labels = self.scale, [printable(token) for token in self.tokens], [*map(printable, self.rows)]
+        width = max(map(len, labels), default=0)
+        return "\n".join(
+            f"{label:{width}}  " + "".join(_plain(t, v / scale) for t, v in zip(tokens, _numbers(row), strict=True))
+            for label, row in zip(labels, self.rows.values(), strict=True)
+        )
+
+
+_TABLE = "border-collapse:collapse;margin:0.5em 0"
+_LABEL = "text-align:right;vertical-align:top;padding:2px 10px 2px 0;white-space:nowrap;font-weight:600"
+_TEXT = "text-align:left;padding:2px 0;font-family:monospace;line-height:1.7;overflow-wrap:anywhere"
+_LEGEND = "text-align:left;padding-top:6px;font-size:85%"
+
+
+def _span(token: str, value: float, scale: float) -> str:
+    back = _color(value, scale)
+    brightness = 0.299 * back[0] + 0.587 * back[1] + 0.114 * back[2]
+    front = WHITE if brightness < DARK else INK if abs(value) >= FAINT * scale else FADED
+    style = f"background:{_css(back)};color:{_css(front)};padding:2px 0;white-space:pre-wrap"
+    return f'<span style="{style}" title="{value:.4g}">{html.escape(token)}</span>'
+
+
+def _color(value: float, scale: float) -> Color:
+    if math.isnan(value):
+        return NOTHING
+    share = min(abs(value) / scale, 1.0)
+    full = BLUE if value > 0 else RED
+    mixed = [round(white + share * (color - white)) for white, color in zip(WHITE, full, strict=True)]
+    return mixed[0], mixed[1], mixed[2]
+
+
+def _css(color: Color) -> str:
+    return "#" + "".join(f"{part:02x}" for part in color)
+
+
+def _plain(token: str, share: float) -> str:
+    if share <= -0.5:
+        return f"[{token}]"
+    return token if share >= 0.5 else "·" * len(token)
+
+
+def _numbers(values: Sequence[float] | Tensor) -> list[float]:
+    return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]

@@ -1,0 +1,1 @@
+"""The KV cache of a rollout: slots, what fits, and its compression."""

@@ -1,0 +1,233 @@
+"""The forward pass of a Llama-like decoder over the policy's own modules, with the rollout's attention in it.
+
+transformers' own forward pass spends most of a decode step on the CPU in bookkeeping and its matrix products in a
+library made for many rows. The four families served here differ in nothing but optional norms and biases, so their
+layers are walked by hand: every norm, embedding, rotary embedding and activation is the model's own module.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal
+from sparse_rl_lightning.rollout.engine.projections import Projection, join
+
+ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
+
+
+class Attend(Protocol):
+    """The attention of one layer, which also takes keys and values into the cache."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            layer: Layer index.
+            query: (R, Hq, D), not yet rotated.
+            key: (R, H, D), not yet rotated.
+            value: (R, H, D).
+            cos: (R, D), of the queries' and keys' positions, at least float32.
+            sin: (R, D).
+            hidden: (R, E), what query, key and value were projected from.
+
+        Returns:
+            (R, Hq, D).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's modules; ``query_norm`` and ``key_norm`` are Qwen3's."""
+
+    norm: nn.Module
+    project_in: Projection  # query, key, value
+    query_norm: nn.Module | None
+    key_norm: nn.Module | None
+    project_out: Projection
+    mlp_norm: nn.Module
+    mlp: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _GatedMLP:
+    """A feed-forward block, its projections made for decoding."""
+
+    gate_and_up: Projection
+    activation: nn.Module
+    down: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_and_up(x)
+        return self.down(self.activation(gate) * up)[0]
+
+
+class Decoder:
+    """A causal language model as a function of packed tokens: embedding, layers, final norm, output head.
+
+    Args:
+        model: Of a family in :data:`~sparse_rl_lightning.policies.geometry.FAMILIES`.
+        geometry: Its sizes and compute type.
+
+    Raises:
+        ValueError: If what is walked by hand has a ``forward`` of somebody else's, or a weight holds NaN.
+    """
+
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
+        decoder: Any = model.get_decoder()
+        self.model, self.geometry = model, geometry
+        self._signature = _signature(model)
+        self._projections: list[Projection] = []
+        _check_walked(decoder)
+        _check_weights(model)
+        self.embedding: nn.Module = decoder.embed_tokens
+        self.final_norm: nn.Module = decoder.norm
+        self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
+
+        def joined(*modules: nn.Module) -> Projection:
+            self._projections.append(join(modules, geometry.dtype))
+            return self._projections[-1]
+
+        self.head = joined(model.get_output_embeddings())
+        self.layers = [
+            _Layer(
+                norm=layer.input_layernorm,
+                project_in=joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                query_norm=getattr(layer.self_attn, "q_norm", None),
+                key_norm=getattr(layer.self_attn, "k_norm", None),
+                project_out=joined(layer.self_attn.o_proj),
+                mlp_norm=layer.post_attention_layernorm,
+                mlp=layer.mlp
+                if is_changed(layer.mlp)
+                else _GatedMLP(
+                    gate_and_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+                    activation=layer.mlp.act_fn,
+                    down=joined(layer.mlp.down_proj),
+                ),
+            )
+            for layer in decoder.layers
+        ]
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            ids: (R,) tokens, R a multiple of :data:`ROW_MULTIPLE`.
+            positions: (R,) their true positions.
+            attend: Called once per layer.
+
+        Returns:
+            (R, E).
+        """
+        g = self.geometry
+        x: Tensor = self.embedding(ids)
+        cos, sin = self._rotation(positions, x.dtype)
+        for index, layer in enumerate(self.layers):
+            hidden = layer.norm(x)
+            query, key, value = layer.project_in(hidden)
+            query, key, value = (t.view(len(x), -1, g.head_dim) for t in (query, key, value))
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query, key = layer.query_norm(query), layer.key_norm(key)
+            attended = attend(index, query, key, value, cos, sin, hidden)
+            x = x + layer.project_out(attended.flatten(1))[0]
+            x = x + layer.mlp(layer.mlp_norm(x))
+        out: Tensor = self.final_norm(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, V) float32; padded so that a row's bits do not depend on how many there are."""
+        n = hidden.shape[0]
+        if n % ROW_MULTIPLE:
+            hidden = torch.cat([hidden, hidden.new_zeros(-n % ROW_MULTIPLE, hidden.shape[1])])
+        return self.head(hidden)[0][:n].float()
+
+    def refresh(self) -> None:
+        """Take over what an optimiser has changed in weights that are kept as copies.
+
+        Raises:
+            ValueError: If a weight holds NaN.
+        """
+        _check_weights(self.model)
+        for projection in self._projections:
+            projection.refresh()
+        self.__dict__.pop("output_weights", None)
+
+    @cached_property
+    def output_weights(self) -> list[Tensor]:
+        """(L) of (Hq, D, E), at least float32: what each head's output is multiplied with, adapters included."""
+        g = self.geometry
+        unit = torch.eye(g.num_heads * g.head_dim, dtype=g.dtype, device=g.device)
+        none, shape = torch.zeros_like(unit[:1]), (g.num_heads, g.head_dim, -1)
+        products = [layer.project_out(unit)[0] - layer.project_out(none)[0] for layer in self.layers]
+        return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
+
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
+        """Whether this still is the model: the same modules, hooks and forwards, weights where they were."""
+        own = self.geometry
+        same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
+        return same and self._signature == _signature(model)
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (R, D), rounded as transformers rounds them to the type of the hidden states."""
+        angles = positions[:, None].to(torch.float32) * self.inv_freq
+        angles = torch.cat([angles, angles], dim=-1)
+        scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.query_dtype)
+        return (angles.cos() * scaling).to(dtype).to(wide), (angles.sin() * scaling).to(dtype).to(wide)
+
+
+def _signature(model: PreTrainedModel) -> tuple[object, ...]:
+    """Changes where modules or their forwards are replaced or wrapped, hooks come or go, or weights move."""
+    modules = (
+        (id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    )
+    return (*modules, *(parameter.data_ptr() for parameter in model.parameters()))
+
+
+def _check_walked(decoder: Any) -> None:
+    """The decoder, its rotary embedding, layers and attention are walked by hand: what hangs on them is not called.
+
+    Raises:
+        ValueError: If one has a replaced forward; hooks, which mostly look on, are a warning.
+    """
+    parts = (module for layer in decoder.layers for module in (layer, layer.self_attn))
+    walked: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
+    for module in walked:
+        if is_replaced(module):
+            raise ValueError(refusal(module))
+    for module in walked:
+        if module._forward_hooks or module._forward_pre_hooks:
+            warnings.warn(
+                f"Forward hooks of {type(module).__name__} are not called in rollouts, which walk the layers "
+                "themselves. Hooks of feed-forward blocks, linear layers, norms and embeddings are.",
+                stacklevel=2,
+            )
+            return
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    """Refuse NaN by name: attention may turn NaN queries and keys into finite numbers that mean nothing.
+
+    Raises:
+        ValueError: If a weight holds NaN.
+    """
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and p.itemsize > 1}
+    sums = torch.stack([weight.sum().isnan() for weight in weights.values()])  # the device is waited for once
+    broken = [name for name, is_nan in zip(weights, sums.tolist(), strict=True) if is_nan]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise ValueError(
+            f"The model's weights hold NaN: {broken[0]}{more} of {len(weights)}. Training has diverged or a file is "
+            "damaged: go back to an earlier checkpoint."
+        )

@@ -1,0 +1,216 @@
+"""Partial rollouts: a few long sequences no longer hold up the update, they go on after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout import Progress, RolloutSampler, RolloutSession, SamplingParams
+
+Rows: TypeAlias = list[dict[str, Any]]
+PartialCheckpoint = Literal["store", "restart"]
+
+STORABLE = (str, int, float, bool, type(None))
+
+
+class PartialRollouts:
+    """Rollouts that are cut after a number of decode steps; what has not ended goes on with the updated policy.
+
+    As in Kimi k1.5 (arXiv 2501.12599), but on slots of a compressed cache. A prompt's samples are handed out together,
+    when the last of them has ended, oldest prompt first, and never more prompts than a rollout adds, so that
+    micro-batches stay as small as they are without. Decoding goes on beyond the limit until every sequence has a slot
+    and there are enough groups for one micro-batch each: what is left over never exceeds the slots by more than that.
+    Logged with every rollout:
+
+    ============================ ========= ==========================================================
+    key                          unit      meaning
+    ============================ ========= ==========================================================
+    rollout/unfinished           sequences go on in the next rollout
+    rollout/off_policy_tokens    share     tokens of the rollout that older versions of the policy drew
+    rollout/version              number    of the policy that drew last
+    rollout/oldest_version       number    of the policy that drew the oldest token of the rollout
+    ============================ ========= ==========================================================
+
+    Args:
+        max_steps: Decode steps per rollout.
+        checkpoint: ``store`` what is in the slots, or ``restart`` unfinished sequences after a resume.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(self, max_steps: int, checkpoint: PartialCheckpoint = "store") -> None:
+        if max_steps < 1:
+            raise ValueError(f"partial_rollout_steps must be at least 1 or null (off), got {max_steps}.")
+        if checkpoint not in ("store", "restart"):
+            raise ValueError(f"partial_checkpoint must be 'store' or 'restart', got {checkpoint!r}.")
+        self.max_steps = max_steps
+        self.checkpoint = checkpoint
+        self.max_prompt_length = 0
+        self.session: RolloutSession | None = None
+        self.rows: dict[int, dict[str, Any]] = {}  # of the prompts in the session, by their numbers
+        self._saved: dict[str, Any] | None = None  # of a checkpoint, until there is a session
+
+    def begin(self, max_prompt_length: int) -> None:
+        """Start a fit: an empty session, made when it is first needed, or the one of the checkpoint.
+
+        Args:
+            max_prompt_length: Tokens of the longest prompt there will be.
+        """
+        self.max_prompt_length, self.session, self.rows = max_prompt_length, None, {}
+
+    def draw(
+        self,
+        sampler: RolloutSampler,
+        params: SamplingParams,
+        rows: Rows,
+        prompts: Sequence[Sequence[int]],
+        sequence_ids: Sequence[int],
+        *,
+        unit: int,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> tuple[Rollout, Rows]:
+        """Add prompts, decode, and take what is complete.
+
+        Args:
+            sampler: Model, compressor and slots.
+            params: How to draw, the same in every call.
+            rows: The prompts' rows of the data set.
+            prompts: Their token ids.
+            sequence_ids: As for :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`.
+            unit: The number of groups taken is a multiple of this.
+            progress: Called after every decode step; it counts from the beginning of this call.
+
+        Returns:
+            A rollout of at least ``unit`` and at most ``len(rows)`` groups, and their rows.
+        """
+        session = self._session_for(sampler, params)
+        self.rows |= dict(zip(session.add(prompts, sequence_ids), rows, strict=True))
+        session.advance(
+            self.max_steps,
+            until=lambda: not session.run.waiting and len(session.complete) >= unit,
+            progress=None if progress is None else _since(session.run.progress, progress),
+        )
+        complete = session.complete
+        taken = complete[: min(len(complete), len(rows)) // unit * unit]
+        return session.take(taken), [self.rows.pop(number) for number in taken]
+
+    def metrics(self, rollout: Rollout) -> dict[str, Tensor | float]:
+        """What to log beside the rollout's own numbers; the class's docstring has the table of keys."""
+        assert self.session is not None
+        assert rollout.policy_versions is not None
+        versions = rollout.policy_versions[rollout.completion_mask]
+        return {
+            "rollout/unfinished": float(self.session.num_unfinished),
+            "rollout/off_policy_tokens": (versions < self.session.version).float().mean(),
+            "rollout/version": float(self.session.version),
+            "rollout/oldest_version": versions.min().float(),
+        }
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not ended."""
+        return 0 if self.session is None else self.session.num_unfinished
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state(self) -> dict[str, Any] | None:
+        """For the checkpoint; None where there is nothing to keep."""
+        if self.session is None:
+            return self._saved
+        session = self.session.state(restart=self.checkpoint == "restart")
+        rank_zero_info(
+            f"Checkpoint with {self.num_unfinished} unfinished sequences of partial rollouts: "
+            f"{state_bytes(session) / 2**20:,.1f} MiB ({self.checkpoint})."
+        )
+        return {"session": session, "rows": dict(self.rows), "settings": self._settings(self.session)}
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Take up what :meth:`state` returned, when there is a session."""
+        self._saved = state
+
+    def _session_for(self, sampler: RolloutSampler, params: SamplingParams) -> RolloutSession:
+        if self.session is None:
+            self.session = RolloutSession(sampler, params, self.max_prompt_length)
+            if self._saved is not None:
+                self._check(self._saved)
+                self.session.load_state(self._saved["session"])
+                self.rows, self._saved = dict(self._saved["rows"]), None
+        return self.session
+
+    def _settings(self, session: RolloutSession) -> dict[str, Any]:
+        """What the stored slots depend on, the number of samples first: on that alone a restart depends."""
+        return {
+            "num_generations": session.params.num_generations,
+            "max_completion_length": session.params.max_completion_length,
+            "longest prompt": self.max_prompt_length,
+            "compressor": repr(session.sampler.compressor),
+            "kv_dtype": str(session.sampler.kv_dtype),
+        }
+
+    def _check(self, saved: dict[str, Any]) -> None:
+        assert self.session is not None
+        own = self._settings(self.session)
+        names = list(own) if saved["session"]["slots"] else ["num_generations"]
+        changed = [f"{n} was {saved['settings'][n]}, is {own[n]}" for n in names if saved["settings"][n] != own[n]]
+        if changed:
+            raise ValueError(
+                f"The checkpoint's unfinished sequences were drawn under other settings: {'; '.join(changed)}. Resume "
+                "with the same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
+            )
+
+
+def check_storable(rows: Rows) -> None:
+    """Rows wait for their group in checkpoints, which hold nothing but text, numbers, lists and dictionaries.
+
+    Raises:
+        ValueError: If a column holds something else.
+    """
+    for row in rows:
+        for name, value in row.items():
+            if (foreign := _foreign(value)) is not None:
+                raise ValueError(
+                    f"partial_rollout_steps keeps rows in checkpoints, but column {name!r} of the training data holds "
+                    f"a {foreign}. Make it text, a number, or a list or dictionary of them, or drop the column."
+                )
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of all tensors inside dictionaries and lists."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    inside = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return sum(map(state_bytes, inside))
+
+
+def _foreign(value: Any) -> str | None:
+    """The name of the first type inside a value that a weights-only checkpoint refuses."""
+    if type(value) in STORABLE:
+        return None
+    if type(value) is dict:
+        value = [*value, *value.values()]
+    if type(value) in (list, tuple):
+        return next((name for item in value if (name := _foreign(item)) is not None), None)
+    return type(value).__name__
+
+
+def _since(start: Progress, progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
+    """The progress since ``start`` of a session that has already done something."""
+
+    def report(now: Progress) -> None:
+        progress(
+            replace(
+                now,
+                step=now.step - start.step,
+                finished=now.finished - start.finished,
+                total=now.total - start.finished,
+                tokens=now.tokens - start.tokens,
+            )
+        )
+
+    return report

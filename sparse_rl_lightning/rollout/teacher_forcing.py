@@ -1,0 +1,141 @@
+"""Given texts under a compressed cache: what another compressor would have kept of the same words, and said to them.
+
+The rollout's own cache, decode step and compressions do the work; only the token drawn is replaced by the text's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.policies.geometry import CacheGeometry, check_window
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout.cache.compression import Compression
+from sparse_rl_lightning.rollout.cache.slots import CacheSize, SlotCache
+from sparse_rl_lightning.rollout.checks import drawing
+from sparse_rl_lightning.rollout.engine.decoder import Decoder
+from sparse_rl_lightning.rollout.engine.graphs import GraphedStep
+from sparse_rl_lightning.rollout.engine.logs import Tracks
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
+from sparse_rl_lightning.rollout.engine.scheduler import Plan, Run
+from sparse_rl_lightning.rollout.engine.step import Step
+
+PREFILL_TOKENS = 16384  # read at once
+
+
+Note = Callable[[Tracks, Tensor, Tensor, Tensor], None]
+"""What to keep of a step: the tracks, slots (n,), indices of their next tokens (n,) and logits (n, V)."""
+
+
+@dataclass(frozen=True)
+class ForcedStep(Step):
+    """A decode step that writes down the next token of a text instead of drawing one."""
+
+    texts: Tensor  # (S, T) sequence i in slot i
+    note: Note
+
+    def draw(self, logits: Tensor, places: Tensor) -> None:
+        """Note what the logits say, and go on with the text."""
+        own = places < len(self.texts)  # the others pad the batch
+        slots, at = places[own], self.cache.seen[places[own]]
+        self.cache.tokens[slots, at] = self.texts[slots, at]
+        self.tracks.note_broken(slots, at, ~logits[own].logsumexp(dim=-1).isfinite())
+        self.note(self.tracks, slots, at, logits[own])
+
+
+def force(
+    model: PreTrainedModel,
+    texts: Tensor,
+    prompt_lengths: Sequence[int],
+    compression: Compression,
+    params: SamplingParams,
+    note: Note,
+    ids: Sequence[int] | None = None,
+) -> Run:
+    """Feed texts to a compressed cache, token by token, to their ends.
+
+    Args:
+        model: The policy.
+        texts: (B, T) token ids; what pads a text on the right is decoded like the rest and changes nothing before it.
+        prompt_lengths: Tokens of each text that are read at once.
+        compression: What a full slot keeps.
+        params: How long completions are, and the seed of random eviction.
+        note: Called at every step, that of the prompts included.
+        ids: Numbers of the sequences, default 0 to B - 1.
+
+    Returns:
+        The run, all of whose sequences have ended.
+    """
+    geometry, count = CacheGeometry.of(model), len(texts)
+    longest_prompt = max(prompt_lengths)
+    length = longest_prompt + params.max_completion_length
+    check_window(model, texts.shape[1])
+    capacities = compression.trigger.capacities(longest_prompt, length)
+    size = CacheSize.of(compression.compressor, geometry, count, capacities, length)
+    with drawing(model):
+        cache, device = SlotCache(geometry, size), geometry.device
+        nothing_ends = torch.zeros(0, dtype=torch.int64, device=device)
+        step = ForcedStep(
+            Decoder(model, geometry), cache, Tracks(count, length, params, device), params, nothing_ends, compression,
+            texts.to(device), note,
+        )  # fmt: skip
+        plan = Plan(params, compression, nothing_ends, None, count, PREFILL_TOKENS, check_every=1)
+        run = Run(plan, GraphedStep(step, enabled=False))
+        keys = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
+        run.add([text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)], keys.tolist())
+        for _ in run:
+            pass
+    return run
+
+
+def forced_rollout(
+    model: PreTrainedModel, rollout: Rollout, compressor: Compressor, temperature: float = 1.0, seed: int = 0
+) -> Rollout:
+    """The rollout as it would be, had the same tokens been drawn under another compressor.
+
+    Tokens stay; evictions, ``sampler_logprobs`` and memory are those of the compressor. With the compressor, the
+    weights and the seed that drew the rollout these are its own. For comparing methods on the same text.
+
+    Args:
+        model: The policy.
+        rollout: The texts.
+        compressor: What a full slot keeps.
+        temperature: Of the log-probabilities, 1 for greedy rollouts.
+        seed: With the number of a sequence it fixes the lots of random eviction.
+
+    Raises:
+        ValueError: If the model has layers that cannot be evicted from, or a budget leaves less than sinks and window.
+    """
+    counts, prompt_lengths = rollout.completion_mask.sum(dim=1), rollout.prompt_lengths
+    params = SamplingParams(max_completion_length=int(counts.max()), temperature=temperature, seed=seed)
+    texts, last = rollout.sequences.to(model.device), (prompt_lengths + counts - 1).to(model.device)
+
+    def note(tracks: Tracks, slots: Tensor, at: Tensor, logits: Tensor) -> None:
+        logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        tracks.logprobs[slots, at] = logprobs.gather(-1, texts[slots, at][:, None]).squeeze(-1)
+        tracks.note_end(slots, at, at == last[slots])
+
+    compression = Compression(compressor, model.config.num_hidden_layers)
+    run = force(model, texts, prompt_lengths.tolist(), compression, params, note)
+    return _as_wide(run.take(run.complete), rollout)
+
+
+def _as_wide(forced: Rollout, rollout: Rollout) -> Rollout:
+    """Padded like the rollout that the texts are from, so that its masks fit."""
+    width = rollout.sequences.shape[1]
+    more = (0, width - forced.sequences.shape[1])
+    assert forced.evictions is not None  # there is no retriever
+    return replace(
+        forced,
+        sequences=rollout.sequences.to(forced.sequences.device),
+        completion_mask=F.pad(forced.completion_mask, more),
+        sampler_logprobs=F.pad(forced.sampler_logprobs, more),
+        evictions=replace(forced.evictions, length=width),
+        finished=rollout.finished.clone(),
+    )

@@ -1,0 +1,98 @@
+"""Text for people: model output made safe to print, numbers and tables in reports, printing beside a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+DASH = "–"
+"""Stands where nothing was measured."""
+
+
+def printable(text: str, width: int | None = None) -> str:
+    r"""One line without control characters, which could take over a terminal; long text loses its middle.
+
+    Line breaks become ``\n``; escape sequences, invisible and text-direction characters and lone surrogates become
+    their escapes.
+
+    Args:
+        text: Any text.
+        width: Most characters to return, None for all.
+    """
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if width is None or len(line) <= width:
+        return line
+    head = (width - 1) // 2
+    return f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
+
+
+def say(text: str) -> None:
+    """Print above whatever bar is on the screen; characters the terminal cannot spell become escapes."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
+
+
+def shortened(text: str, width: int) -> str:
+    """Long text without its middle, which is counted: a model may write megabytes."""
+    if len(text) <= width:
+        return text
+    head = width // 2
+    tail = width - head
+    return f"{text[:head]} … [{len(text) - width:,} characters left out] … {text[-tail:]}"
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt as text: itself, or its chat messages one per line."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+
+
+def table(rows: Sequence[Sequence[str]], right: str = "") -> str:
+    """Aligned columns, two spaces apart, a rule under the first row.
+
+    Args:
+        rows: Equally long rows of one-line cells, the header first.
+        right: A character per column, ``r`` where it is right-aligned; missing ones are left-aligned.
+    """
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    sides = right.ljust(len(widths), "l")
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if side == "r" else c.ljust(w) for c, w, side in zip(row, widths, sides, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for people: ``0.312``, or a dash where there is none."""
+    return DASH if value is None or value != value else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share for people: ``31.2 %``, or a dash."""
+    return DASH if value is None or value != value else f"{100 * value:.1f} %"
+
+
+def size(num_bytes: float | None) -> str:
+    """Bytes for people, in powers of 1024."""
+    if num_bytes is None:
+        return DASH
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``4 min 07 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,341 @@
+"""Calibration: what it picks against brute force, resuming, what cannot be judged, and the command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tiny_run import run_console
+
+from sparse_rl_lightning.acceptance import tail_target
+from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.calibration import Hardware
+from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, calibrate
+from sparse_rl_lightning.calibration.sweep import Sweep
+from sparse_rl_lightning.calibration.table import Acceptances, Cell, bootstrap, cells, choose
+from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.logprobs import hidden_states
+from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
+from sparse_rl_lightning.retrievers import Centroid
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.testing import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = [list(range(3 + i, 9 + i + i % 3)) for i in range(6)]
+PARAMS = SamplingParams(num_generations=3, max_completion_length=30, top_logprobs=32, seed=2)
+METHOD = SnapKV(12, buffer=3, num_sinks=1, window=3)
+BUDGETS = (8, 12, 16, 24)
+BINNING = Binning(bin_size=8, min_tokens=10, resamples=20)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return tiny_model(vocab_size=32, initializer_range=0.2, eos_token_id=None)
+
+
+def sweep(policy: Any, folder: Path, **changes: Any) -> Sweep:
+    given = {"prompts": PROMPTS, "params": PARAMS, "prompts_per_part": 4, "micro_batch": 5, **changes}
+    return Sweep(policy, given.pop("prompts"), given.pop("params"), folder, **given)
+
+
+# ---------------------------------------------------------------- against brute force
+
+
+@torch.no_grad()
+def overlaps_by_hand(policy: Any, compressor: Any) -> list[tuple[int, float]]:
+    """Length and overlap of every token drawn: both whole distributions, the sparse one under the replay mask."""
+    rollout = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
+    head = policy.get_output_embeddings()
+    dense = head(hidden_states(policy, rollout.sequences)).double().softmax(dim=-1)
+    with attention_implementation(policy, REPLAY):
+        sparse = head(hidden_states(policy, rollout.sequences, death=rollout.evictions.death)).double().softmax(dim=-1)
+    found = []
+    for row, length in rollout.completion_mask.nonzero().tolist():
+        p, q = dense[row, length - 1].tolist(), sparse[row, length - 1].tolist()
+        found.append((length, sum(map(min, p, q))))
+    return found
+
+
+def tail_by_hand(values: list[float]) -> float:
+    """Linear interpolation between the two nearest of n ordered numbers at 0.05 (n - 1)."""
+    ordered, place = sorted(values), 0.05 * (len(values) - 1)
+    low = math.floor(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def test_calibration_picks_what_brute_force_picks(policy: Any, tmp_path: Path) -> None:
+    found = calibrate(sweep(policy, tmp_path), METHOD, BUDGETS, BINNING, target=0.8, monotone=False)
+    rising = calibrate(sweep(policy, tmp_path), METHOD, BUDGETS, BINNING, target=0.8)
+    assert found.ceiling == pytest.approx(tail_by_hand([o for _, o in overlaps_by_hand(policy, FullKV())]), abs=1e-5)
+    tails: dict[int, dict[int, float]] = {}
+    for budget in BUDGETS:
+        overlaps = overlaps_by_hand(policy, METHOD.with_budget(budget))
+        bins = {length // 8 for length, _ in overlaps}
+        own = {b: [overlap for length, overlap in overlaps if length // 8 == b] for b in bins}
+        tails[budget] = {b: tail_by_hand(values) for b, values in own.items() if len(values) >= 10}
+        for number, cell in enumerate(found.table[budget]):
+            assert (cell is None) == (number not in tails[budget])
+            if cell is not None:
+                assert cell.tail == pytest.approx(tails[budget][number], abs=1e-5)
+                assert cell.tail <= cell.tail_upper + 1e-6 <= cell.tail + 1e-4  # the whole vocabulary: exact
+                assert cell.low <= cell.tail <= cell.high or cell.low == pytest.approx(cell.high)
+                assert cell.tokens == len(own[number]) if budget == BUDGETS[-1] else cell.tokens > 0
+    want = []
+    for number in range(5):
+        serving = [budget for budget in BUDGETS if tails[budget].get(number, 0.0) >= 0.8]
+        want.append(min(serving, default=BUDGETS[-1]) if number in tails[8] else None)
+    known = [budget for budget in want if budget is not None]
+    assert len(set(known)) > 1, "every length picks the same budget: nothing is tested"
+    first = next(i for i, budget in enumerate(want) if budget is not None)
+    last = max(i for i, budget in enumerate(want) if budget is not None)
+    filled = [want[first]] * first + want[first : last + 1] + [want[last]] * (len(want) - 1 - last)
+    assert found.choice.budgets == filled
+    assert found.schedule == LengthSchedule.of_bins(filled, 8)
+    assert rising.choice.budgets == [max(filled[: number + 1]) for number in range(len(filled))]
+
+
+def test_the_default_target_is_the_published_one_scaled_to_the_own_ceiling(policy: Any, tmp_path: Path) -> None:
+    found = calibrate(sweep(policy, tmp_path), METHOD, BUDGETS[-1:], BINNING, check=False)
+    assert found.target == pytest.approx(0.86 * found.ceiling / 0.945)
+    assert found.target == tail_target(found.ceiling)
+    with pytest.raises(ValueError, match=r"target=1\.1000 is above the ceiling: even a dense sampler reaches 1\.0000"):
+        calibrate(sweep(policy, tmp_path), METHOD, BUDGETS[-1:], BINNING, target=1.1)
+
+
+def test_few_tokens_bound_the_tail_from_both_sides(policy: Any, tmp_path: Path) -> None:
+    few = SamplingParams(num_generations=3, max_completion_length=30, top_logprobs=4, seed=2)
+    bounded = calibrate(sweep(policy, tmp_path / "few", params=few), METHOD, (8,), BINNING, target=0.1, check=False)
+    exact = calibrate(sweep(policy, tmp_path / "all"), METHOD, (8,), BINNING, target=0.1, check=False)
+    pairs = [(b, e) for b, e in zip(bounded.table[8], exact.table[8], strict=True) if e is not None]
+    assert len(pairs) > 2
+    for bound, own in pairs:
+        assert bound.tail - 1e-6 <= own.tail <= bound.tail_upper + 1e-6
+    assert any(bound.tail < own.tail - 1e-3 for bound, own in pairs)
+
+
+def test_retrieval_is_calibrated_alike(policy: Any, tmp_path: Path) -> None:
+    """Budgets in pages; with all pages read the tail is the ceiling; alone and on top of an evicting cache."""
+    method = Centroid(16, page_size=4, num_dense_layers=0)
+    found = calibrate(sweep(policy, tmp_path / "alone"), method, (12, 16, 24, 48), BINNING, target=0.6)
+    known = [(cells[0], cells[-1]) for cells in zip(*found.table.values(), strict=True) if cells[0] is not None]
+    assert all(whole.tail == pytest.approx(1, abs=1e-4) for _, whole in known)
+    assert min(few.tail for few, _ in known) < 0.6
+    for number, budget in enumerate(found.choice.budgets):
+        cells = {b: own[number] for b, own in found.table.items() if own[number] is not None}
+        if cells:
+            assert budget == min(b for b, own in cells.items() if own.tail >= 0.6)
+    hybrid = sweep(policy, tmp_path / "hybrid", keeps=SnapKV(20, buffer=4, num_sinks=1, window=3))
+    both = calibrate(hybrid, method, (48,), BINNING, target=0.1, check=False)
+    assert min(own.tail for own in both.table[48] if own is not None) < 0.9
+    with pytest.raises(ValueError, match="another method"):
+        sweep(policy, tmp_path / "hybrid").claim(method)
+    with pytest.raises(ValueError, match="page_size=4 does not divide budget=18"):
+        calibrate(hybrid, method, (18,), BINNING)
+
+
+# ---------------------------------------------------------------- going on
+
+
+def test_a_sweep_goes_on_where_it_was(policy: Any, tmp_path: Path) -> None:
+    whole = calibrate(sweep(policy, tmp_path / "whole"), METHOD, BUDGETS[:2], BINNING, target=0.8)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    lost = [tmp_path / "cut/budget_12/part_0001.safetensors", tmp_path / "cut/dense/part_0000.safetensors"]
+    kept = tmp_path / "cut/budget_8/part_0000.safetensors"
+    for path in lost:
+        path.unlink()
+    stamp = kept.stat().st_mtime_ns
+    again = calibrate(sweep(policy, tmp_path / "cut"), METHOD, BUDGETS[:2], BINNING, target=0.8)
+    assert again == whole
+    assert kept.stat().st_mtime_ns == stamp, "a finished part was drawn again"
+    assert all(path.exists() for path in lost)
+    # more budgets, other bins and another target use what is there
+    more = calibrate(sweep(policy, tmp_path / "cut"), METHOD, BUDGETS[:3], Binning(4, 10, 20), target=0.7, check=False)
+    assert set(more.table) == set(BUDGETS[:3])
+    assert kept.stat().st_mtime_ns == stamp
+
+
+def test_parts_of_something_else_are_refused(policy: Any, tmp_path: Path) -> None:
+    sweep(policy, tmp_path).claim(METHOD)
+    sweep(policy, tmp_path).claim(METHOD.with_budget(20))  # the budget does not count
+    other = tiny_model(vocab_size=32, initializer_range=0.2, eos_token_id=None, seed=1)
+    for wrong, method, what in [
+        (sweep(other, tmp_path), METHOD, "policy"),
+        (sweep(policy, tmp_path, prompts=PROMPTS[1:]), METHOD, "prompts"),
+        (sweep(policy, tmp_path), SnapKV(12, buffer=4, num_sinks=1, window=3), "method"),
+        (sweep(policy, tmp_path, params=SamplingParams(top_logprobs=32)), METHOD, "sampling"),
+    ]:
+        with pytest.raises(ValueError, match=rf"holds a calibration with another {what}\. Choose another folder"):
+            wrong.claim(method)
+
+
+def test_progress_is_told_from_none_to_all(policy: Any, tmp_path: Path) -> None:
+    told: list[float] = []
+    calibrate(sweep(policy, tmp_path), METHOD, (8, 12), BINNING, 0.5, told=lambda name, done: told.append(done))
+    assert told == sorted(told)
+    assert told[0] < 1 < told[-1] == 4  # dense, two budgets, the schedule
+
+
+# ---------------------------------------------------------------- what cannot be judged
+
+
+def cell(value: float) -> Cell:
+    return Cell(100, value, value, value, value, value, value)
+
+
+def test_bins_without_data_follow_the_next_known_one() -> None:
+    table = {8: [None, cell(0.9), None, cell(0.5), None], 16: [None, cell(0.95), None, cell(0.85), None]}
+    found = choose(table, 0.8, bin_size=10)
+    assert found.budgets == [8, 8, 16, 16, 16]
+    assert found.schedule == LengthSchedule([0, 20], [8, 16])
+    assert found.notes == [
+        "lengths 0 to 9: too few tokens, so budget 8 of lengths 10 to 19.",
+        "lengths 20 to 29: too few tokens, so budget 16 of lengths 30 to 39.",
+        "lengths 40 to 49: too few tokens, so budget 16 of lengths 30 to 39.",
+    ]
+    missed = choose({8: [cell(0.2)], 16: [cell(0.3)]}, 0.8, bin_size=10)
+    assert missed.budgets == [16]
+    assert "no budget meets the target of 0.8000, the best reaches 0.3000; the largest, 16, is taken" in missed.notes[0]
+    with pytest.raises(ValueError, match="no bin of lengths has enough tokens"):
+        choose({8: [None, None]}, 0.8, bin_size=10)
+
+
+def test_a_bin_without_data_holds_what_its_neighbour_holds() -> None:
+    """As in the schedule that is chosen; not the largest budget only, which would then be that of all later bins."""
+    table = {8: [None, cell(0.9), None, cell(0.2), None], 16: [None, cell(0.95), None, cell(0.3), None]}
+    found = Calibration(table, choose(table, 0.8, bin_size=10), ceiling=1, target=0.8, bin_size=10)
+    assert found.meets() == [[True, True], [True, True], *[[False, True]] * 3]
+    assert found.choice.budgets == [8, 8, 16, 16, 16]
+
+
+def test_a_bin_is_its_lengths() -> None:
+    lengths = torch.tensor([7, 8, 15, 16, 16], dtype=torch.int32)
+    values = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.6])
+    found = Acceptances(lengths, values, values, torch.arange(5, dtype=torch.int32))
+    got = cells(found, bin_size=8, num_bins=4, min_tokens=2)
+    assert [None if own is None else own.tokens for own in got] == [None, 2, 2, None]
+    assert got[2].tail == pytest.approx(0.4 + 0.05 * 0.2)
+    assert got[2].mean == pytest.approx(0.5)
+
+
+def test_bootstrap_draws_whole_sequences() -> None:
+    """Tokens alike within a sequence: the interval is that of few sequences, wide, not that of many tokens."""
+    random = np.random.default_rng(0)
+    level = np.linspace(0, 1, 41)
+    values = torch.tensor(np.repeat(level, 250) + 1e-3 * random.random(10_250), dtype=torch.float32)
+    owners = torch.tensor(np.repeat(np.arange(41), 250), dtype=torch.int32)
+    low, high = bootstrap(values, owners, 500, seed=0)
+    drawn = [np.quantile(random.choice(level, 41), 0.05, method="inverted_cdf") for _ in range(4000)]
+    assert (low, high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.06)
+    alone_low, alone_high = bootstrap(values, torch.arange(10_250, dtype=torch.int32), 100, seed=0)
+    assert alone_high - alone_low < (high - low) / 5
+    assert bootstrap(values, owners, 50, seed=3) == bootstrap(values, owners, 50, seed=3)
+
+
+def test_errors_say_what_to_change(policy: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no prompts to calibrate on"):
+        sweep(policy, tmp_path, prompts=[])
+    with pytest.raises(ValueError, match="top_logprobs must be at least 1"):
+        sweep(policy, tmp_path, params=SamplingParams())
+    with pytest.raises(ValueError, match="whole distribution"):
+        sweep(policy, tmp_path, params=SamplingParams(top_logprobs=5, top_p=0.9))
+    for budgets, method, message in [
+        ((), METHOD, "budgets must be positive"),
+        ((0, 8), METHOD, r"budgets=\[0, 8\]"),
+        ((8,), FullKV(), "FullKV never evicts"),
+        ((3,), METHOD, r"SnapKV: budget=3 is smaller than num_sinks \+ window"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            calibrate(sweep(policy, tmp_path), method, budgets, BINNING)
+    with pytest.raises(ValueError, match="bin_size must be at least 1"):
+        Binning(bin_size=0)
+    silent = sweep(policy, tmp_path, sampler_options={"end_token_ids": list(range(32))})
+    with pytest.raises(ValueError, match=r"dense: all 18 completions are a single token, the end .*chat template"):
+        calibrate(silent, METHOD, (8,), BINNING)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def quick(folder: Path) -> str:
+    """configs/calibrate.yaml with a random policy, two budgets and a handful of prompts."""
+    values = yaml.safe_load((ROOT / "configs/calibrate.yaml").read_text(encoding="utf-8"))
+    values |= {
+        "policy": {"class_path": "TinyPolicy", "init_args": {"hidden_size": 32, "num_layers": 2}},
+        "budgets": [20, 32], "num_prompts": 6, "num_generations": 2, "max_completion_length": 30, "num_threads": 1,
+        "min_tokens": 10, "resamples": 10,
+    }  # fmt: skip
+    Path("calibrate.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return "calibrate.yaml"
+
+
+def test_the_shipped_configuration_calibrates(
+    quick: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Hardware(1e10, 1e11, 1e-3).save("machine.json")
+    assert run_console(monkeypatch, "calibrate", "--config", quick, "--machine=machine.json") is None
+    out = capsys.readouterr().out
+    predicted = "dense rollouts of 12 sequences at once, prompts of 12 tokens, completions of 30 tokens: the schedule "
+    assert f"Predicted speed over {predicted}" in out
+    assert "times. No schedule that the table allows is faster." in out
+    assert "Written: schedule.yaml, table.csv, calibration.json and table.png to runs/calibrate" in out
+    schedule = LengthSchedule.from_file("runs/calibrate/schedule.yaml")
+    assert f"Schedule: {schedule!r}" in out
+    summary = json.loads(Path("runs/calibrate/calibration.json").read_text())
+    assert summary["schedule"] == list(schedule.budgets)
+    assert summary["ceiling"] == pytest.approx(1, abs=1e-5)
+    rows = list(csv.DictReader(Path("runs/calibrate/table.csv").open()))
+    assert {row["budget"] for row in rows} == {"20", "32", "schedule"}
+    assert len(rows) == 3 * len(summary["budgets"])
+    for row in rows:
+        assert (row["chosen"] == "1") == (summary["budgets"][int(row["first_length"]) // 4] == _number(row["budget"]))
+    assert Path("runs/calibrate/table.png").read_bytes().startswith(b"\x89PNG")
+    finished = {path: path.stat().st_mtime_ns for path in Path("runs/calibrate/parts").rglob("*.safetensors")}
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    assert run_console(monkeypatch, "calibrate", "--config", quick, "--bin_size=8") is None
+    assert "Written: schedule.yaml, table.csv and calibration.json to runs/calibrate" in capsys.readouterr().out
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in finished.items())
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def test_mistakes_end_with_one_line(
+    quick: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in [
+        (["--target=2"], "error: target=2.0000 is above the ceiling"),
+        (["--policy=gone/../away"], "no model at 'gone/../away'"),
+        (["--compressor=SnapKv"], "Did you mean 'SnapKV'"),
+        (["--machine=gone.json"], "there is no file 'gone.json'"),
+        (["--compressor=null"], "give a compressor or a retriever"),
+        (["--min_tokens=100000"], "no bin of lengths has enough tokens"),
+    ]:
+        assert run_console(monkeypatch, "calibrate", "--config", quick, *arguments) in (1, 2)
+        err = capsys.readouterr().err
+        assert message in err
+        assert "Traceback" not in err
+
+
+def test_the_machine_is_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparse_rl_lightning.calibration.hardware.SIZES", {"cpu": (2**22, 128), "cuda": (2**22, 128)})
+    assert run_console(monkeypatch, "calibrate", "--hardware", "--num_layers=2") is None
+    found = Hardware.from_file("hardware.json")
+    assert 1e7 < found.bandwidth < 1e13
+    assert 1e7 < found.flops < 1e15
+    assert 1e-5 < found.step_overhead < 10
+    assert "ms per decode step of 2 layers without work. Written: hardware.json" in capsys.readouterr().out
+    assert run_console(monkeypatch, "calibrate", "--hardware=own.json", "--num_layers=1") is None
+    assert Hardware.from_file("own.json").flops > 1e7

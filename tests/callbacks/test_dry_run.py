@@ -1,0 +1,223 @@
+"""The dry run at the start of a fit: it does the worst case, leaves no trace, and says what does not fit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from tiny_grpo import Recorder, Rows, fit, likes_a, module, weights
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks import DryRun, ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.compressors import RKV, FullKV, StreamingLLM
+from sparse_rl_lightning.modules import LoadedPolicy, ReplayGRPO, SparseGRPO, SupervisedWarmup
+from sparse_rl_lightning.records import LayerState
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+LONGEST = 17  # tokens of the longest prompt of Rows
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 5)
+
+
+def noisy(completions: list[str], **_: Any) -> list[float | None]:
+    return [text.count("a") + float(torch.rand(())) for text in completions]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sparse": {"beta": 0.1, "steps_per_generation": 2},
+    "full, pool freed": {"compressor": FullKV(), "keep_pool": False},
+    "few slots, whole prompts": {
+        "compressor": RKV(budget=8, buffer=3, num_sinks=0, window=2, compress_prompt=False),
+        "num_slots": 3,
+    },
+    "partial": {"num_slots": 6, "partial_rollout_steps": 4},
+    "oversampling": {"oversampling": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_is_bitwise_the_same_with_it_and_without(name: str) -> None:
+    results, states = [], []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        grpo = module(noisy, optimizer=adam, lr_scheduler=schedule, disable_dropout=False, **SETTINGS[name])
+        grpo.configure_model()
+        for layer in grpo.policy.model.layers:
+            layer.self_attn.attention_dropout = 0.1  # draws from torch's generator in the learner
+        callbacks = [DryRun(enabled=enabled), SparsityAwareRejection(), ImportanceReweighting()]
+        trainer = fit(grpo, 4, callbacks)
+        results.append(weights(grpo))
+        states.append((torch.get_rng_state(), trainer.optimizers[0].state_dict()["param_groups"]))
+    assert torch.equal(*results)
+    assert torch.equal(states[0][0], states[1][0])
+    assert states[0][1] == states[1][1]
+
+
+class Watched(StreamingLLM):
+    """Notes for every compression how many slots it was and how many tokens they held."""
+
+    seen: list[tuple[int, int]] = []  # noqa: RUF012  # of all instances, cleared by the test
+
+    def score(self, layer: LayerState) -> Tensor:
+        Watched.seen.append((layer.keys.shape[0], int(layer.lengths.min())))
+        return super().score(layer)
+
+
+class Trace(Callback):
+    """The shapes the learner sees before the first batch, and what the dry run leaves behind."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.left: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        def look(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                self.shapes.append(tuple(kwargs["input_ids"].shape))
+
+        self.handle = pl_module.policy.model.register_forward_pre_hook(look, with_kwargs=True)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.handle.remove()
+        self.left = {
+            "gradients": [name for name, p in pl_module.named_parameters() if p.grad is not None],
+            "optimiser": dict(trainer.optimizers[0].state),
+            "cache": pl_module.sampler().cache,
+            "rollouts": pl_module.num_rollouts,
+        }
+
+
+@pytest.mark.parametrize("num_slots", [None, 6])
+def test_it_does_the_worst_case_and_says_what_it_took(num_slots: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    Watched.seen.clear()
+    trace, recorder = Trace(), Recorder()
+    grpo = module(
+        compressor=Watched(budget=20, buffer=4, num_sinks=1, window=2), num_slots=num_slots, steps_per_generation=4,
+        optimizer=adam, max_completion_length=30,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        fit(grpo, 1, [DryRun(enabled=True), trace, recorder])
+    slots = num_slots or 16
+    assert Watched.seen[:2] == [(slots, 24), (slots, 24)]  # two layers, all slots at once, full
+    assert trace.shapes == [(4, LONGEST + 30)]
+    assert trace.left == {"gradients": [], "optimiser": {}, "cache": None, "rollouts": 0}
+    (told,) = [record.getMessage() for record in caplog.records if "Dry run" in record.getMessage()]
+    assert "optimiser step of " in told
+    assert f"rollout in {slots} slots (budget 20 and buffer 4) with a prompt of {LONGEST} tokens: " in told
+    assert f"update on 4 sequences of {LONGEST + 30} tokens: " in told
+    assert told.count(" s, peak ") == 3
+
+
+def test_the_cpu_is_spared_unless_asked_and_a_callback_of_ones_own_counts(caplog: pytest.LogCaptureFixture) -> None:
+    for callbacks in ([], [DryRun(enabled=False)]):
+        trainer = fit(module(), 1, [*callbacks])
+        assert [type(c) for c in trainer.callbacks].count(DryRun) == 1
+        assert callbacks == [] or callbacks[0] in trainer.callbacks
+    assert "Dry run" not in caplog.text
+
+
+def test_a_rollout_that_does_not_fit_ends_before_it_begins() -> None:
+    """Petabytes, which no allocator promises; a slot is never larger than the longest sequence, so that is long too."""
+    recorder = Recorder()
+    compressor = RKV(budget=2_000_000_000, buffer=3)
+    grpo = module(compressor=compressor, num_generations=2048, max_completion_length=10**10)
+    grpo.configure_model()
+    grpo.policy.config.max_position_embeddings = 2 * 10**10
+    with pytest.raises(
+        ValueError, match="DryRun: out of memory on cpu in the worst case, rollout in 8192 slots"
+    ) as found:
+        fit(grpo, 1, [DryRun(enabled=True), recorder])
+    for part in ("budget 2000000000", "prompt of 17 tokens", "GiB", "Lower model.num_slots (now null: 8192)"):
+        assert part in str(found.value)
+    assert recorder.scored == []
+    assert grpo.sampler().cache is None
+
+
+class Hungry(SparseGRPO):
+    """Its update needs more memory than there is."""
+
+    def micro_batch_loss(self, *_: Any) -> Any:
+        return torch.empty(2**60)
+
+
+class Greedy(torch.optim.SGD):
+    """An optimiser whose state is too large."""
+
+    def step(self, closure: Any = None) -> None:
+        torch.empty(2**60)
+
+
+def test_an_update_that_does_not_fit_names_its_size() -> None:
+    tokenizer = character_tokenizer("0123456789abcdef")
+    policy = LoadedPolicy(tiny_model(vocab_size=len(tokenizer), hidden_size=32), tokenizer)
+    grpo = Hungry(policy, RKV(budget=12, buffer=4), likes_a, num_generations=4, max_completion_length=12)
+    match = r"update on 16 sequences of 29 tokens.*Raise model.steps_per_generation \(now 1\)"
+    with pytest.raises(ValueError, match=match):
+        fit(grpo, 1, [DryRun(enabled=True)])
+
+
+def test_an_optimiser_that_does_not_fit_is_named_and_other_errors_are_not_touched() -> None:
+    with pytest.raises(ValueError, match=r"optimiser step of [\d,]+ parameters.*optimiser with less state"):
+        fit(module(optimizer=lambda parameters: Greedy(parameters, lr=0.1)), 1, [DryRun(enabled=True)])
+
+    class Bug(RKV):
+        def score(self, layer: LayerState) -> Tensor:
+            raise RuntimeError("a bug of the user's")
+
+    with pytest.raises(RuntimeError, match=r"^a bug of the user's$"):
+        fit(module(compressor=Bug(budget=20, buffer=4)), 1, [DryRun(enabled=True)])
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+def test_a_learner_that_replays_is_tried_too(objective: str, caplog: pytest.LogCaptureFixture) -> None:
+    results = []
+    for enabled in (True, False):
+        grpo = module(kind=ReplayGRPO, replay_objective=objective, beta=0.1)
+        with caplog.at_level(logging.INFO):
+            fit(grpo, 2, [DryRun(enabled=enabled)])
+        results.append(weights(grpo))
+    assert torch.equal(*results)
+    assert caplog.text.count("Dry run of the worst case") == 1
+
+
+def test_a_resumed_optimiser_keeps_its_state(tmp_path: Any) -> None:
+    trainer = fit(module(optimizer=adam), 2)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    results = []
+    for enabled in (True, False):
+        grpo = module(optimizer=adam)
+        fit(grpo, 4, [DryRun(enabled=enabled)], ckpt_path=tmp_path / "a.ckpt")
+        results.append(weights(grpo))
+    assert torch.equal(*results)
+
+
+def test_where_it_cannot_work_it_says_so() -> None:
+    tokenizer = character_tokenizer("0123456789abcdef")
+    warmup = SupervisedWarmup(LoadedPolicy(tiny_model(vocab_size=len(tokenizer)), tokenizer))
+    with pytest.raises(ValueError, match="DryRun: SupervisedWarmup does not roll out"):
+        fit(warmup, 1, [DryRun()])
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, callbacks=[DryRun(True)]
+    )
+    loader = torch.utils.data.DataLoader(
+        Rows().train_rows(), batch_sampler=[[0, 1], [2, 3]], collate_fn=list
+    )  # no batch size
+    with pytest.warns(UserWarning, match="DryRun: skipped"):
+        trainer.fit(module(), loader)
+
+
+@pytest.mark.gpu
+def test_it_is_on_by_default_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    grpo, device = module(optimizer=adam, beta=0.1), "cuda"
+    with caplog.at_level(logging.INFO):
+        fit(grpo, 1, accelerator=device, devices=1)
+    assert "Dry run of the worst case: optimiser step of " in caplog.text

@@ -1,0 +1,350 @@
+"""What goes wrong in long runs: bad gradients, rollouts that are rejected whole, rewards that fail, ranks that die."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import struct
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from rank_runs import start
+from slow_rewards import BACKTRACKING, hurry
+from tiny_grpo import Recorder, fit, likes_a, module, weights
+
+from sparse_rl_lightning.callbacks import (
+    EmptyRollouts,
+    RankWatch,
+    RolloutCallback,
+    SparsityAwareRejection,
+    StepGuard,
+)
+from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS
+from sparse_rl_lightning.distributed import rank_links
+from sparse_rl_lightning.records import ScoredRollout
+
+
+class Poison(RolloutCallback):
+    """Makes the weights of some rollouts' first sequence no numbers."""
+
+    edits = True
+
+    def __init__(self, *rollouts: int, value: float = float("nan")) -> None:
+        self.rollouts, self.value = rollouts, value
+
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        if scored.index in self.rollouts:
+            scored.rollout.weights = scored.rollout.completion_mask.float()
+            scored.rollout.weights[0] *= self.value
+
+
+class RejectAll(RolloutCallback):
+    """Leaves nothing."""
+
+    edits = True
+
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        scored.rollout.keep = torch.zeros_like(scored.rollout.completion_mask)
+
+
+class KeepFirst(RolloutCallback):
+    """Keeps the first sample alone."""
+
+    edits = True
+
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        scored.rollout.keep = scored.rollout.completion_mask.clone()
+        scored.rollout.keep[1:] = False
+
+
+class Weights(RolloutCallback):
+    """The weights after every batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.seen.append(weights(pl_module))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_step_is_skipped_and_counted(value: float) -> None:
+    """Neither momentum nor weight decay moves anything, and training goes on."""
+    seen = Weights()
+    with pytest.warns(UserWarning, match=r"optimiser step 2 is not finite: the step is skipped \(1 in a row, 1 in all"):
+        trainer = fit(module(optimizer=adam), 4, [Poison(1, value=value), seen])
+    first, second, third, _ = seen.seen
+    assert torch.equal(first, second)
+    assert not torch.equal(second, third)
+    assert all(bool(w.isfinite().all()) for w in seen.seen)
+    assert float(trainer.callback_metrics["skipped_steps"]) == 1
+
+
+def test_bad_steps_in_a_row_end_the_run_with_their_sequences(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="step 4 is not finite: the step is skipped, as the 1 before") as stop:
+        fit(module(), 9, [Poison(0, 2, 3), StepGuard(max_in_a_row=2), recorder], default_root_dir=tmp_path)
+    path = tmp_path / "bad_steps" / "step_000004_rank_0.pt"
+    assert str(path) in str(stop.value)
+    saved = torch.load(path, weights_only=True)
+    want = recorder.scored[-1].rollout
+    assert saved["step"] == 4
+    assert saved["rollout"]["weights"].isnan().any()
+    assert sorted(map(tuple, saved["rollout"]["sequences"].tolist())) == sorted(map(tuple, want.sequences.tolist()))
+
+
+class Lengths(Callback):
+    """The gradient's length in float64, and what was logged of it."""
+
+    def __init__(self) -> None:
+        self.want: list[float] = []
+        self.got: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        squares = [p.grad.double().square().sum() for p in pl_module.policy.parameters() if p.grad is not None]
+        self.want += [float(torch.stack(squares).sum().sqrt())] if squares else self.want[-1:]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.got.append(float(trainer.callback_metrics["grad_norm"]))
+
+
+def test_length_of_the_gradient_is_that_before_clipping() -> None:
+    """Of a step that is skipped there is none, so the one before stays."""
+    seen = Lengths()
+    fit(module(), 4, [Poison(1), StepGuard(), seen], gradient_clip_val=1e-3)
+    assert min(seen.want) > 1e-2
+    assert seen.want[1] == seen.want[0] != seen.want[2]
+    assert seen.got == pytest.approx(seen.want, rel=1e-5)
+
+
+def test_length_of_the_gradient_of_a_fused_optimiser_is_without_the_loss_scale() -> None:
+    """It divides by the scale inside its step, behind the measurement."""
+    logged = []
+    for fused in (False, True):
+        grpo = module(optimizer=lambda parameters, fused=fused: torch.optim.AdamW(parameters, fused=fused))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        trainer = fit(grpo, 1, [StepGuard()], plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        logged.append(float(trainer.callback_metrics["grad_norm"]))
+    assert logged[1] == pytest.approx(logged[0], rel=1e-2)
+
+
+def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps(tmp_path: Path) -> None:
+    """The loss scale is halved with every bad step: the third makes it 1 and is the first of three that count."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "default_root_dir": tmp_path}
+    with pytest.raises(ValueError, match="step 5 is not finite: the step is skipped, as the 2 before"):
+        fit(module(), 9, [Poison(*range(9)), StepGuard(max_in_a_row=3)], **options)
+    assert scaler.get_scale() == 8.0 / 2**5
+
+
+def test_rejecting_everything_is_counted_and_told_once() -> None:
+    """The loss is a zero: without momentum nothing moves."""
+    seen = Weights()
+    with pytest.warns(
+        UserWarning, match=r"loss saw no token of each of the last 2 rollouts.*Rejection takes.*raise"
+    ) as told:
+        trainer = fit(module(), 4, [RejectAll(), EmptyRollouts(warn_after=2), seen])
+    assert float(trainer.callback_metrics["empty_rollouts"]) == 4
+    assert sum("saw no token" in str(warning.message) for warning in told) == 1
+    assert all(torch.equal(seen.seen[0], later) for later in seen.seen)
+
+
+def test_a_reward_that_does_not_fit_is_found_before_the_first_rollout() -> None:
+    class Drawn(Recorder):
+        def on_rollout_drawn(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+            self.scored.append(scored)
+
+    def needs(completions: list[str], unheard_of: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    drawn = Drawn()
+    with pytest.raises(ValueError, match=r"needs.*missing a required argument: 'unheard_of'"):
+        fit(module(needs), 1, [drawn])
+    assert drawn.scored == []
+
+
+def test_rejecting_most_is_told_once_and_not_counted() -> None:
+    """A policy that learns from the few samples that are left can lose what it knew."""
+    with pytest.warns(UserWarning, match=r"saw less than 50% of the tokens of each of the last 2 .*raise") as told:
+        trainer = fit(module(), 4, [KeepFirst(), EmptyRollouts(warn_after=2)])
+    assert sum("saw less" in str(warning.message) for warning in told) == 1
+    assert float(trainer.callback_metrics["empty_rollouts"]) == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The loss saw")
+        fit(module(), 4, [KeepFirst(), EmptyRollouts(warn_after=2, few=0.01)])
+
+
+def test_completions_that_were_all_cut_off_are_told() -> None:
+    """Nothing is rejected, and still nothing is learned."""
+
+    class Endless(Recorder):
+        def on_rollout_drawn(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+            scored.rollout.finished[:] = False
+
+    grpo = module(mask_truncated_completions=True)
+    with pytest.warns(UserWarning, match=r"saw no token of each of the last 2 .* cut off, .*max_completion_length"):
+        trainer = fit(grpo, 4, [Endless(), EmptyRollouts(warn_after=2)])
+    assert float(trainer.callback_metrics["empty_rollouts"]) == 4
+    assert float(trainer.callback_metrics["kept_fraction"]) == 0
+
+
+def test_rollouts_that_keep_something_are_not_counted() -> None:
+    trainer = fit(module(), 2, [SparsityAwareRejection(threshold=0.8)])
+    assert float(trainer.callback_metrics["rejection_rate"]) > 0
+    assert float(trainer.callback_metrics["empty_rollouts"]) == 0
+
+
+def picky(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    if any(text.startswith("a") for text in completions):
+        raise RuntimeError("cannot read this")
+    return likes_a(prompts, completions, **columns)
+
+
+def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    if any(text.startswith("a") for text in completions):
+        re.match(BACKTRACKING, "a" * 40 + "b")
+    return likes_a(prompts, completions, **columns)
+
+
+@pytest.mark.parametrize(("reward", "timeout"), [(picky, None), (slow, 60.0)])
+def test_samples_that_a_reward_function_fails_on_are_counted(
+    reward: Any, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch, lambda text: text.startswith("a"))
+    recorder = Recorder()
+    trainer = fit(module(reward, reward_timeout=timeout), 3, [recorder])
+    scored = next(s for s in recorder.scored if any(text.startswith("a") for text in s.completions))
+    failed = torch.tensor([text.startswith("a") for text in scored.completions])
+    assert torch.equal(scored.rollout.rewards.isnan(), failed)
+    assert float(scored.rollout.advantages[failed].abs().sum()) == 0
+    assert scored.reward_failures == {reward.__name__: int(failed.sum())}
+    assert f"rewards/{reward.__name__}/failed" in trainer.callback_metrics
+
+
+def test_reward_function_that_always_fails_ends_the_run() -> None:
+    def broken(completions: list[str], **_: Any) -> list[float | None]:
+        raise RuntimeError("no module named judge")
+
+    with pytest.raises(RuntimeError, match=r"reward function broken raised .*no module named judge"):
+        fit(module(broken), 1)
+
+
+VICTIM = """
+import os, signal, sys, time
+from tiny_grpo import Rows, fit, module
+from lightning.pytorch import Callback
+from sparse_rl_lightning.modules import SparseGRPO
+
+def die(trainer):
+    if trainer.global_rank == {dead}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)  # busy with something that no collective interrupts
+
+class Die(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if "{moment}" == "training" and trainer.global_step == 2:
+            die(trainer)
+
+class Dying(SparseGRPO):
+    def configure_model(self):
+        if "{moment}" == "loading":
+            die(self.trainer)
+        super().configure_model()
+
+fit(module(kind=Dying), 4, [Die()], data=Rows(prompts_per_rollout=2), devices=2, strategy="ddp")
+"""
+
+
+def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One says nothing, one resets, one talks nonsense; the real rank comes last."""
+    monkeypatch.setattr(rank_links, "SILENCE", 0.2)
+    token = "0" * 32
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent, rude, odd, rank = (socket.create_connection(server.getsockname()) for _ in range(4))
+        rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        rude.close()
+        odd.sendall(b"\xff" * 30 + b" x " + b"\xff" * 19)
+        rank.sendall(f"{token} {1:08d} {7:010d}".encode())
+        found = rank_links.accept(server, token, 2)
+        assert {number: place.getpeername() for number, place in found.items()} == {1: rank.getsockname()}
+        monkeypatch.setattr(rank_links, "PATIENCE", 0.2)
+        with pytest.raises(TimeoutError, match="rank 1 did not connect to rank 0 within 0"):
+            rank_links.accept(server, token, 2)
+    for connection in (silent, odd, rank, *found.values()):
+        connection.close()
+
+
+@pytest.mark.parametrize(("dead", "moment"), [(0, "training"), (1, "training"), (1, "loading")])
+def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, moment: str, tmp_path: Path) -> None:
+    (tmp_path / "victim.py").write_text(VICTIM.format(dead=dead, moment=moment))
+    processes = start([sys.executable, str(tmp_path / "victim.py")], tmp_path, 2)
+    try:
+        for process in processes:
+            process.wait(280)
+    finally:
+        for process in processes:
+            process.kill()
+    text = (tmp_path / f"rank{1 - dead}.txt").read_text()
+    assert processes[dead].returncode == -signal.SIGKILL
+    assert processes[1 - dead].returncode == STATUS, text
+    assert f"Rank {dead} has died. Rank {1 - dead} stops as well" in text
+
+
+def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
+    (tmp_path / "well.py").write_text(VICTIM.format(dead=7, moment="never"))
+    processes = start([sys.executable, str(tmp_path / "well.py")], tmp_path, 2)
+    assert [process.wait(280) for process in processes] == [0, 0]
+    assert "has died" not in "".join((tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StepGuard(0), "StepGuard: max_in_a_row must be at least 1"),
+        (lambda: EmptyRollouts(0), "EmptyRollouts: warn_after must be at least 1"),
+        (lambda: EmptyRollouts(few=1.5), "EmptyRollouts: few must be between 0 and 1"),
+        (lambda: RankWatch(1), "RankWatch: timeout must be at least 3 seconds"),
+        (lambda: module([]), "reward_funcs is empty: at least one reward function is needed"),
+        (lambda: module(reward_timeout=0.0), "reward_timeout must be above 0, got"),
+        (lambda: module(reward_timeout=float("nan")), "reward_timeout must be"),
+        (lambda: module(reward_timeout=float("inf")), "reward_timeout must be"),
+    ],
+)
+def test_bad_arguments(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+SLOW = """
+import time
+from tiny_grpo import Rows, fit, module
+from sparse_rl_lightning.distributed import rank_links
+
+rank_links.PATIENCE = 2
+
+class SlowRows(Rows):
+    def setup(self, stage):
+        time.sleep(4 * (self.trainer.global_rank == {late}))
+        super().setup(stage)
+
+fit(module(), 1, data=SlowRows(prompts_per_rollout=2), devices=2, strategy="ddp")
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_may_take_long_over_its_data(late: int, tmp_path: Path) -> None:
+    """Six times the patience that ranks have with each other's connections."""
+    (tmp_path / "slow.py").write_text(SLOW.format(late=late))
+    processes = start([sys.executable, str(tmp_path / "slow.py")], tmp_path, 2)
+    assert [process.wait(280) for process in processes] == [0, 0], (tmp_path / "rank0.txt").read_text()

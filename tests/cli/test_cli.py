@@ -1,0 +1,211 @@
+"""The command line as its users meet it: own classes, help, clean output, evaluation, and files that stay."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import runpy
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_run import config, contents, digits_reward, run_console, write
+
+from sparse_rl_lightning import __version__
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ---------------------------------------------------------------- a user's own classes
+
+OWN_CLASS = """
+    from sparse_rl_lightning.compressors import Compressor
+
+    class KeyLength(Compressor):
+        def score(self, layer):
+            return -layer.keys.norm(dim=-1)
+"""
+
+
+@pytest.fixture
+def own_class(folder: Path) -> str:
+    """A configuration that names a class of mine.py in the working directory."""
+    (folder / "mine.py").write_text(textwrap.dedent(OWN_CLASS))
+    return write(config(max_steps=1), {"model.init_args.compressor.class_path": "mine.KeyLength"})
+
+
+def test_the_console_script_finds_a_class_in_the_working_directory(
+    own_class: str, folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "bin" / "sparse-rl"  # its own folder, not the working directory, is on the path of Python
+    script.parent.mkdir()
+    script.write_text("from sparse_rl_lightning.cli import console; console()")
+    done = subprocess.run(
+        [sys.executable, str(script), "fit", "--config", own_class],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (folder / "runs/own/checkpoints/last.ckpt").is_file()
+    saved = yaml.safe_load((folder / "runs/own/version_0/run_config.yaml").read_text())
+    assert saved["model"]["init_args"]["compressor"]["class_path"] == "mine.KeyLength"
+    assert "Warning" not in done.stderr
+    assert "litlogger" not in done.stderr
+
+
+def test_the_module_finds_it_too(own_class: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(sys, "argv", ["sparse_rl_lightning", "fit", "--config", own_class])
+    runpy.run_module("sparse_rl_lightning", run_name="__main__")
+    assert Path(sys.modules.pop("mine").__file__ or "") == folder / "mine.py"
+    assert (folder / "runs/own/checkpoints/last.ckpt").is_file()
+
+
+def test_an_own_class_that_is_imported_has_a_short_name(folder: Path) -> None:
+    arguments = ["--model.compressor=KeyNorm", "--model.compressor.budget=14", "--trainer.max_steps=1"]
+    cli = main(["fit", "--config", write(config()), *arguments])
+    assert type(cli.model.compressor).__name__ == "KeyNorm"
+    assert (cli.model.compressor.budget, cli.model.compressor.buffer) == (14, 4)  # 4 from the file
+
+
+# ---------------------------------------------------------------- help
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_console(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.strip() == f"sparse-rl {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], ["fit", "export", "calibrate", "report", "doctor"]),
+        (["fit", "--help"], ["sparse-rl", "--num_threads", "--trainer.max_steps", "--ckpt_path"]),
+        (
+            ["fit", "--model", "SparseGRPO", "--model.compressor.help=SnapKV"],
+            ["arXiv 2404.14469", "--compressor.budget"],
+        ),
+        (["fit", "--model.help=SparseGRPO"], ["compressed KV cache", "--model.num_generations", "at least 2"]),
+        (["fit", "--data.help=JsonlPrompts"], ["rows with an empty answer", "--data.answer_pattern"]),
+    ],
+)
+def test_help_comes_from_the_docstrings(
+    arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_console(monkeypatch, *arguments) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert [part for part in expected if part not in text] == []
+
+
+# ---------------------------------------------------------------- runs and their files
+
+
+@pytest.fixture
+def loud() -> Iterator[list[warnings.WarningMessage]]:
+    """Every warning that is shown to a user, deprecations too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+def test_a_start_is_clean_and_a_second_one_warns(
+    folder: Path, loud: list[warnings.WarningMessage], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(config(max_steps=1))
+    main(["fit", "--config", path])
+    assert [str(warning.message) for warning in loud] == []
+    main(["fit", "--config", path, "--ckpt_path=last", "--trainer.max_steps=2"])
+    assert [str(warning.message) for warning in loud] == []
+    main(["fit", "--config", path])
+    (warning,) = loud
+    assert str(warning.message).startswith("runs/own/checkpoints holds checkpoints of an earlier run")
+    assert "--ckpt_path=last" in str(warning.message)
+    assert "Each rollout: 4 prompts x 2 generations" in caplog.text
+    assert "litlogger" not in caplog.text
+
+
+def steps(path: Path) -> list[int]:
+    with path.open(newline="") as file:
+        return sorted({int(row["step"]) for row in csv.DictReader(file)})
+
+
+def test_a_resumed_run_keeps_the_metrics_of_its_first_part(used_folder: Path) -> None:
+    main(["fit", "--config", write(config()), "--ckpt_path=last", "--trainer.max_steps=6"])
+    assert steps(used_folder / "runs/own/version_0/metrics.csv") == [0, 1, 2, 3]
+    assert steps(used_folder / "runs/own/version_1/metrics.csv") == [4, 5]
+
+
+def test_a_saved_configuration_repeats_the_run(used_folder: Path) -> None:
+    first = torch.load("runs/own/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    again = main(["fit", "--config", "runs/own/version_0/run_config.yaml"])
+    assert [f.__name__ for f in again.model.reward_funcs] == ["arithmetic_reward", "worked_steps_reward"]
+    assert all(torch.equal(value, first[name]) for name, value in again.model.state_dict().items())
+
+
+def test_the_saved_configuration_is_that_of_the_last_training(folder: Path) -> None:
+    path = write(config(logger=False, max_steps=1))
+    main(["fit", "--config", path])
+    saved = Path("runs/own/run_config.yaml").read_bytes()
+    main(["validate", "--config", path, "--data.num_val=2"])
+    with pytest.raises(ValueError, match="another model"):
+        main(["fit", "--config", path, "--ckpt_path=last", "--model.policy.hidden_size=64"])
+    assert Path("runs/own/run_config.yaml").read_bytes() == saved
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_evaluation_prints_dense_and_sparse_reward(
+    subcommand: str, used_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(used_folder / "runs")
+    tokenizer = character_tokenizer(ARITHMETIC_ALPHABET)
+    for saved in (tokenizer, tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.4)):
+        saved.save_pretrained("policy")  # a model that notices what it has forgotten
+    changes = {"model.init_args.reward_funcs": "tiny_run.digits_reward", "model.init_args.policy": "policy"}
+    cli = main([subcommand, "--config", write(config(), changes)])
+    name = {"validate": "val", "test": "test"}[subcommand]
+    rows = cli.datamodule.val_rows()
+    expected = {}
+    for cache in ("dense", "sparse"):
+        scored = cli.model.generate(rows, cli.model.val_sampling, dense=cache == "dense")
+        rewards = digits_reward(scored.completions)
+        expected[f"{name}/reward_{cache}"] = sum(map(float, rewards)) / len(rows)
+        expected[f"{name}/pass@1_{cache}"] = rewards.count(1.0) / len(rows)
+        expected[f"{name}/length_{cache}"] = float(scored.rollout.completion_lengths.float().mean())
+    assert expected[f"{name}/reward_dense"] != expected[f"{name}/reward_sparse"]
+    found = {n: float(value) for n, value in cli.trainer.callback_metrics.items()}
+    for cache in ("dense", "sparse"):  # the interval around the share of right answers
+        low, high = (found.pop(f"{name}/pass@1_{bound}_{cache}") for bound in ("low", "high"))
+        assert low <= expected[f"{name}/pass@1_{cache}"] <= high
+    assert found == pytest.approx(expected)
+    shown = capsys.readouterr().out
+    assert [metric for metric in expected if metric not in shown] == []
+    after = contents(used_folder / "runs")
+    assert {path: after[path] for path in before} == before
+
+
+def test_predict_writes_completions(used_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli = main(["predict", "--config", write(config()), "--ckpt_path=last", "--data.val_batch_size=3"])
+    written = [json.loads(line) for line in (used_folder / "runs/own/predictions.jsonl").read_text().splitlines()]
+    rows = cli.datamodule.val_rows()
+    completions = cli.model.generate(rows, cli.model.val_sampling).completions
+    assert written == [row | {"completion": text} for row, text in zip(rows, completions, strict=True)]
+    assert "4 completions to runs/own/predictions.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("subcommand", ["test", "predict"])
+def test_what_a_warm_up_cannot_do_is_said(
+    subcommand: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = config()
+    values["model"] = {"class_path": "SupervisedWarmup", "init_args": {"policy": {"class_path": "TinyPolicy"}}}
+    assert run_console(monkeypatch, subcommand, "--config", write(values)) == 1
+    assert f"error: sparse-rl {subcommand} needs a model that generates" in capsys.readouterr().err

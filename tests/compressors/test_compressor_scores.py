@@ -1,0 +1,371 @@
+"""The formula of every method, written out in loops and float64, and numbers that kvpress gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from published import DIM, KVPRESS, prompt, update_of, whole_prompt
+from torch import Tensor
+
+from sparse_rl_lightning.compressors import (
+    CUR,
+    H2O,
+    TOVA,
+    Compressor,
+    ExpectedAttention,
+    KeyDiff,
+    KNorm,
+    LagKV,
+    QFilters,
+    QueryStatistics,
+    SnapKV,
+    TriAttention,
+)
+from sparse_rl_lightning.records import LayerState
+from sparse_rl_lightning.testing import random_layer
+
+SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
+HEADS = [(s, h) for s in range(3) for h in range(2)]
+
+
+def layer_of(seed: int = 0, **options: Any) -> LayerState:
+    layer = random_layer(seed, dtype=torch.float64, **options)
+    return replace(layer, inv_freq=layer.inv_freq.double(), scale=0.3, attention_scaling=1.2)
+
+
+def close(actual: Tensor, expected: Tensor | list[float], atol: float = 1e-12) -> None:
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=torch.float64), rtol=0, atol=atol)
+
+
+def rows(layer: LayerState) -> Iterator[tuple[int, int, int]]:
+    """Slot, head, live entries."""
+    return ((s, h, int(layer.lengths[s, h])) for s, h in HEADS)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    weights = [math.exp(x - max(logits)) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+
+
+# ---------------------------------------------------------------- kvpress
+
+
+@pytest.mark.parametrize(
+    ("name", "compressor", "num_queries", "scored"),
+    [
+        ("KNorm", KNorm(12), 0, slice(None)),
+        ("KeyDiff", KeyDiff(12), 0, slice(None)),
+        ("LagKV", LagKV(12, buffer=4, num_sinks=2, lag_size=4), 0, slice(2, 10)),  # it gives sinks and tail 1
+        ("CUR", CUR(12, local_window=4), 0, slice(None)),
+        ("TOVA", TOVA(12), 1, slice(0, 13)),  # the last token is pinned by a large score
+        (
+            "SnapKV",
+            SnapKV(12, window=4, kernel_size=5, pooling="avg", group_reduction="mean", variant="original"),
+            4,
+            slice(0, 10),
+        ),
+        ("H2O", H2O(12, age_normalized=True), 0, slice(None)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_scores_are_those_of_kvpress(name: str, compressor: Compressor, num_queries: int, scored: slice) -> None:
+    keys, values, queries, attention = prompt()
+    layer = whole_prompt(keys, values, queries, num_queries)
+    if name == "H2O":
+        layer = replace(layer, state={"mass": torch.zeros(layer.valid.shape, dtype=torch.float64)})
+        compressor.update_state(update_of(layer, attention.unflatten(1, (2, 2)).sum(dim=2)))
+    scores = compressor.score(layer)
+    factor = {"SnapKV": 4, "H2O": 2}.get(name, 1)  # kvpress takes means over the queries, over the group
+    torch.testing.assert_close(
+        scores[0, :, scored].double() / factor, torch.tensor(KVPRESS[name], dtype=torch.float64)[:, scored],
+        rtol=2e-5, atol=0,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- keys and values
+
+
+def test_knorm() -> None:
+    layer = layer_of()
+    scores = KNorm(**SIZES).score(layer)
+    for s, h, n in rows(layer):
+        close(scores[s, h, :n], [-math.sqrt(dot(k, k)) for k in layer.keys[s, h, :n]])
+    assert KNorm(**SIZES).score(random_layer(dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_keydiff() -> None:
+    layer = layer_of()
+    scores = KeyDiff(**SIZES).score(layer)
+    for s, h, n in rows(layer):
+        unit = [k / math.sqrt(dot(k, k)) for k in layer.keys[s, h, :n]]
+        mean = sum(unit[1:], start=unit[0]) / n
+        close(scores[s, h, :n], [-dot(k, mean) / math.sqrt(dot(mean, mean)) for k in unit])
+
+
+@pytest.mark.parametrize("leverage", ["product", "mean", "key", "value"])
+@pytest.mark.parametrize("width", [5, 0])
+def test_cur(leverage: Any, width: int) -> None:
+    layer = layer_of()
+    scores = CUR(**SIZES, leverage=leverage, local_window=width).score(layer)
+    for s, h, n in rows(layer):
+        shares = []
+        for tensor in (layer.keys, layer.values):
+            squares = [dot(x, x) for x in tensor[s, h, :n]]
+            own = [squares[i // width * width : (i // width + 1) * width] if width else [1.0] for i in range(n)]
+            shares.append([square / sum(window) for square, window in zip(squares, own, strict=True)])
+        combine = {
+            "product": lambda k, v: k * v, "mean": lambda k, v: (k + v) / 2, "key": lambda k, v: k,
+            "value": lambda k, v: v,
+        }[leverage]  # fmt: skip
+        raw = [combine(k, v) for k, v in zip(*shares, strict=True)]
+        close(scores[s, h, :n], [r / sum(raw) for r in raw])
+
+
+def difference(entry: Tensor, following: Tensor) -> float:
+    low, high = following.min(dim=0).values, following.max(dim=0).values
+    scaled = [float((x - a) / (b - a)) if b > a else 0.0 for x, a, b in zip(entry, low, high, strict=True)]
+    return float(torch.tensor(scaled, dtype=torch.float64).std())
+
+
+@pytest.mark.parametrize(("lag", "lengths"), [(3, None), (2, [[14, 5], [13, 7], [6, 14]]), (6, None)])
+def test_lagkv(lag: int, lengths: list[list[int]] | None) -> None:
+    layer = layer_of(lengths=lengths)
+    scores = LagKV(**SIZES, lag_size=lag).score(layer)
+    num_ranked = 0
+    for s, h, n in rows(layer):
+        num_chunks = max(n - 2, 0) // lag
+        for chunk in range(num_chunks - 1):
+            first = 2 + chunk * lag
+            totals = [0.0] * lag
+            for tensor in (layer.keys[s, h], layer.values[s, h]):
+                following = tensor[first + lag : first + 2 * lag]
+                spreads = [difference(tensor[first + i], following) for i in range(lag)]
+                totals = [a + b for a, b in zip(totals, softmax(spreads), strict=True)]
+            ranks = [sum(other < own for other in totals) / lag for own in totals]
+            close(scores[s, h, first : first + lag].double(), ranks, atol=1e-6)
+            num_ranked += lag
+        tail = range(2 + max(num_chunks - 1, 0) * lag, n)
+        assert (scores[s, h, tail] >= 1).all()
+        assert (scores[s, h, tail].diff() > 0).all()
+    assert num_ranked > 0
+
+
+def test_lagkv_takes_no_notice_of_channels_that_are_constant_afterwards() -> None:
+    keys, values, queries, _ = prompt()
+    keys[:, :, 6:10, :12], values[:, :, 6:10, 3] = 1.0, -2.0
+    keys[:, :, 2, :12] = 50.0  # would stand out
+    scores = LagKV(12, buffer=4, num_sinks=2, lag_size=4).score(whole_prompt(keys, values, queries, 0))
+    for head in range(2):
+        totals = [0.0] * 4
+        for tensor in (keys[0, head], values[0, head]):
+            shares = softmax([difference(tensor[2 + i], tensor[6:10]) for i in range(4)])
+            totals = [a + b for a, b in zip(totals, shares, strict=True)]
+        assert scores[0, head, 2:6].tolist() == [sum(other < own for other in totals) / 4 for own in totals]
+
+
+def test_lagkv_keeps_the_most_recent_where_it_cannot_score() -> None:
+    layer = random_layer(lengths=[[3, 3], [7, 6], [5, 7]])
+    kept = LagKV(budget=10, buffer=4, num_sinks=2, window=1, lag_size=3).select(layer, layer_budget=5)
+    assert kept[1].int().tolist() == [[1, 1, 0, 0, 1, 1, 1] + [0] * 7, [1, 1, 0, 1, 1, 1] + [0] * 8]
+
+
+def test_lagkv_needs_two_chunks() -> None:
+    with pytest.raises(ValueError, match=r"from 2 to 6, .* = 14 tokens holds two chunks.*got lag_size=7"):
+        LagKV(**SIZES, lag_size=7)
+    with pytest.raises(ValueError, match="lag_size=1"):
+        LagKV(**SIZES, lag_size=1)
+
+
+# ---------------------------------------------------------------- queries
+
+
+def test_tova_finds_tokens_by_their_positions() -> None:
+    layer = layer_of(num_queries=1)
+    scores = TOVA(**SIZES).score(layer)
+    shared = alone = 0
+    for s in range(3):
+        paid: dict[int, list[float]] = {}
+        for h in range(2):
+            n = int(layer.lengths[s, h])
+            heads = [softmax([0.3 * dot(q[0], k) for k in layer.keys[s, h, :n]]) for q in layer.queries[s, 2 * h :][:2]]
+            for i, at in enumerate(layer.positions[s, h, :n].tolist()):
+                paid.setdefault(at, []).append((heads[0][i] + heads[1][i]) / 2)
+        for h in range(2):
+            n = int(layer.lengths[s, h])
+            held = [paid[at] for at in layer.positions[s, h, :n].tolist()]
+            close(scores[s, h, :n], [sum(p) / len(p) for p in held])
+            shared += sum(len(p) == 2 for p in held)
+            alone += sum(len(p) == 1 for p in held)
+    assert shared > 10
+    assert alone > 5
+
+
+def test_tova_keeps_the_same_tokens_in_all_heads() -> None:
+    keys, values, queries, _ = prompt()
+    kept = TOVA(budget=8, buffer=6, num_sinks=1, window=2).select(whole_prompt(keys, values, queries, 1))
+    assert kept.sum() == 16
+    assert torch.equal(kept[:, 0], kept[:, 1])
+
+
+def rotation(position: float, inv_freq: Tensor) -> Tensor:
+    """(D, D) matrix that transformers' rotate_half amounts to."""
+    half = len(inv_freq)
+    matrix = torch.zeros(2 * half, 2 * half, dtype=torch.float64)
+    for i, frequency in enumerate(inv_freq.tolist()):
+        c, s = math.cos(position * frequency), math.sin(position * frequency)
+        matrix[i, i], matrix[i, i + half], matrix[i + half, i], matrix[i + half, i + half] = c, -s, s, c
+    return matrix
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal", "none"])
+@pytest.mark.parametrize(("value_norm", "epsilon", "num_sinks"), [(True, 0.02, 2), (False, 0.0, 0)])
+def test_expected_attention(covariance: Any, value_norm: bool, epsilon: float, num_sinks: int) -> None:
+    layer = layer_of(num_queries=7, num_sinks=num_sinks, lengths=[[8, 6], [14, 9], [12, 14]])
+    sizes = {**SIZES, "num_sinks": num_sinks}
+    compressor = ExpectedAttention(
+        **sizes, query_window=7, num_future=5, covariance=covariance, value_norm=value_norm, epsilon=epsilon
+    )
+    scores = compressor.score(layer)
+    for s, h, n in rows(layer):
+        seen = int(layer.positions[s].max()) + 1
+        ahead = sum(rotation(seen + i, layer.inv_freq) for i in range(5)) / 5
+        free = [i for i in range(n) if layer.positions[s, h, i] >= num_sinks]
+        shares = []
+        for q in (2 * h, 2 * h + 1):
+            pairs = zip(layer.queries[s, q], layer.query_positions[s].tolist(), strict=True)
+            still = torch.stack([rotation(-at, layer.inv_freq) @ query for query, at in pairs if at >= num_sinks])
+            mean, spread = ahead @ still.mean(dim=0), ahead @ still.T.cov(correction=0) @ ahead.T
+            if covariance != "full":
+                spread = torch.diag(spread.diagonal()) * (covariance == "diagonal")
+            keys = layer.keys[s, h]
+            shares.append(softmax([0.3 * dot(mean, keys[i]) + 0.045 * dot(keys[i], spread @ keys[i]) for i in free]))
+        for place, i in enumerate(free):
+            share = (shares[0][place] + shares[1][place]) / 2
+            norm = math.sqrt(dot(layer.values[s, h, i], layer.values[s, h, i]))
+            close(scores[s, h, i], (share + epsilon) * norm if value_norm else share)
+
+
+def test_expected_attention_asks_for_its_queries() -> None:
+    assert ExpectedAttention(20, query_window=17).num_queries == 17
+    with pytest.raises(ValueError, match=r"ExpectedAttention: .*query_window=0"):
+        ExpectedAttention(20, query_window=0)
+    with pytest.raises(ValueError, match="covariance must be one of full, diagonal, none, got covariance='diag'"):
+        ExpectedAttention(20, covariance="diag")
+
+
+# ---------------------------------------------------------------- calibrated
+
+
+def statistics_of(layer: LayerState, seed: int = 0) -> QueryStatistics:
+    g = torch.Generator().manual_seed(seed)
+    mean = torch.randn(2, 4, DIM, generator=g, dtype=torch.float64)
+    lengths = torch.randn(2, 4, DIM // 2, generator=g, dtype=torch.float64).abs() + 1
+    return QueryStatistics(mean, lengths, torch.randn(2, 2, DIM, generator=g, dtype=torch.float64))
+
+
+def test_qfilters_project() -> None:
+    layer = layer_of()
+    statistics = statistics_of(layer)
+    scores = QFilters(**SIZES, statistics=statistics).score(layer)
+    for s, h, n in rows(layer):
+        close(scores[s, h, :n], [dot(statistics.filters[1, h], key) for key in layer.keys[s, h, :n]])
+
+
+@pytest.mark.parametrize("reduction", ["max", "mean"])
+def test_triattention_is_the_published_series(reduction: Any) -> None:
+    """Amplitudes and phases of keys that are turned back, as in the authors' code; ours never turns a key."""
+    layer = layer_of()
+    statistics = statistics_of(layer)
+    compressor = TriAttention(**SIZES, statistics=statistics, max_offset=9, group_reduction=reduction)
+    scores, factor = compressor.score(layer), layer.attention_scaling**2
+    for s, h, n in rows(layer):
+        seen = int(layer.positions[s].max()) + 1
+        heads = []
+        for q in (2 * h, 2 * h + 1):
+            mean = torch.complex(*statistics.mean[1, q].chunk(2))
+            own = []
+            for i in range(n):
+                at = int(layer.positions[s, h, i])
+                still = rotation(-at, layer.inv_freq) @ layer.keys[s, h, i] / layer.attention_scaling
+                key = torch.complex(*still.chunk(2))
+                phase, amplitude = (mean * key.conj()).angle(), mean.abs() * key.abs()
+                waves = [
+                    (amplitude * torch.cos((seen - at + offset) * layer.inv_freq + phase)).sum() * factor
+                    for offset in (1, 2, 4, 8)
+                ]
+                beyond = ((statistics.lengths[1, q] - mean.abs()) * key.abs()).sum() * factor
+                own.append(sum(waves) / 4 + beyond)
+            column = torch.stack(own)
+            heads.append((column - column.mean()) / column.std(correction=0))
+        both = torch.stack(heads)
+        close(scores[s, h, :n], both.amax(dim=0) if reduction == "max" else both.mean(dim=0), atol=1e-10)
+
+
+def test_triattention_refuses_bad_options() -> None:
+    with pytest.raises(ValueError, match="max_offset=0"):
+        TriAttention(20, statistics_of(layer_of()), max_offset=0)
+    with pytest.raises(ValueError, match="group_reduction='sum'"):
+        TriAttention(20, statistics_of(layer_of()), group_reduction="sum")
+
+
+# ---------------------------------------------------------------- running sums
+
+
+@pytest.mark.parametrize("age_normalized", [False, True])
+@pytest.mark.parametrize("value_weighted", [False, True])
+def test_h2o_adds_up_over_a_decode_with_evictions(age_normalized: bool, value_weighted: bool) -> None:
+    """A slot of 14 entries, 3 prompt tokens and 26 steps, against a table of who attended to whom."""
+    g = torch.Generator().manual_seed(0)
+    compressor = H2O(**SIZES, age_normalized=age_normalized, value_weighted=value_weighted)
+    keys, values = torch.randn(2, 29, DIM, generator=g, dtype=torch.float64)
+    held: list[int] = []
+    mass = torch.zeros(1, 1, 14)
+    table = torch.zeros(29, dtype=torch.float64)
+    num_compressions = 0
+    for step in range(29):
+        held.append(step)
+        shares = torch.zeros(14)
+        shares[: len(held)] = torch.rand(len(held), generator=g).softmax(dim=0)
+        table[held] += shares[: len(held)].double()
+        layer = one_slot(keys, values, held, mass)
+        compressor.update_state(update_of(layer, shares.view(1, 1, 1, 14)))
+        if len(held) == 14:
+            expected = table[held].clone()
+            if age_normalized:
+                expected /= torch.tensor([step - at + 1 for at in held])
+            if value_weighted:
+                expected *= values[held].norm(dim=-1)
+            close(compressor.score(layer)[0, 0].double(), expected, atol=1e-5)
+            kept = compressor.select(layer)[0, 0]
+            mass = torch.zeros(1, 1, 14)
+            mass[0, 0, : int(kept.sum())] = layer.state["mass"][0, 0, kept]
+            held = [at for at, stays in zip(held, kept.tolist(), strict=True) if stays]
+            num_compressions += 1
+    assert num_compressions == 4
+    assert held[:2] == [0, 1]
+
+
+def one_slot(keys: Tensor, values: Tensor, held: list[int], mass: Tensor) -> LayerState:
+    dense = torch.full((2, 1, 1, 14, DIM), torch.nan, dtype=torch.float64)
+    dense[0, 0, 0, : len(held)], dense[1, 0, 0, : len(held)] = keys[held], values[held]
+    positions = torch.full((1, 1, 14), -1)
+    positions[0, 0, : len(held)] = torch.tensor(held)
+    layer = whole_prompt(dense[0], dense[1], torch.zeros(1, 1, 14, DIM), 0)
+    valid = positions >= 0
+    return replace(layer, positions=positions, valid=valid, lengths=valid.sum(dim=-1), state={"mass": mass})
+
+
+def test_h2o_declares_its_sums() -> None:
+    assert H2O(20).state_fields == ("mass",)
+    assert H2O(20).num_queries == 0
+    with pytest.raises(NotImplementedError, match="KNorm has state_fields, so it needs update_state"):
+        KNorm(20).update_state(update_of(layer_of(), torch.zeros(1, 2, 1, 14)))

@@ -1,0 +1,290 @@
+"""check_compressor: every shipped compressor passes, and every way to be wrong is called by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning import compressors
+from sparse_rl_lightning.budgets import Adaptive, Pyramid
+from sparse_rl_lightning.calibration import gather_statistics
+from sparse_rl_lightning.compressors import (
+    H2O,
+    TOVA,
+    Compressor,
+    ExpectedAttention,
+    FullKV,
+    KNorm,
+    Mixture,
+    Protect,
+    QueryStatistics,
+    RandomEviction,
+    SnapKV,
+    Union,
+)
+from sparse_rl_lightning.records import LayerState, StateUpdate
+from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
+from sparse_rl_lightning.testing.contract import RULES
+
+SMALL: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
+OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place of defaults that do not fit
+    "CUR": [{}, {"leverage": "mean", "local_window": 4}, {"leverage": "key", "local_window": 0}],
+    "ExpectedAttention": [
+        {"query_window": 6, "num_future": 32},
+        {"query_window": 40, "covariance": "diagonal", "num_sinks": 0},
+        {"query_window": 4, "covariance": "none", "value_norm": False},
+    ],
+    "H2O": [{}, {"age_normalized": True, "value_weighted": True}],
+    "LagKV": [{"lag_size": 3}, {"lag_size": 2, "num_sinks": 0}],
+    "RKV": [{}, {"variant": "original", "pooling": "avg", "group_reduction": "mean"}],
+    "SnapKV": [{}, {"variant": "original", "pooling": "none", "group_reduction": "mean"}, {"window": 8}],
+    "StreamingLLM": [{}, {"budget": 5, "buffer": 1}, {"compress_prompt": False}],
+    "TriAttention": [{}, {"max_offset": 7, "group_reduction": "mean"}],
+}
+SHIPPED = [
+    getattr(compressors, name)
+    for name in compressors.__all__
+    if name not in ("Compressor", "FullKV", "QueryStatistics", "Mixture", "Protect", "Union", "Wrapper")
+]
+CASES = [(cls, options) for cls in SHIPPED for options in OPTIONS.get(cls.__name__, [{}])]
+WRAPPED = [
+    FullKV(),
+    Union(KNorm(**SMALL)),
+    Union(SnapKV(**SMALL), reduction="mean", normalization="standard"),
+    Mixture([SnapKV(**SMALL), TOVA(**SMALL), ExpectedAttention(**SMALL, query_window=5)], [1.0, 2.0, 0.5]),
+    Mixture([KNorm(**SMALL), RandomEviction(**SMALL)], normalization="standard"),
+    Protect(SnapKV(budget=26, buffer=4, num_sinks=1, window=4)),
+    Protect(KNorm(**SMALL), prompt=False, token_ids=[9]),
+    Union(Protect(Mixture([KNorm(26, 4, window=4), TOVA(26, 4, window=4)]))),
+    SnapKV(**SMALL, budget_rule=Adaptive()),
+    Mixture([H2O(**SMALL, budget_rule=Pyramid(1.5)), TOVA(**SMALL, budget_rule=Pyramid(1.5))]),
+]
+
+
+@pytest.fixture(scope="module")
+def statistics() -> QueryStatistics:
+    ids = torch.randint(3, 128, (8, 40), generator=torch.Generator().manual_seed(0))
+    return gather_statistics(tiny_model(initializer_range=0.2), ids, torch.full((8,), 40))
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_every_shipped_compressor_keeps_the_contract(
+    cls: type[Compressor], options: dict[str, Any], statistics: QueryStatistics
+) -> None:
+    calibrated = {"statistics": statistics} if cls.__name__ in ("QFilters", "TriAttention") else {}
+    check_compressor(cls, **calibrated, **options)
+
+
+@pytest.mark.parametrize("compressor", WRAPPED, ids=lambda c: f"{type(c).__name__}")
+def test_instances_and_wrappers_keep_it(compressor: Compressor) -> None:
+    check_compressor(compressor)
+
+
+# ---------------------------------------------------------------- broken ones
+
+
+class NoSuperInit(Compressor):
+    def __init__(self, **sizes: Any) -> None:
+        self.sizes = sizes
+
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.positions.float()
+
+
+class OwnArguments(KNorm):
+    def __init__(self, alpha: float) -> None:
+        super().__init__(budget=10)
+
+
+class FractionOfQueries(KNorm):
+    num_queries = 0.5
+
+
+class Unheard(KNorm):
+    def update_state(self, update: StateUpdate) -> None:
+        update.state["mass"].add_(update.mass.sum(dim=2))
+
+
+class HeadFieldsAsATuple(H2O):
+    head_state_fields = ("count",)  # type: ignore[assignment]
+
+
+class OneHead(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.keys.norm(dim=-1)[:, 0]
+
+
+class WholeNumbers(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.positions
+
+
+class Crash(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.key_norms  # type: ignore[attr-defined]
+
+
+class ZScore(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        norm = layer.keys.norm(dim=-1).masked_fill(~layer.valid, 0)
+        mean = norm.sum(-1, keepdim=True) / layer.lengths.unsqueeze(-1)
+        centered = (norm - mean).masked_fill(~layer.valid, 0)
+        return centered / centered.square().sum(-1, keepdim=True).sqrt()
+
+
+class UnmaskedMean(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return -torch.cosine_similarity(layer.keys, layer.keys.mean(dim=2, keepdim=True), dim=-1)
+
+
+class InPlace(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.keys.nan_to_num_(0.0).norm(dim=-1)
+
+
+class Dice(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return torch.rand(layer.valid.shape)
+
+
+class Remembers(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        self.last = layer.keys.norm(dim=-1)
+        return -self.last
+
+
+class OverSlots(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        norm = layer.keys.norm(dim=-1).masked_fill(~layer.valid, 0)
+        return norm / norm.sum(dim=(0, 2), keepdim=True)
+
+
+class PlaceInTheSlot(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.positions / layer.valid.shape[-1]
+
+
+class NoWindow(KNorm):
+    def select(self, layer: LayerState, layer_budget: int | None = None) -> Tensor:
+        scores = self.score(layer).masked_fill(~layer.valid, -torch.inf)
+        best = scores.topk(self.budget, dim=-1).indices
+        return torch.zeros_like(layer.valid).scatter(-1, best, True) & layer.valid
+
+
+class Overflow(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return -(layer.keys.square().sum(dim=-1) ** 4)
+
+
+class Cancels(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.keys.sum(dim=-1) + 1000 - 1000
+
+
+class MixedTypes(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return (layer.keys @ torch.ones(16, 1, dtype=layer.inv_freq.dtype)).squeeze(-1)
+
+
+class MeanOverSlots(H2O):
+    def update_state(self, update: StateUpdate) -> None:
+        update.state["mass"].add_(update.mass.sum(dim=2).mean(dim=0))
+
+
+class Silent(H2O):
+    def update_state(self, update: StateUpdate) -> None:
+        update.state["mass"] + update.mass.sum(dim=2)
+
+
+class NotAsked(H2O):
+    needs_attention = False
+
+
+class Undecayed(H2O):
+    def update_state(self, update: StateUpdate) -> None:
+        update.state["mass"].mul_(0.9).add_(update.mass.sum(dim=2))
+
+
+class CountsCalls(H2O):
+    def head_state_fields(self, head_dim: int) -> dict[str, int]:
+        return {"calls": 1}
+
+    def update_state(self, update: StateUpdate) -> None:
+        super().update_state(update)
+        update.head_state["calls"].add_(1)
+
+
+class RemembersMass(H2O):
+    def update_state(self, update: StateUpdate) -> None:
+        super().update_state(update)
+        self.last = update.mass
+
+
+class Lambda(KNorm):
+    def __init__(self, budget: int, **sizes: Any) -> None:
+        super().__init__(budget, **sizes)
+        self.sign = lambda scores: -scores
+
+
+class Fades(KNorm):
+    """Halves values, but only in sequences longer than any layer of random numbers."""
+
+    def score(self, layer: LayerState) -> Tensor:
+        if int(layer.positions.masked_fill(~layer.valid, 0).max()) > 41:
+            layer.values.mul_(0.5)
+        return super().score(layer)
+
+
+BROKEN = [
+    (NoSuperInit, "declarations", "no attribute 'budget'", r"super\(\).__init__"),
+    (OwnArguments, "constructor", "TypeError: .*unexpected keyword argument 'budget'", "check an instance"),
+    (FractionOfQueries, "declarations", "num_queries is 0.5", "whole number"),
+    (Unheard, "declarations", "state_fields is empty, so nobody calls it", "state_fields"),
+    (HeadFieldsAsATuple, "declarations", "head_state_fields is .*not a method", "head_state_fields"),
+    (OneHead, "shape", r"shape \(3, 14\) for slots, KV heads, entries = \(3, 2, 14\)", "one floating-point number"),
+    (WholeNumbers, "shape", "torch.int64", "floating-point"),
+    (Crash, "shape", "AttributeError: .*key_norms", "traceback above"),
+    (ZScore, "numbers", "NaN for 56 of 56 live entries with equal keys", "divisions by zero"),
+    (UnmaskedMean, "free memory", "with nan in free memory.* became nan", "masked_fill"),
+    (InPlace, "read only", "changed layer.keys", "copies"),
+    (Dice, "determinism", "scoring the same layer again", "hash_uniform"),
+    (Remembers, "no state", "changed self.last", "state_fields"),
+    (OverSlots, "batch independence", r"slots \[0\] of three", "dimension 0"),
+    (PlaceInTheSlot, "ragged lengths", "5 more free places", "layer.lengths"),
+    (NoWindow, "selection", "entries of sinks and window were evicted", "Write score only"),
+    (Overflow, "half precision", "float16: scores are not finite", r"keys.float\(\)"),
+    (Cancels, "half precision", "bfloat16: scores are off by", r"keys.float\(\)"),
+    (MixedTypes, "half precision", "RuntimeError: expected.*dtype", r"keys.float\(\)"),
+    (RemembersMass, "running state", "update_state changed self.last", "state_fields"),
+    (MeanOverSlots, "running state", r"update.state\['mass'\] of a sequence depends on the others", "same slot"),
+    (Silent, "running state", "changed nothing in update.state", "in place"),
+    (NotAsked, "running state", "reads mass, which the compressor does not ask for: needs_attention = True", "place"),
+    (
+        Undecayed,
+        "reading",
+        r"update.state\['mass'\] after blocks of \[9\] tokens differs",
+        "power of the tokens behind",
+    ),
+    (CountsCalls, "reading", r"update.head_state\['calls'\] after blocks of \[9\] tokens", "count .*positions.shape"),
+    (Lambda, "copies", "pickle does not work: .*lambda", "no lambdas"),
+    (Fades, "replay", r"log-probs differ by up to \d", "keys or values were changed"),
+]
+
+
+@pytest.mark.parametrize(("cls", "rule", "found", "change"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_mistake_is_called_by_its_name(cls: type[Compressor], rule: str, found: str, change: str) -> None:
+    pattern = rf"(?s)^{cls.__name__} breaks the rule '{rule}'.\n  Found: .*{found}.*\n  Change: .*{change}"
+    with pytest.raises(ContractError, match=pattern):
+        check_compressor(cls)
+
+
+def test_every_rule_has_a_compressor_that_breaks_it() -> None:
+    assert {rule.name for rule in RULES} - {name for _, name, _, _ in BROKEN} == set()
+
+
+def test_large_ones_are_refused() -> None:
+    with pytest.raises(ContractError, match=r"(?s)KNorm breaks the rule 'size'.*516 tokens.*up to 64"):
+        check_compressor(KNorm, budget=512)

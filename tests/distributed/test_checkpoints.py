@@ -1,0 +1,239 @@
+"""Checkpoints are whole or not there, and nothing is read that someone else may have written."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from disks import file_size_limit
+from jsonargparse import Namespace
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
+from tiny_grpo import fit, module, weights
+
+from sparse_rl_lightning.callbacks.sharding import ZeroSharding
+from sparse_rl_lightning.checkpoints import DurableCheckpointIO, recover
+from sparse_rl_lightning.checkpoints.files import incomplete, replaced, save_tensors, swap_folder, write_durably
+from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.cli.checks import warn_of_earlier_run
+from sparse_rl_lightning.distributed.sharding import ShadowPolicy
+
+BIG = {"numbers": torch.arange(100_000)}
+
+
+def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    write_durably(path, lambda new: save_tensors({"step": 1}, new))
+    with file_size_limit(4096), pytest.raises(OSError, match="File too large"):
+        write_durably(path, lambda new: save_tensors(BIG, new))
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert not list(incomplete(path).parent.iterdir())
+    write_durably(path, lambda new: save_tensors(BIG, new))
+    assert torch.equal(torch.load(path, weights_only=True)["numbers"], BIG["numbers"])
+
+
+def test_nothing_on_the_way_looks_like_a_last_checkpoint(tmp_path: Path) -> None:
+    """Lightning takes the newest entry of the folder whose name has "last" in it."""
+    for place in (incomplete, replaced):
+        assert "last" not in place(tmp_path / "last.ckpt").relative_to(tmp_path).parts[0]
+
+
+def test_interrupted_swap_is_recovered(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    for step in ("1", "2"):
+        incomplete(path).mkdir(parents=True)
+        (incomplete(path) / "step").write_text(step)
+        swap_folder(path)
+        assert (path / "step").read_text() == step
+        assert not replaced(path).exists()
+    replaced(path).parent.mkdir(exist_ok=True)
+    path.rename(replaced(path))  # killed between the two renames
+    recover(path)
+    assert (path / "step").read_text() == "2"
+
+
+def test_ranks_recover_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks see that the checkpoint is missing before any of them brings it back."""
+    path, together, rename = tmp_path / "last.ckpt", Barrier(4), Path.rename
+
+    def wait_and_rename(own: Path, target: Path) -> Path:
+        together.wait(280)
+        return rename(own, target)
+
+    monkeypatch.setattr(Path, "rename", wait_and_rename)
+    replaced(path).mkdir(parents=True)
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(recover, [path] * 4))  # raises what a rank raised
+    assert path.is_dir()
+
+
+def test_a_key_out_of_reach_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(tmp_path, {})
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPARSE_RL_KEY_FILE", str(tmp_path / "file" / "key"))  # cannot be made, even by root
+    with pytest.raises(ValueError, match=r"key cannot be read or made: .*Set SPARSE_RL_KEY_FILE"):
+        read_manifest(tmp_path)
+
+
+def test_manifest_finds_changes_and_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
+    folder = tmp_path / "last.ckpt"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / name).write_text(name)
+    digests = {name: digest(folder / name) for name in ("a", "b")}
+    assert digests["a"] == "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"  # SHA-256 of "a"
+    write_manifest(folder, digests, world_size=2)
+    key = tmp_path / "mine" / "sparse-rl" / "checkpoint.key"
+    assert key.stat().st_mode & 0o077 == 0
+    assert read_manifest(folder) == {"files": digests, "world_size": 2}
+    assert changed_files(folder, digests) == []
+    (folder / "b").write_text("c")
+    assert changed_files(folder, digests) == ["b"]
+    (folder / "b").unlink()
+    assert changed_files(folder, digests) == ["b"]
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
+    with pytest.raises(ValueError, match="another account's signature"):
+        read_manifest(folder)
+    monkeypatch.setenv("SPARSE_RL_KEY_FILE", str(key))
+    assert read_manifest(folder)["world_size"] == 2
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace(digests["a"], digests["b"]))
+    with pytest.raises(ValueError, match="another account's signature"):
+        read_manifest(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"no readable manifest.json"):
+        read_manifest(folder)
+
+
+class FullDisk(Callback):
+    """Makes the disk refuse files from one batch to another."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        size = 4096 if self.first <= batch_idx <= self.last else self.limits[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, self.limits[1]))
+
+
+def test_full_disk_costs_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+    """Saves after steps 3 and 4 of 6 fail: told once, the second step's checkpoint stays until the fifth's is there."""
+    grpo, kept = module(), []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            steps = [torch.load(path, weights_only=True)["global_step"] for path in sorted(tmp_path.glob("*.ckpt"))]
+            kept.append((trainer.global_step, steps))
+
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+    disk = FullDisk(2, 3)
+    try:
+        with pytest.warns(UserWarning, match="could not be saved: .*File too large.*The run goes on") as told:
+            fit(grpo, 6, [Look(), disk, checkpoints], enable_checkpointing=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
+    assert sum("could not be saved" in str(warning.message) for warning in told) == 1
+    assert kept == [(0, []), (1, [1, 1]), (2, [2, 2]), (3, [2, 2]), (4, [2, 2]), (5, [5, 5])]
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"last.ckpt", "epoch=1-step=6.ckpt"}
+    other = module()
+    fit(other, 6)
+    assert torch.equal(weights(grpo), weights(other))
+
+
+class Terminate(Callback):
+    """The scheduler's signal, in the third batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_preemption_claims_no_checkpoint_that_a_full_disk_refused(tmp_path: Path) -> None:
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+    disk = FullDisk(2, 9)
+    try:
+        with pytest.warns(UserWarning, match="SIGTERM after optimiser step 3, which could not be saved"):
+            with pytest.raises(SystemExit) as end:
+                fit(module(), 6, [disk, Terminate(), checkpoints], enable_checkpointing=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
+    assert end.value.code == 75
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_weights_beside_are_hugging_face_s(tmp_path: Path) -> None:
+    grpo = module()
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+    fit(grpo, 2, [checkpoints], enable_checkpointing=True)
+    beside = {path.name for path in (tmp_path / "weights").glob("*.safetensors")}
+    assert beside == {"last.safetensors", "epoch=0-step=2.safetensors"}, "those of removed checkpoints are gone"
+    own = load_file(tmp_path / "weights" / "last.safetensors")
+    want = dict(grpo.policy.named_parameters())
+    assert own.keys() == want.keys()
+    assert all(torch.equal(own[name], value) for name, value in want.items())
+
+
+def test_a_checkpoint_io_of_the_user_s_own_stays(tmp_path: Path) -> None:
+    own = DurableCheckpointIO(weights=False)
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    trainer = fit(module(), 1, [checkpoints], enable_checkpointing=True, plugins=[own])
+    assert trainer.strategy.checkpoint_io is own
+    assert not (tmp_path / "weights").exists()
+
+
+def test_checkpoints_with_pickled_objects_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {}, "surprise": Path("x")}, path)
+    with pytest.raises(ValueError, match=r"holds pickled objects, .*is not read"):
+        fit(module(), 1, ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("manifest.json", "checkpoint folder of DeepSpeed, .*sparse_rl_deepspeed_stage_1, .* sparse-rl export"),
+        (".metadata", "checkpoint folder of FSDP2, .*ModelParallelStrategy, with ExportPolicy"),
+        ("config.json", r"model folder and no checkpoint\. .*model.policy"),
+        ("other.txt", "folder without a checkpoint"),
+    ],
+)
+def test_folders_are_told_of_on_one_device(file: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "last.ckpt"
+    path.mkdir(parents=True)
+    (path / file).touch()
+    with pytest.raises(ValueError, match=f"ckpt_path='{path}' is a {said}"):
+        fit(module(), 1, ckpt_path=str(path))
+
+
+@pytest.mark.parametrize("left", ["last.ckpt", ".replaced/last.ckpt"])
+def test_a_new_run_is_told_of_what_an_earlier_one_left(left: str, tmp_path: Path) -> None:
+    callback = Namespace(class_path="ModelCheckpoint", init_args=Namespace(dirpath=str(tmp_path)))
+    config = Namespace(ckpt_path=None, trainer=Namespace(fast_dev_run=False, callbacks=[callback]))
+    (tmp_path / left).mkdir(parents=True)
+    with pytest.warns(UserWarning, match="holds checkpoints of an earlier run"):
+        warn_of_earlier_run(config)
+
+
+def test_weights_loaded_at_the_same_step_reach_the_shadow() -> None:
+    grpo = module()
+    own = next(iter(grpo.dense_policy.parameters()))
+    grpo.shadow = shadow = ShadowPolicy(grpo.dense_policy)
+    copy = next(iter(shadow.model.parameters()))
+    for load in (lambda: grpo.on_load_checkpoint({}), lambda: ZeroSharding().setup(Trainer(), grpo, "validate")):
+        shadow.fill(3)
+        with torch.no_grad():
+            own += 1
+        load()
+        shadow.fill(3)
+        assert torch.equal(copy, own)

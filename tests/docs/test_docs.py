@@ -1,0 +1,277 @@
+"""The documentation as a site: it builds without a warning, its generated pages and pictures are those of the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import matplotlib
+import pytest
+from matplotlib.image import imread
+from test_readme import without_blocks
+
+from sparse_rl_lightning.learner.block import BlockPlan
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+PACKAGES = ("callbacks", "compressors", "data", "modules", "retrievers", "rewards")
+LINK = re.compile(r"\]\((https?:[^)]*)\)|<(https?:[^>]*)>")
+
+sys.path.append(str(DOCS))  # the scripts that write and draw
+
+import docstrings  # noqa: E402
+import figures  # noqa: E402
+import generate  # noqa: E402
+import listing  # noqa: E402
+import predictions  # noqa: E402
+
+sys.path.remove(str(DOCS))
+
+
+def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", source, target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+# ---------------------------------------------------------------- the site
+
+
+@pytest.mark.timeout(900)  # half a minute on an idle core
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    built = build(DOCS, tmp_path / "site")
+    assert (built.returncode, built.stderr) == (0, "")
+    written = {path.relative_to(tmp_path / "site").with_suffix("") for path in (tmp_path / "site").rglob("*.html")}
+    assert {page.relative_to(DOCS).with_suffix("") for page in PAGES} <= written
+
+
+@pytest.mark.timeout(300)
+def test_faults_end_the_build(tmp_path: Path) -> None:
+    faults = {
+        "[page](missing.md)": "missing",
+        "[part](#no-such-heading)": "no-such-heading",
+        "![picture](missing.png)": "missing.png",
+        "{py:class}`NoSuchClass`": "NoSuchClass",
+    }
+    (tmp_path / "index.md").write_text("# Title\n\n" + "\n\n".join(faults), encoding="utf-8")
+    (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text("utf-8"), encoding="utf-8")
+    built = build(tmp_path, tmp_path / "site")
+    assert built.returncode != 0
+    warnings = [line for line in built.stderr.splitlines() if "WARNING" in line]
+    assert [said for said in faults.values() if not any(said in line for line in warnings)] == []
+
+
+def test_every_page_can_be_reached() -> None:
+    index = (DOCS / "index.md").read_text("utf-8")
+    named = {line.strip() for line in index.splitlines()}
+    assert [page.stem for page in DOCS.glob("*.md") if page.stem not in named | {"index"}] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(DOCS).as_posix() for page in PAGES])
+def test_web_addresses_are_well_formed(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", without_blocks(page.read_text("utf-8")))
+    links = ["".join(found) for found in LINK.findall(text)]
+    assert [link for link in links if not is_address(link)] == []
+    assert re.findall(r"\]\(\s*(?!https?:)\w+://", text) == []
+
+
+def is_address(link: str) -> bool:
+    parts = urlsplit(link)
+    host = re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}", parts.netloc)
+    return parts.scheme == "https" and host is not None and not re.search(r"\s", link)
+
+
+def test_addresses_are_judged() -> None:
+    assert is_address("https://arxiv.org/abs/2601.10079")
+    for wrong in ("http://arxiv.org/a", "https://arxiv/a", "https://arxiv.org /a", "https:/arxiv.org"):
+        assert not is_address(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(DOCS).as_posix() for page in PAGES])
+def test_rows_of_a_table_have_as_many_cells(page: Path) -> None:
+    assert ragged(without_blocks(page.read_text("utf-8"))) == []
+
+
+def ragged(text: str) -> list[str]:
+    """Rows that have more or fewer cells than the first row of their table: a bare ``|`` in a cell, mostly."""
+    found, cells = [], 0
+    for line in text.splitlines():
+        number = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        if number and cells and number != cells:
+            found.append(line)
+        cells = (cells or number) if number else 0
+    return found
+
+
+def test_ragged_rows_are_found() -> None:
+    assert ragged("| a | b |\n|---|---|\n| `x \\| y` | 1 |\n\n| c |\n") == []
+    assert ragged("| a | b |\n|---|---|\n| `x | y` | 1 |") == ["| `x | y` | 1 |"]
+
+
+# ---------------------------------------------------------------- generated pages
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    """If this fails: make docs-pages."""
+    assert generate.main(["--check"]) == 0
+
+
+def test_settings_list_every_class_that_can_be_named() -> None:
+    text = (DOCS / "settings.md").read_text("utf-8") + (DOCS / "callbacks.md").read_text("utf-8")
+    listed = set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
+    python_only = {"LoadedPolicy", "PolicySource", "PromptDataModule", "RepeatedBlockSampler", "QueryStatistics"}
+    python_only |= {"RolloutCallback", "RewardFunction"}
+    packages = (
+        listing.callbacks,
+        listing.compressors,
+        listing.data,
+        listing.modules,
+        listing.retrievers,
+        listing.rewards,
+    )
+    named = {name for package in packages for name in package.__all__ if isinstance(getattr(package, name), type)}
+    assert named - listed - python_only == set()
+
+
+def test_every_recipe_of_a_paper_is_predicted() -> None:
+    configs = ROOT / "configs"
+    files = [*configs.glob("qwen2.5-*.yaml"), *configs.glob("llama-*.yaml"), *configs.glob("sparrow/qwen3-*.yaml")]
+    assert {path.relative_to(configs).with_suffix("").as_posix() for path in files} == set(predictions.RECIPES)
+
+
+def test_predictions_by_hand() -> None:
+    """Qwen2.5-1.5B: 16 bytes per parameter; 28 layers x 2 heads x (512 + 128) x 2 x 128 numbers x 2 bytes per slot."""
+    recipe = predictions.Recipe.of("qwen2.5-1.5b")
+    assert recipe.sharding == (0, 1)
+    assert recipe.states(0, 1) == 16 * recipe.parameters
+    assert recipe.parameters == pytest.approx(1.54e9, rel=0.01)
+    # compress_prompt: false holds the prompt of 256 tokens, less than the budget
+    keys_values = 256 * 28 * 2 * (512 + 128) * 2 * 128 * 2
+    assert keys_values < recipe.cache(recipe.compressor) < 1.3 * keys_values
+    assert recipe.num_rollouts == 100
+    steps = 4 * 4096  # 1024 sequences in 256 slots
+    weights = recipe.shape.weights_read * 2 / predictions.H200.bandwidth
+    assert recipe.rollout(recipe.method) > steps * weights
+
+
+def test_sharded_predictions_by_hand() -> None:
+    """Qwen2.5-7B in stage 2 on 4 ranks: 2 + 18 / 4 bytes per parameter, a float32 reference, no copy."""
+    recipe = predictions.Recipe.of("qwen2.5-7b")
+    cache = recipe.cache(recipe.compressor)
+    assert recipe.sharding == (2, 4)
+    assert recipe.total(2, 4) == pytest.approx((2 + 18 / 4 + 4) * 7.6156e9 + cache, rel=1e-3)
+    assert recipe.total(3, 4) == pytest.approx((20 / 4 + 2 + 4) * 7.6156e9 + cache, rel=1e-3)
+    assert predictions.memory_row(recipe)[1] == "4, stage 2"
+
+
+def test_without_the_reference_a_smaller_card_may_do() -> None:
+    """The last two columns: 4 bytes per parameter less, and what share of 80 GB that is."""
+    for name, total, share in (
+        ("qwen2.5-1.5b", 33, "41%"),
+        ("qwen2.5-7b", 60, "75%"),
+        ("sparrow/qwen3-4b", 117, "146%, does not fit with activations"),
+    ):
+        recipe = predictions.Recipe.of(name)
+        assert recipe.total(*recipe.sharding) - recipe.reference == pytest.approx(1e9 * total, rel=0.02)
+        assert predictions.memory_row(recipe)[-2:] == (str(total), share)
+
+
+def test_more_machines_draw_and_step_as_the_file_does() -> None:
+    """The table of docs/recipes.md: the paper's 128 prompts, 4 optimiser steps and micro-batches of the same size."""
+    recipe = predictions.Recipe.of("qwen2.5-7b")
+    number = r"[^|]*\| *(\d+) *"
+    rows = re.findall(rf"^\| (\d+) machines? of (\d+){number * 3}\|$", (DOCS / "recipes.md").read_text("utf-8"), re.M)
+    rows = [tuple(map(int, row)) for row in rows]
+    assert [row[:2] for row in rows] == [(1, 4), (2, 8), (4, 8)]
+    for machines, gpus, prompts, parts, accumulate in rows:
+        plan = BlockPlan(prompts, recipe.settings["num_generations"], parts, num_iterations=1, accumulate=accumulate)
+        assert (machines * gpus * prompts, plan.optimizer_steps, plan.micro_batch) == (128, 4, 8)
+    given = recipe.settings["steps_per_generation"], recipe.trainer["accumulate_grad_batches"]
+    assert rows[0][2:] == (recipe.num_sequences // recipe.settings["num_generations"], *given)
+
+
+@pytest.mark.parametrize("name", predictions.RECIPES)
+def test_shipped_recipes_fit_with_activations(name: str) -> None:
+    recipe = predictions.Recipe.of(name)
+    assert predictions.verdict(recipe.total(*recipe.sharding)) == ""
+    assert "does not fit" in predictions.verdict(recipe.total(0, 1) + predictions.FILLED * predictions.MEMORY)
+
+
+def test_docstrings_become_markdown() -> None:
+    class Thing:
+        """One ``line`` for all of :class:`~a.b.Other`.
+
+        More::
+
+            - key: 1
+
+        ==== ===== =======
+        key  unit  meaning
+        ==== ===== =======
+        a/b  bytes of ``it``
+        c    s     time
+        ==== ===== =======
+
+        Args:
+            size: How large,
+                in tokens.
+            kind: Which.
+
+        Raises:
+            ValueError: Never.
+        """
+
+        def __init__(self, size: int, kind: str | None = None, **rest: int) -> None: ...
+
+    assert docstrings.summary(Thing) == "One `line` for all of `Other`."
+    table = "| key | unit | meaning |\n|---|---|---|\n| a/b | bytes | of `it` |\n| c | s | time |"
+    assert docstrings.body(Thing) == f"More:\n\n```yaml\n- key: 1\n```\n\n{table}"
+    assert docstrings.rows(Thing.__doc__ or "") == [["a/b", "bytes", "of ``it``"], ["c", "s", "time"]]
+    assert docstrings.arguments(Thing) == [
+        docstrings.Argument("size", "int", "required", "How large, in tokens."),
+        docstrings.Argument("kind", "str | null", "null", "Which."),
+    ]
+
+
+def test_an_argument_without_description_is_an_error() -> None:
+    class Silent:
+        """Says nothing."""
+
+        def __init__(self, size: int) -> None: ...
+
+    with pytest.raises(ValueError, match="size is not described"):
+        docstrings.arguments(Silent)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_pictures_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails: make docs-pages."""
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    figures.main()
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (DOCS / "figures").iterdir()}
+    shown = re.findall(r"!\[[^\]]+\]\(figures/([\w.]+)\)", (DOCS / "concepts.md").read_text("utf-8"))
+    assert set(shown) == drawn
+    if f"matplotlib=={matplotlib.__version__}" not in (ROOT / "constraints.txt").read_text("utf-8").split():
+        pytest.skip("another matplotlib draws other pixels")
+    assert [name for name in sorted(drawn) if not same_picture(tmp_path / name, DOCS / "figures" / name)] == []
+
+
+def same_picture(one: Path, other: Path) -> bool:
+    """Whether fewer than one pixel in 20,000 differs visibly: another processor may round a curve by a pixel."""
+    first, second = imread(one), imread(other)
+    return first.shape == second.shape and bool((abs(first - second).max(-1) > 0.25).mean() < 5e-5)
+
+
+def test_a_stale_picture_is_found(tmp_path: Path) -> None:
+    drawn, changed = figures.slot(), figures.slot()
+    changed.axes[0].texts[0].set_text("7")  # one number in one cell
+    for name, figure in (("a", drawn), ("b", figures.slot()), ("c", changed)):
+        figure.savefig(tmp_path / f"{name}.png", dpi=figures.STYLE["savefig.dpi"])
+    assert same_picture(tmp_path / "a.png", tmp_path / "b.png")
+    assert not same_picture(tmp_path / "a.png", tmp_path / "c.png")

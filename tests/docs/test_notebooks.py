@@ -1,0 +1,189 @@
+"""Every notebook runs from top to bottom in a new kernel of this interpreter, and prints what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+import sparse_rl_lightning
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+FAST = "quickstart"  # `make test` runs this one, `make test-slow` all there are
+
+NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the notebook runs. What Jupyter and IPython write goes beside it, not into the home folder."""
+    for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / "jupyter"))
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel chooses: pictures inside the notebook
+    paths = [str(Path(sparse_rl_lightning.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))  # the package that the tests test
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+def run(notebook: nbformat.NotebookNode, folder: Path) -> str:
+    """Execute the notebook in place and return all it printed; the first error of a cell is raised."""
+    # without folders of kernel specs, python3 is the interpreter that runs this test, whatever else is installed
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    NotebookClient(notebook, km=manager, timeout=550, resources={"metadata": {"path": str(folder)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    size = sum(len(str(output)) for output in outputs)
+    assert size < 1_000_000, f"{size:,} characters of output: too much for a notebook that people save"
+    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+
+
+def shown(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
+    """What cells have displayed of a MIME type."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [output.data[kind] for output in outputs if kind in output.get("data", {})]
+
+
+def numbers_after(label: str, text: str) -> list[float]:
+    return [float(found.replace(",", "")) for found in re.findall(re.escape(label) + r"\s*" + NUMBER, text)]
+
+
+def check_quickstart(notebook: nbformat.NotebookNode, printed: str) -> None:
+    assert max(numbers_after("exact replay to sampler:", printed)) < 1e-4
+    assert min(numbers_after("dense policy to sampler:", printed)) > 1e-2  # what the replay explains was there
+    replayed = numbers_after("replay difference", printed)
+    assert len(replayed) == 5, "one for each compressor"
+    assert max(replayed) < 1e-4
+    full, sparse = numbers_after("peak KV bytes", printed)
+    assert 0 < sparse < 0.7 * full
+    saved = numbers_after("KV tokens saved", printed)
+    assert saved[0] == 0
+    assert all(10 < percent < 60 for percent in saved[1:])
+    rewards = numbers_after("reward", printed)
+    assert len(rewards) == 6
+    assert 0 < max(rewards) < 1
+    assert all(0 <= percent < 50 for percent in numbers_after("rejected", printed))
+    assert len(shown(notebook, "image/png")) == 2
+    assert len(shown(notebook, "text/html")) == 1
+
+
+def check_new_compressor(notebook: nbformat.NotebookNode, printed: str) -> None:
+    assert printed.count("keeps the contract") == 2
+    assert "all keep the contract" in printed
+    assert "Unusual breaks the rule 'free memory'.\n  Found: with nan in free memory" in printed
+    forgotten, replayed = numbers_after("forgotten", printed), numbers_after("replay off by at most", printed)
+    assert len(forgotten) == len(replayed) == 9, "one for each compressor"
+    assert max(replayed) < 1e-4
+    assert abs(forgotten[0]) < 1e-5, "the full cache"
+    assert min(forgotten[1:]) > 1e-3
+    assert forgotten[3] < forgotten[1], "attention to large values beats lots"
+    assert len(shown(notebook, "image/png")) == 1
+    assert len(numbers_after("reward", printed)) == 4
+
+
+def check_what_was_evicted(notebook: nbformat.NotebookNode, printed: str) -> None:
+    assert numbers_after("right with the full cache:", printed)[0] > 10
+    (mean, largest), (dense, _) = (
+        re.findall(rf"{name} +off by {NUMBER} on average, {NUMBER}", printed)[0] for name in ("replay", "dense")
+    )
+    assert float(mean) < 1e-5
+    assert float(largest) < 2e-4
+    assert float(dense) > 1e-2
+    assert numbers_after("mismatch_split/kernel/kl_k3", printed)[0] < 1e-8
+    assert numbers_after("mismatch_split/compression/kl_k3", printed)[0] > 1e-3
+    views = shown(notebook, "text/html")
+    assert len(views) == 10
+    assert all(method in views[0] for method in ("StreamingLLM", "SnapKV", "RKV"))
+    assert len(shown(notebook, "image/png")) == 2
+
+
+def check_calibrate_a_schedule(notebook: nbformat.NotebookNode, printed: str) -> None:
+    (mean,), (tail,) = numbers_after("mean", printed), numbers_after("5th percentile", printed)[:1]
+    assert 0 < mean < 1
+    assert 0 <= tail <= 1
+    ceiling = numbers_after("ceiling", printed)[0]
+    assert ceiling == pytest.approx(1, abs=1e-3), "sampler and learner are one process"
+    assert "class_path: LengthSchedule" in printed
+    judged = [float(found) for found in re.findall(r"the schedule .*worst bin " + NUMBER, printed)]
+    assert len(judged) == 2, "before and after training"
+    assert judged[0] > 0.8, "0.86 is what was asked for; the check draws what this draws"
+    fixed = [float(found) for found in re.findall(r"always \d+ .*worst bin " + NUMBER, printed)]
+    assert len(fixed) == 4
+    assert fixed[0] < fixed[-1]
+    assert len(re.findall(r"rollout \d   reward", printed)) == 6
+    assert len(numbers_after("   tail", printed)) == 6
+    assert len(shown(notebook, "image/png")) == 1
+
+
+def check_bring_your_own_model(notebook: nbformat.NotebookNode, printed: str) -> None:
+    assert "model.safetensors" in printed
+    rewards = numbers_after("   reward", printed)
+    assert len(rewards) == 6
+    assert max(rewards[-2:]) > rewards[0] + 0.2, "it learns"
+    assert min(numbers_after("KV tokens saved", printed)) > 0, "under a cache that evicts"
+    assert numbers_after("right:", printed)[0] >= 4, "transformers alone sees what was learned; a third is chance"
+    assert len(shown(notebook, "image/png")) == 1
+
+
+def check_from_trl(notebook: nbformat.NotebookNode, printed: str) -> None:
+    assert "DIFFERENT" not in printed
+    assert len(re.findall(r"equal$", printed, re.MULTILINE)) == 23
+    assert "here  0.8658754" in printed, "advantages with TRL's epsilon, as TRL gave them"
+    for number in ("-0.1232385", "0.0399277", "0.2278702", "0.0129852"):
+        assert f"here  {number}" in printed
+    assert len(set(numbers_after("denominator='kept'", printed) + numbers_after("denominator='all'", printed))) == 2
+
+
+CHECKS = {
+    "bring_your_own_model": check_bring_your_own_model,
+    "calibrate_a_schedule": check_calibrate_a_schedule,
+    "from_trl": check_from_trl,
+    "new_compressor": check_new_compressor,
+    "quickstart": check_quickstart,
+    "what_was_evicted": check_what_was_evicted,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("a 1.5e-06, b", [1.5e-6]), ("a  10,485,760\na 0.0%", [10485760, 0]), ("a nan", []), ("ba: 1", [])],
+)
+def test_printed_numbers_are_found(text: str, found: list[float]) -> None:
+    assert numbers_after("a", text) == found
+
+
+def test_every_notebook_is_checked() -> None:
+    """All in the folder run by themselves; what each promises must be written down here."""
+    assert {path.stem for path in NOTEBOOKS} == set(CHECKS)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_kept_without_output(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    assert cells[0].cell_type == "markdown"
+    assert cells[0].source.startswith("# ")
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+    assert max(len(cell.source.splitlines()) for cell in code) <= 30, "one idea a cell"
+
+
+@pytest.mark.timeout(600)  # each under a minute and a half on an idle core
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(FOLDER / f"{FAST}.ipynb", id=f"fast-{FAST}"),
+        *(pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in NOTEBOOKS),
+    ],
+)
+def test_notebook_runs(path: Path, folder: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    printed = run(notebook, folder)
+    assert list(folder.iterdir()) == [], "a notebook leaves no files behind"
+    CHECKS[path.stem](notebook, printed)

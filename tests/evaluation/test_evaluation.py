@@ -1,0 +1,323 @@
+"""All seven benchmarks end to end with a tiny random model: results, files, resuming, the command line."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from benchmark_files import GOLDS, write_benchmarks
+from pyarrow import parquet
+
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
+from sparse_rl_lightning.evaluation.page import results_picture, results_table
+from sparse_rl_lightning.evaluation.store import BenchmarkResult
+from sparse_rl_lightning.evaluation.tables import completion_table, name_arms, row_number
+from sparse_rl_lightning.evaluation.time_left import TimeLeft
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.metrics import accuracy
+from sparse_rl_lightning.modules.evaluation import Evaluation
+from sparse_rl_lightning.rewards.math import CONVENTIONS, MathChecker
+from sparse_rl_lightning.rollout import Progress, SamplingParams
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "eval.yaml"
+ARMS = ["dense", "RKV-24", "RKV-12"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not the published file", "ignore:.* rows, the published one")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in Hugging Face's format."""
+    path = tmp_path_factory.mktemp("policy")
+    tokenizer = character_tokenizer(string.printable)
+    model = tiny_model("qwen2", vocab_size=len(tokenizer), hidden_size=32, max_position_embeddings=400)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def config(folder: Path, policy: Path, **model: Any) -> str:
+    """The shipped configuration with tiny sizes, written to a file."""
+    settings = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    own = settings["model"]["init_args"]
+    own["policy"]["init_args"] = {"path": str(policy), "dtype": "float32"}
+    for compressor, budget in zip(own["compressors"], (24, 12), strict=True):
+        compressor["init_args"] |= {"budget": budget, "buffer": 4, "window": 4}
+    own |= {"max_completion_length": 6, "max_completion_length_of": {"aime24": 8}, "num_samples_of": {"amc23": 3}}
+    settings["model"]["init_args"] |= {"num_slots": 4, "batch_size": 2} | model
+    settings["data"]["init_args"]["folder"] = str(write_benchmarks(folder / "data"))
+    settings["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
+    path = folder / "eval.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return str(path)
+
+
+def stored(folder: Path, arm: str, benchmark: str) -> dict[str, Any]:
+    return json.loads((folder / "runs/eval/evaluation" / arm / f"{benchmark}.json").read_text(encoding="utf-8"))
+
+
+def test_all_seven_benchmarks_end_to_end(folder: Path, policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = config(folder, policy)
+    cli = main(["test", "--config", file])
+    assert list(cli.model.arms) == ARMS
+    results = json.loads((folder / "runs/eval/evaluation/results.json").read_text(encoding="utf-8"))
+    assert [(r["benchmark"], r["arm"]) for r in results] == [(name, arm) for name in GOLDS for arm in ARMS]
+    for name, golds in GOLDS.items():
+        for arm in ARMS:
+            result = stored(folder, arm, name)
+            samples, limit = (3 if name == "amc23" else 1), (8 if name == "aime24" else 6)
+            assert (result["accuracy"]["num_problems"], result["accuracy"]["num_samples"]) == (len(golds), samples)
+            assert result["counters"]["checks"] == len(golds) * samples
+            assert 0 < result["mean_length"] <= limit
+            assert (result["kv_saving_final"] > 0) == (arm != "dense")
+            table = parquet.read_table(folder / "runs/eval/evaluation" / arm / f"{name}.parquet").to_pydict()
+            assert table["answer"] == [gold for gold in golds for _ in range(samples)]
+            assert table["sample"] == list(range(samples)) * len(golds)
+            assert set(table["benchmark"]) == {name}
+            assert not any(table["correct"])  # random letters
+    printed = capsys.readouterr().out
+    assert "Avg@3" in printed
+    assert "mean" in printed
+    assert (folder / "runs/eval/evaluation/results.png").read_bytes()[:4] == b"\x89PNG"
+    assert float(cli.trainer.callback_metrics["test/mean/dense"]) == 0.0
+
+
+def test_sparrows_evaluation(folder: Path) -> None:
+    """Retrieval beside the full cache, on published files and on one's own."""
+    tokenizer, policy = character_tokenizer(string.printable), folder / "sharp"
+    model = tiny_model("qwen3", vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.5)
+    model.save_pretrained(policy)  # to whom it matters what is read
+    tokenizer.save_pretrained(policy)
+    settings = yaml.safe_load((ROOT / "configs" / "sparrow" / "eval.yaml").read_text(encoding="utf-8"))
+    own, data = settings["model"]["init_args"], settings["data"]["init_args"]
+    own["policy"]["init_args"] = {"path": str(policy), "dtype": "float32"}
+    own |= {"max_completion_length": 12, "num_samples": 2, "num_slots": 4}
+    small = {"budget": 8, "page_size": 4, "num_dense_layers": 1, "num_first_pages": 0, "num_last_pages": 1}
+    own["retrievers"][0]["init_args"] = small
+    data["folder"] = str(write_benchmarks(folder / "data"))
+    for name in data["own"]:
+        path = folder / f"{name}.jsonl"
+        path.write_text('{"problem": "1+1", "answer": "2"}\n{"problem": "", "answer": "3"}\n', encoding="utf-8")
+        data["own"][name] = str(path)
+    settings["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
+    (folder / "sparrow.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    run = main(["test", "--config", str(folder / "sparrow.yaml")])
+    found = {(result.benchmark, result.arm): result for result in run.model.results}
+    names = ["aime24", "aime25", "aime26", "amc23"]
+    assert list(found) == [(name, arm) for name in names for arm in ("dense", "Centroid-8")]
+    assert run.datamodule.reports["aime25"].dropped == [1]  # it asks nothing
+    assert all(result.accuracy.num_samples == 2 for result in found.values())
+    assert found["amc23", "Centroid-8"].kv_saving_final == 0  # nothing is deleted
+    drawn = [folder / "runs/eval/evaluation" / arm / "amc23.parquet" for arm in ("dense", "Centroid-8")]
+    texts = [parquet.read_table(path).to_pydict()["completion"] for path in drawn]
+    assert texts[0] != texts[1]  # but less is read
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_stopped(folder: Path, policy: Path) -> None:
+    file = config(folder, policy)
+    cli = main(["test", "--config", file, "--data.init_args.benchmarks=[gsm8k,aime24]"])
+    root = folder / "runs/eval/evaluation"
+    before = {path: path.stat().st_mtime_ns for path in root.glob("*/*.json")}
+    assert len(before) == 6
+    (root / "RKV-12" / "aime24.json").unlink()  # killed before it was whole
+    main(["test", "--config", file, "--data.init_args.benchmarks=[aime24,gsm8k]"])
+    after = {path: path.stat().st_mtime_ns for path in root.glob("*/*.json")}
+    assert {path.relative_to(root).as_posix() for path in after if after[path] != before[path]} == {
+        "RKV-12/aime24.json"
+    }
+    main(["test", "--config", file, "--data.init_args.benchmarks=[aime24,gsm8k]", "--model.init_args.seed=1"])
+    assert all(path.stat().st_mtime_ns != after[path] for path in after)  # other settings, other results
+    assert cli.model.results[0].benchmark == "gsm8k"
+
+
+def test_results_depend_on_neither_batches_nor_slots_nor_other_benchmarks(folder: Path, policy: Path) -> None:
+    columns = []
+    for number, changes in enumerate(({"batch_size": 1, "num_slots": 1}, {"batch_size": 8, "num_slots": None})):
+        (folder / str(number)).mkdir()
+        file = config(folder / str(number), policy, **changes)
+        names = "[amc23]" if number else "[gsm8k,amc23]"
+        root = str(folder / str(number) / "runs")
+        main(["test", "--config", file, f"--data.init_args.benchmarks={names}", f"--trainer.default_root_dir={root}"])
+        columns.append(parquet.read_table(f"{root}/evaluation/RKV-12/amc23.parquet")["completion"].to_pylist())
+    assert columns[0] == columns[1]
+    assert len(set(columns[0])) == 3
+
+
+def test_a_checkpoint_is_evaluated_instead_of_the_folder(folder: Path, policy: Path) -> None:
+    file = config(folder, policy)
+    only = "--data.init_args.benchmarks=[aime24]"
+    main(["test", "--config", file, only])
+    before = stored(folder, "dense", "aime24")
+    module = Evaluation(str(policy))
+    module.configure_model()
+    state = {name: value + 0.01 for name, value in module.state_dict().items()}
+    checkpoint = {"state_dict": state, "pytorch-lightning_version": "2.6.0", "epoch": 0, "global_step": 0}
+    checkpoint |= {"loops": None, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    torch.save(checkpoint, folder / "last.ckpt")
+    main(["test", "--config", file, only, "--ckpt_path", str(folder / "last.ckpt")])
+    assert stored(folder, "dense", "aime24")["fingerprint"] != before["fingerprint"]
+
+
+def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
+    module = Evaluation(str(policy))
+    rows = [
+        {"prompt": "Half?", "answer": r"\frac{1}{2}", "benchmark": "own", "index": 7},
+        {"prompt": "Large?", "answer": "4.5e33", "benchmark": "own", "index": 9, "tolerance": 1e-4},
+    ]
+    with module.caching("dense") as sampler:
+        rollout = sampler.generate(module.encode(rows), SamplingParams(num_generations=2, max_completion_length=3))
+    texts = [r"\boxed{0.5}", r"\boxed{0.50001}", r"\boxed{4.5001\times10^{33}}", "4.5e33"]
+    table = completion_table(rows, rollout, texts, MathChecker())
+    assert table["correct"] == [True, False, True, False]
+    assert table["extracted"] == ["0.5", "0.50001", r"4.5001\times10^{33}", None]
+    assert table["index"] == [7, 7, 9, 9]
+    assert table["sample"] == [0, 1, 0, 1]
+    assert table["kv_stored"] == table["kv_full"]
+    assert {len(values) for values in table.values()} == {4}
+
+
+def test_predict_completes_a_file_of_prompts(folder: Path, policy: Path) -> None:
+    file = config(folder, policy)
+    (folder / "prompts.jsonl").write_text(
+        '{"prompt": "1+1=", "index": "a-1"}\n{"prompt": "2+2=", "index": null}\n{"prompt": "3"}\n', encoding="utf-8"
+    )  # an index of the file's own
+    data = {"class_path": "JsonlPrompts", "init_args": {"path": "prompts.jsonl", "answer_column": None}}
+    settings = yaml.safe_load(Path(file).read_text(encoding="utf-8")) | {"data": data}
+    Path(file).write_text(yaml.safe_dump(settings), encoding="utf-8")
+    main(["predict", "--config", file, "--model.init_args.num_samples=2"])
+    rows = [json.loads(line) for line in (folder / "runs/eval/predictions.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["1+1=", "2+2=", "3"]
+    assert all(list(row["completions"]) == ARMS for row in rows)
+    assert all(len(texts) == 2 for row in rows for texts in row["completions"].values())
+    with pytest.raises(ValueError, match="Evaluation tests on MathBenchmarks"):
+        main(["test", "--config", file, "--data.init_args.val_path=prompts.jsonl"])
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_papers_settings() -> None:
+    own = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["model"]["init_args"]
+    model = Evaluation("nowhere", **{key: own[key] for key in own if key not in ("policy", "compressors")})
+    paper = SamplingParams(num_generations=1, max_completion_length=8192, temperature=0.8, top_p=0.95)
+    for name in GOLDS:
+        expected = (32, 16384) if name in ("aime24", "amc23") else (1, 8192)
+        params = model.params(name)
+        assert (params.num_generations, params.max_completion_length) == expected
+        assert (params.temperature, params.top_p, params.top_k) == (paper.temperature, paper.top_p, 0)
+    header = CONFIG.read_text(encoding="utf-8").partition("\nseed_everything")[0]
+    assert "sparse-rl test --config configs/eval.yaml" in header
+
+
+def test_names_of_caches() -> None:
+    sizes = {"buffer": 4, "window": 4}
+    arms = name_arms([FullKV(), RKV(budget=24, **sizes), SnapKV(budget=24, **sizes), RKV(budget=24, **sizes)])
+    assert list(arms) == ["dense", "RKV-24", "SnapKV-24", "RKV-24#2"]
+    with pytest.raises(ValueError, match="needs dense: true, compressors or retrievers"):
+        Evaluation("nowhere", dense=False)
+
+
+def test_numbers_of_rows() -> None:
+    assert row_number({"benchmark": "aime24", "index": 7}, 2) == 7
+    assert row_number({"benchmark": "aime24", "index": "7"}, 2) == 7
+    assert row_number({"benchmark": "aime24"}, 2) == row_number({"benchmark": "aime24", "index": "²"}, 2) == 2
+    assert row_number({"benchmark": "mine", "index": "a-1"}, 2) == row_number({"benchmark": "x", "index": None}, 2) == 2
+    assert row_number({"index": 7}, 2) == row_number({"index": "a-1"}, 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("samples", "named"),
+    [({"num_samples": 1001}, "'num_samples': 1001"), ({"num_samples_of": {"amc23": 4000, "aime24": 1000}}, "amc23")],
+)
+def test_more_samples_than_there_are_numbers_are_refused(samples: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"at most 1000 samples per problem, got .*{named}"):
+        Evaluation("nowhere", **samples)
+    Evaluation("nowhere", num_samples=1000)
+
+
+def test_fingerprints() -> None:
+    sizes = {"buffer": 4, "window": 4}
+    assert fingerprint(cache=RKV(budget=24, **sizes)) == fingerprint(cache=RKV(budget=24, **sizes))
+    others = [RKV(budget=25, **sizes), SnapKV(budget=24, **sizes), RKV(budget=24, mix_lambda=0.2, **sizes)]
+    assert len({fingerprint(cache=cache) for cache in [RKV(budget=24, **sizes), *others]}) == 4
+    model = torch.nn.Linear(300, 300)
+    before = weights_digest(model)
+    assert weights_digest(model) == before
+    with torch.no_grad():
+        model.bias += 1e-3
+    assert weights_digest(model) != before
+
+
+def results() -> list[BenchmarkResult]:
+    correct = torch.tensor([[True, False], [True, True]])
+    costs = {"mean_length": 10.0, "clipped": 0.25, "kv_saving_integral": 0.1, "kv_peak_bytes": 2048, "seconds": 1.0}
+    return [
+        BenchmarkResult(
+            name,
+            arm,
+            "",
+            accuracy(correct[: 1 + (arm == "dense")]),
+            accuracy(correct[1:]),
+            kv_saving_final=0.5,
+            **costs,
+        )
+        for name in ("gsm8k", "aime24")
+        for arm in ("dense", "RKV-24")
+    ]
+
+
+def test_table_and_picture() -> None:
+    text = results_table(results())
+    lines = text.splitlines()
+    assert lines[0].split() == ["benchmark", "problems", "measure", "dense", "RKV-24"]
+    assert "gsm8k" in lines[2]
+    assert "Avg@2" in lines[2]
+    assert "75.0 [" in lines[2]
+    assert "50.0 [" in lines[2]
+    assert lines[4].startswith("mean")
+    assert "2.0 KiB" in text
+    assert results_picture(results())[:4] == b"\x89PNG"
+
+
+def test_the_convention_of_the_answers_chooses_what_is_shown_first() -> None:
+    strict, lenient = (results_table(results(), answers) for answers in CONVENTIONS)
+    assert "75.0 [" in strict.splitlines()[2]
+    assert "100.0 [" in lenient.splitlines()[2]
+    assert "answers: lenient" in lenient
+    for text in (strict, lenient):
+        assert "75.0 / 100.0" in text
+        assert "50.0 / 100.0" in text
+    assert results_picture(results(), "lenient") != results_picture(results())
+
+
+def test_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = TimeLeft(total=1000, seconds=0.0)
+    clock.report("gsm8k, dense", Progress(step=1, active=2, finished=0, total=4, tokens=9), limit=100)
+    clock.report("gsm8k, dense", Progress(step=9, active=2, finished=2, total=4, tokens=99), limit=100)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "gsm8k, dense: 0/4 sequences of this batch, 0 % of the evaluation, time left not known yet"
+    assert second.startswith("gsm8k, dense: 2/4 sequences of this batch, 20 % of the evaluation, about ")
+    assert clock.left(0, 5.0) == "time left not known yet"
+    assert clock.left(250, 60.0) == "about 3 min 00 s left"
+    clock.finished(sequences=5, limit=100)
+    assert clock.done == 500
+
+
+def test_real_rows_go_through_too(folder: Path, policy: Path, data_dir: Path) -> None:
+    file = config(folder, policy)
+    arguments = ["--data.init_args.max_rows=1", f"--data.init_args.folder={data_dir}"]
+    cut = "--model.init_args.policy.init_args.path"
+    tokenizer = character_tokenizer(string.printable)
+    model = tiny_model("qwen2", vocab_size=len(tokenizer), hidden_size=32, max_position_embeddings=4000)
+    model.save_pretrained(folder / "long")
+    tokenizer.save_pretrained(folder / "long")
+    cli = main(["test", "--config", file, *arguments, f"{cut}={folder / 'long'}"])
+    assert [r.accuracy.num_problems for r in cli.model.results] == [1] * 21

@@ -1,0 +1,230 @@
+"""Packing by tokens: bins and parts as promised, and a loss and gradient that do not depend on them."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from sparse_rl_lightning.compressors import RKV
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.evictions import NEVER, EvictionRecord
+from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
+from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.learner.loss import Items, Objective
+from sparse_rl_lightning.learner.packing import in_parts, pack, split, token_counts, trimmed
+from sparse_rl_lightning.losses import Denominator, LossType
+from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=24)
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_bins_share_all_sequences_evenly(lengths: list[int], num_bins: int) -> None:
+    bins = pack(lengths, num_bins)
+    assert len(bins) == num_bins
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    loads = [sum(lengths[index] for index in members) for members in bins]
+    assert max(loads) - min(loads) <= max(lengths)
+    assert len(lengths) < num_bins or min(len(members) for members in bins) >= 1
+
+
+def test_bins_by_hand() -> None:
+    assert pack([5, 9, 5, 4, 1], 2) == [[1, 3], [0, 2, 4]]  # 9 | 5 | 5 more to the second | 4 to the first | 1
+    assert pack([3, 3, 3], 3) == [[0], [1], [2]]
+    assert pack([7], 3) == [[0], [], []]
+
+
+@given(LENGTHS, st.integers(1, 200))
+def test_parts_fit_with_their_padding(lengths: list[int], max_tokens: int) -> None:
+    parts = split(lengths, max_tokens)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    for part in parts:
+        assert len(part) == 1 or len(part) * max(lengths[index] for index in part) <= max_tokens
+    for one, following in pairwise(parts):  # no part could have taken the next one's first
+        assert (len(one) + 1) * lengths[one[0]] > max_tokens
+        assert min(lengths[index] for index in one) >= lengths[following[0]]
+
+
+# ---------------------------------------------------------------- a rollout
+
+
+def rollout(lengths: list[int], prompt: int = 2, seed: int = 0) -> Rollout:
+    """Random sequences of ``prompt`` + length tokens with everything that a loss reads."""
+    generator = torch.Generator().manual_seed(seed)
+    count, width = len(lengths), prompt + max(lengths) + 1  # one column of padding for all
+    index = torch.arange(width)
+    mask = (index >= prompt) & (index < prompt + torch.tensor(lengths)[:, None])
+
+    def numbers() -> Tensor:
+        return torch.randn(count, width, generator=generator, dtype=torch.float64).where(mask, 0.0)
+
+    dead = (index < (prompt + torch.tensor(lengths))[:, None] - 1) & (torch.rand(2, 3, count, width) < 0.5)
+    death = torch.where(dead, prompt + torch.tensor(lengths)[:, None], NEVER).transpose(1, 2).to(torch.int32)
+    old = -numbers().abs()
+    return Rollout(
+        sequences=torch.randint(1, 20, (count, width), generator=generator),
+        prompt_lengths=torch.full((count,), prompt), completion_mask=mask,
+        finished=torch.ones(count, dtype=torch.bool), sampler_logprobs=old, old_logprobs=old, ref_logprobs=old - 0.1,
+        advantages=torch.randn(count, generator=generator, dtype=torch.float64),
+        keep=mask & (torch.rand(count, width, generator=generator) < 0.8), weights=numbers().exp(),
+        evictions=EvictionRecord.from_dense(death),
+    )  # fmt: skip
+
+
+def test_trimming_takes_away_common_padding_only() -> None:
+    whole = rollout([3, 5, 1])
+    part = trimmed(whole[torch.tensor([0, 2])])
+    assert token_counts(whole) == [5, 7, 3]
+    assert {name: tuple(value.shape) for name, value in part.state().items() if isinstance(value, Tensor)} == {
+        "prompt_lengths": (2,), "finished": (2,), "advantages": (2,),
+        **dict.fromkeys(
+            ["sequences", "completion_mask", "sampler_logprobs", "old_logprobs", "ref_logprobs", "keep", "weights"],
+            (2, 5),
+        ),
+    }  # fmt: skip
+    assert part.evictions is not None
+    assert whole.evictions is not None
+    assert torch.equal(part.evictions.death, whole.evictions.death[:, [0, 2], :, :5])
+    assert (part.evictions.death < NEVER).any()
+    assert torch.equal(part.sequences, whole.sequences[[0, 2], :5])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=6, max_size=6),
+    st.permutations(range(6)),
+    st.sampled_from(["grpo", "dapo", "dr_grpo", "cispo"]),
+    st.sampled_from(["all", "kept_tokens", "kept"]),
+    st.sampled_from([[6], [2, 2, 2], [1, 5], [1, 1, 1, 1, 1, 1], [3, 2, 1]]),
+)
+def test_loss_and_gradient_are_those_of_any_packing_split_and_order(
+    lengths: list[int], order: list[int], loss_type: LossType, denominator: Denominator, sizes: list[int]
+) -> None:
+    whole = rollout(lengths)
+    objective = Objective(
+        loss_type, "token", 0.2, 5.0, None, denominator, 0.1, "k3", "completion", 9, False
+    )  # fmt: skip
+    items = objective.items(whole)
+
+    def total(parts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        logprobs = (whole.old_logprobs + 0.3 * whole.weights.log().sin()).requires_grad_()  # type: ignore[union-attr,operator]
+        loss = torch.zeros((), dtype=torch.float64)
+        for rows in parts:
+            part = trimmed(whole[torch.tensor(rows)])
+            loss = loss + objective(part, items, logprobs[torch.tensor(rows), : part.sequences.shape[1]]).loss
+        loss.backward()
+        assert logprobs.grad is not None
+        return loss.detach(), logprobs.grad
+
+    expected = total([list(range(6))])
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    torch.testing.assert_close(total([order[end - n : end] for n, end in zip(sizes, ends, strict=True)]), expected)
+    torch.testing.assert_close(total(pack(lengths, 3)), expected)
+    assert expected[1].count_nonzero() > 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
+def test_a_packed_block_serves_the_same_sequences_per_optimiser_step(accumulate: int) -> None:
+    whole = rollout([1 + i * 7 % 11 for i in range(16)])
+    whole.rewards = torch.arange(16.0)  # names the sequences
+    windows: tuple[list[Rollout], list[Rollout]] = ([], [])
+
+    def block(packs: bool) -> RolloutBlock:
+        def count(window: Rollout) -> Items:
+            windows[packs].append(window)
+            return Items(None, None)
+
+        return RolloutBlock(BlockPlan(4, 4, 4, 2, accumulate, packs), whole, index=0, seed=1, count=count)
+
+    blocks = [block(packs) for packs in (False, True)]
+    spread = []
+    for _ in range(8 // accumulate):
+        steps = [[block.next() for _ in range(accumulate)] for block in blocks]
+        plain, packed = ([part.rewards.tolist() for part, _ in step] for step in steps)
+        assert sorted(chain(*plain)) == sorted(chain(*packed))
+        assert min(len(part) for part in packed) >= 1
+        spread.append([max(sum(token_counts(part)) for part, _ in step) for step in steps])
+    assert len(windows[0]) == len(windows[1]) == 8 // accumulate
+    assert all(torch.equal(one.rewards, other.rewards) for one, other in zip(*windows, strict=True))  # type: ignore[arg-type]
+    assert all(packed <= plain for plain, packed in spread)
+    assert accumulate == 1 or any(packed < plain for plain, packed in spread)
+
+
+# ---------------------------------------------------------------- a model
+
+
+def test_an_overfull_bin_is_split_without_a_trace() -> None:
+    torch.manual_seed(0)
+    whole = rollout([3, 9, 1, 6, 2])
+    factors = torch.randn(whole.sequences.shape, dtype=torch.float64)
+    rows: list[tuple[int, ...]] = []
+    results = []
+    for tokens in (None, 1000, 20, 1):
+        model = tiny_model(vocab_size=20, hidden_size=16, initializer_range=0.3).double()
+        model.model.layers[0].register_forward_pre_hook(lambda _module, inputs: rows.append(inputs[0].shape[:2]))
+        rows.clear()
+        logprobs, entropy = Learner(tokens, head_chunk_size=4).logprobs(model, whole, 0.9)
+        if tokens is not None:
+            assert all(count * width <= max(tokens, 11) for count, width in rows) or tokens == 1000
+            assert len(rows) == {1000: 1, 20: 3, 1: 5}[tokens]
+        (factors * (logprobs + entropy)).sum().backward()
+        results.append([logprobs, entropy, *(parameter.grad for parameter in model.parameters())])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-9, rtol=1e-9)
+    with torch.no_grad():
+        found = in_parts(lambda part: (part.old_logprobs, part.keep.double()), whole, 12)  # type: ignore[union-attr,return-value]
+    torch.testing.assert_close(found, (whole.old_logprobs, whole.keep.double()))  # type: ignore[union-attr]
+
+
+class Rows(PromptDataModule):
+    """Prompts of very different lengths."""
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [{"prompt": "abcdefgh"[: 1 + i % 8] * (1 + i % 3)} for i in range(8)]
+
+    val_rows = train_rows
+
+
+def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    return [text.count("a") / 10 for text in completions]
+
+
+def trained(learner: Learner | None, steps_per_generation: int, accumulate: int, lr: float = 0.5) -> Tensor:
+    tokenizer = character_tokenizer("abcdefgh")
+    policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)
+    grpo = SparseGRPO(
+        LoadedPolicy(policy, tokenizer), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a, num_generations=4,
+        max_completion_length=12, seed=3, steps_per_generation=steps_per_generation, learner=learner,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+    )  # fmt: skip
+    trainer = Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    assert grpo.plan(4).packs == (learner is not None)
+    trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=4))
+    return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+
+
+def test_training_does_not_depend_on_packing() -> None:
+    expected = trained(None, 8, 4)
+    initial = trained(None, 8, 4, lr=0.0)
+    assert (expected - initial).abs().max() > 1e-3
+    for tokens, steps, accumulate in ((10_000, 8, 4), (30, 8, 4), (30, 2, 1)):
+        torch.testing.assert_close(trained(Learner(tokens), steps, accumulate), expected, atol=2e-6, rtol=0)
+
+
+def test_numbers_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"learner\.micro_batch_tokens must be at least 1"):
+        Learner(micro_batch_tokens=0)
+    with pytest.raises(ValueError, match=r"learner\.head_chunk_size must be at least 1"):
+        Learner(head_chunk_size=0)

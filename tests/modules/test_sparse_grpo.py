@@ -1,0 +1,264 @@
+"""SparseGRPO end to end on a tiny real model: it learns, splits do not matter, bad input is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
+from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
+from sparse_rl_lightning.callbacks.guards.step_guard import StepGuard
+from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
+from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+
+@pytest.mark.parametrize("compressor", [FullKV(), RKV(budget=8, buffer=3, num_sinks=1, window=2)], ids=["full", "rkv"])
+def test_it_learns(compressor: Compressor) -> None:
+    recorder = Recorder()
+    fit(module(compressor=compressor), 30, [SparsityAwareRejection(), ImportanceReweighting(), recorder])
+    rewards = [float(s.rollout.rewards.mean()) for s in recorder.scored]
+    assert sum(rewards[-5:]) / 5 > 3 * sum(rewards[:3]) / 3
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_micro_batches_do_not_change_the_step(loss_type: str) -> None:
+    results = []
+    for parts in (1, 2, 8):
+        grpo = module(steps_per_generation=parts, loss_type=loss_type, denominator="kept", beta=0.01)
+        fit(grpo, 3, [SparsityAwareRejection(threshold=0.3)], accumulate_grad_batches=parts)
+        results.append(weights(grpo))
+    start = weights(module_configured())
+    assert (results[0] - start).abs().max() > 1e-3
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-6, rtol=0)
+
+
+def module_configured() -> SparseGRPO:
+    grpo = module()
+    grpo.configure_model()
+    return grpo
+
+
+def test_blocks_are_served_as_planned() -> None:
+    recorder = Recorder()
+    trainer = fit(module(steps_per_generation=2, num_iterations=3), 9, [recorder], accumulate_grad_batches=2)
+    assert len(recorder.scored) == 3  # 6 micro-batches, 3 optimiser steps each
+    assert trainer.global_step == 9
+    prompts = [tuple(row["prompt"] for row in s.rows) for s in recorder.scored]
+    assert len(set(prompts)) == 3
+
+
+def test_everything_rejected_is_a_zero_step() -> None:
+    class RejectAll(RolloutCallback):
+        edits = True
+
+        def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
+            scored.rollout.keep &= False
+
+    grpo = module(denominator="kept")
+    fit(grpo, 2, [RejectAll()])
+    assert (weights(grpo) == weights(module_configured())).all()
+
+
+def test_editing_callbacks_run_first() -> None:
+    recorder = Recorder()
+    trainer = fit(module(), 2, [recorder, SparsityAwareRejection(threshold=0.5)])
+    rejected = [~s.rollout.keep.any(dim=1) for s in recorder.scored]
+    assert any(r.any() for r in rejected)
+    assert float(trainer.callback_metrics["rejection_rate"]) == pytest.approx(float(rejected[-1].float().mean()))
+
+
+def test_dense_rollouts_have_no_mismatch_and_sparse_ones_do() -> None:
+    dense = fit(module(compressor=FullKV()), 1).callback_metrics
+    sparse = fit(module(), 1).callback_metrics
+    assert float(dense["sampling/sampling_logp_difference/max"]) < 2e-5
+    assert float(sparse["sampling/sampling_logp_difference/max"]) > 1e-3
+    assert 0 < float(sparse["kv/saving_final"]) < 1
+    assert float(dense["kv/saving_final"]) == 0
+
+
+def test_on_policy_first_step_has_ratio_one() -> None:
+    """One optimiser step per rollout: learner and old log-probs agree, so nothing can be clipped."""
+    metrics = fit(module(beta=0.1), 1).callback_metrics
+    assert float(metrics["clip_ratio/region_mean"]) == 0
+    assert abs(float(metrics["kl"])) < 1e-9
+
+
+def test_reference_policy_stays_out_of_the_checkpoint() -> None:
+    grpo = module(beta=0.1)
+    trainer = fit(grpo, 3)
+    assert float(trainer.callback_metrics["kl"]) > 0
+    assert all(name.startswith("policy.") for name in grpo.state_dict())
+    reference = torch.cat([p.flatten() for p in grpo._reference[0].parameters()])
+    assert (reference == weights(module_configured())).all()
+
+
+def test_oversampling_keeps_informative_groups() -> None:
+    def only_early_prompts(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        return [
+            text.count("a") / 10 if len(prompt) > 12 else 1.0 for prompt, text in zip(prompts, completions, strict=True)
+        ]
+
+    seen: list[ScoredRollout] = []
+    recorder = Recorder()
+    grpo = module(only_early_prompts, oversampling=2.0, max_completion_length=24)
+    trainer = fit(grpo, 4, [recorder])
+    seen = recorder.scored
+    assert all(len(s.completions) == 16 for s in seen)
+    assert len(grpo.block.rollout) == 8
+    spread = grpo.block.rollout.advantages.view(2, 4).abs().sum(1) > 0
+    available = sum(len(row["prompt"]) > 12 for row in seen[-1].rows)
+    assert int(spread.sum()) <= min(2, available)
+    assert trainer.global_step == 4
+
+
+def test_truncated_completions_can_be_masked() -> None:
+    grpo = module(mask_truncated_completions=True, max_completion_length=1)
+    fit(grpo, 1)
+    part = grpo.block.rollout
+    assert (grpo.objective.mask(part).any(dim=1) == part.finished).all()
+
+
+def test_validation_reports_dense_and_sparse() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    metrics = trainer.validate(module(), datamodule=Rows(), verbose=False)[0]
+    assert {"val/reward_dense", "val/reward_sparse", "val/length_dense", "val/length_sparse"} <= metrics.keys()
+
+
+def test_reload_from_a_checkpoint(tmp_path: Path) -> None:
+    grpo = module()
+    trainer = fit(grpo, 2)
+    path = tmp_path / "a.ckpt"
+    trainer.save_checkpoint(path)
+    again = SparseGRPO.load_from_checkpoint(
+        path, policy=LoadedPolicy(tiny_like(), character_tokenizer(ALPHABET)), compressor=FullKV(), reward_funcs=likes_a
+    )
+    assert (weights(again) == weights(grpo)).all()
+
+
+def tiny_like(hidden_size: int = 32) -> Any:
+    return tiny_model(vocab_size=len(character_tokenizer(ALPHABET)), hidden_size=hidden_size, seed=9)
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trainer = fit(module(), 1)
+    path = tmp_path / "a.ckpt"
+    trainer.save_checkpoint(path)
+    other = LoadedPolicy(tiny_like(hidden_size=64), character_tokenizer(ALPHABET))
+    before = torch.cat([p.detach().flatten() for p in other.model.parameters()])
+    grpo = SparseGRPO(other, FullKV(), likes_a, num_generations=4)
+    with pytest.raises(ValueError, match="checkpoint is of another model"):
+        Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=2).fit(
+            grpo, datamodule=Rows(prompts_per_rollout=4), ckpt_path=path
+        )
+    assert (torch.cat([p.detach().flatten() for p in other.model.parameters()]) == before).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_generations": 1}, "num_generations must be at least 2"),
+        ({"beta": -1.0}, "beta must be at least 0, got"),
+        ({"temperature": -1.0}, "temperature must be a finite number, 0"),
+        ({"temperature": 0.0}, "temperature must be above 0 in training"),
+        ({"top_p": 0.0}, "top_p must be in"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights has 2 numbers for 1"),
+        ({"num_iterations": 0}, "must be at least 1"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        module(**options)
+
+
+def test_numbers_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"4 prompts x num_generations=4 = 16 sequences.*steps_per_generation=3"):
+        fit(module(steps_per_generation=3))
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=4"):
+        fit(module(steps_per_generation=2), accumulate_grad_batches=4)
+
+
+def test_rescore_off_needs_nothing_that_reads_it() -> None:
+    with pytest.raises(ValueError, match="rescore=False"):
+        fit(module(rescore=False), 1, [ImportanceReweighting()])
+    with pytest.raises(ValueError, match="2 optimiser steps per rollout"):
+        fit(module(rescore=False, num_iterations=2), 1)
+    with_scores, without = module(), module(rescore=False)
+    fit(with_scores, 2)
+    fit(without, 2)
+    torch.testing.assert_close(weights(without), weights(with_scores), atol=1e-6, rtol=0)
+
+
+def test_a_reward_that_raises_names_the_sample() -> None:
+    def broken(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        return [1 / (len(p) - 10) for p in prompts]
+
+    with pytest.warns(
+        UserWarning,
+        match=r"reward function broken failed on 4 sample\(s\), first: it raised .*by zero.* on sample \d+,",
+    ):
+        fit(module(broken), 4)
+
+
+def test_a_nan_reward_names_the_sample() -> None:
+    with pytest.raises(ValueError, match=r"(sample|sequence) 0"):
+        fit(module(lambda completions, **_: [float("nan")] * len(completions)), 1)
+
+
+def test_a_policy_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    grpo = module()
+    grpo.configure_model()
+
+    class Break(RolloutCallback):
+        def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
+            module.policy.model.norm.weight.data.fill_(float("nan"))
+
+    with pytest.raises(ValueError, match=r"optimiser step 1 is not finite.*step_000001_rank_0.pt"):
+        fit(grpo, 1, [Break(), StepGuard(max_in_a_row=1)], default_root_dir=tmp_path)
+
+
+@pytest.mark.parametrize(("parts", "accumulate"), [(16, 4), (8, 2)])
+def test_every_plan_that_divides_can_be_trained(parts: int, accumulate: int) -> None:
+    trainer = fit(module(steps_per_generation=parts), 2, accumulate_grad_batches=accumulate)
+    assert trainer.global_step == 2
+
+
+def test_a_block_of_an_interrupted_fit_is_forgotten() -> None:
+    class Stop(RolloutCallback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            raise ZeroDivisionError
+
+    grpo = module(num_iterations=3)
+    with pytest.raises(ZeroDivisionError):
+        fit(grpo, 3, [Stop()])
+    assert not grpo.block.is_spent
+    recorder = Recorder()
+    fit(grpo, 3, [recorder])
+    assert len(recorder.scored) == 1
+
+
+def test_a_checkpoint_inside_an_accumulation_window_is_warned_about(tmp_path: Path) -> None:
+    class Save(RolloutCallback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    with pytest.warns(UserWarning, match="between two optimiser steps"):
+        fit(module(steps_per_generation=2), 1, [Save()], accumulate_grad_batches=2)
+
+
+def test_half_precision_leaves_the_rotary_positions_alone() -> None:
+    """bf16-true casts every buffer; a frequency rounded to 8 bits is off by radians at long positions."""
+    want = module_configured().policy.model.rotary_emb.inv_freq.clone()
+    grpo = module()
+    fit(grpo, 1, precision="bf16-true")
+    got = grpo.policy.model.rotary_emb.inv_freq
+    assert got.dtype == torch.float32
+    assert (got == want).all()

@@ -1,0 +1,115 @@
+"""Promises about the files themselves: small, readable, free of one machine's paths, with a version that fits."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "sparse_rl_lightning").rglob("*.py"))
+
+MAX_BYTES = 1_000_000
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 50  # of code: long signatures and docstrings are what the CLI shows its users
+LONG_FILES: dict[str, int] = {}  # path in the repository -> its own limit; say why beside each
+LONG_FUNCTIONS: dict[str, int] = {}  # path::name -> its own limit
+
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp/bash_jobs\S*)/")
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[Path]:
+    """Files under version control that are in the work tree."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def function_lengths(source: str) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of every function's body, its docstring not counted."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            yield node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_tracked_files_are_small(tracked: list[Path]) -> None:
+    assert {name_of(path): size for path in tracked if (size := path.stat().st_size) > MAX_BYTES} == {}
+
+
+@pytest.mark.parametrize(("text", "found"), [("= /{}/data", True), ("see docs/{}/data", False), ("a.org/{}/", False)])
+def test_machine_paths_are_recognised(text: str, found: bool) -> None:
+    assert bool(MACHINE_PATH.search(text.format("work"))) == found
+
+
+def test_tracked_files_name_no_machine_paths(tracked: list[Path]) -> None:
+    hits = [
+        f"{name_of(path)}:{number}"
+        for path in tracked
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="ignore").splitlines(), start=1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert hits == []
+
+
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {name: n for name, n in lengths.items() if n > LONG_FILES.get(name, MAX_FILE_LINES)} == {}
+
+
+def test_length_of_a_function_is_its_code() -> None:
+    source = 'class C:\n  def f(\n    self,\n  ):\n    """Say\n    it."""\n    def g(): return 1\n\n    return g'
+    assert dict(function_lengths(source)) == {"f": 3, "g": 1}
+
+
+def test_functions_fit_a_screen() -> None:
+    lengths = {
+        f"{name_of(path)}::{name}": length
+        for path in SOURCES
+        for name, length in function_lengths(path.read_text(encoding="utf-8"))
+    }
+    assert {name: n for name, n in lengths.items() if n > LONG_FUNCTIONS.get(name, MAX_FUNCTION_LINES)} == {}
+
+
+def test_public_names_have_docstrings() -> None:
+    bare = [
+        f"{name_of(path)}::{node.name}"
+        for path in SOURCES
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+    assert bare == []
+
+
+def package_version() -> Version:
+    source = (ROOT / "sparse_rl_lightning" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    assert found, "__version__ must be a plain string: setuptools reads it without importing"
+    return Version(found[1])
+
+
+def test_version_fits_the_changelog() -> None:
+    """Between releases a .dev version above the newest release, and an empty Unreleased section after one."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## \[(.+?)\][^\n]*\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    assert sections[0][0] == "Unreleased"
+    releases = [Version(title) for title, _ in sections[1:]]
+    assert releases == sorted(releases, reverse=True)
+    version = package_version()
+    if re.search(r"^- ", sections[0][1], re.MULTILINE):
+        assert version.is_devrelease
+        assert all(release < version for release in releases)
+    else:
+        assert version == releases[0]

@@ -1,0 +1,265 @@
+"""Who may import whom: read off the source of every module, and off sys.modules after importing them all."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "sparse_rl_lightning"
+FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
+
+# A module imports from its own row or from rows below, never from above. "" is the package's __init__.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("", "__main__", "cli"),
+    ("modules",),
+    ("callbacks",),
+    ("data", "evaluation", "learner"),
+    ("calibration", "report", "testing"),
+    ("rollout",),
+    ("metrics", "retrieval"),
+    ("replay",),
+    ("acceptance", "logprobs"),
+    ("checkpoints", "distributed", "policies"),
+    ("compressors", "retrievers", "rewards"),
+    ("budgets",),
+    ("ops",),
+    ("advantages", "chunked_head", "corrections", "logit_scaling", "losses"),
+    ("evictions", "files", "fingerprints", "page_record", "ranges", "records", "text"),
+)
+KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
+LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+KNOW_HOOKS = {f"{PACKAGE}.replay.hooks", f"{PACKAGE}.rollout.cache.slots"}
+HOOKS = {
+    "ALL_ATTENTION_FUNCTIONS",
+    "ALL_MASK_ATTENTION_FUNCTIONS",
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "DynamicCache",
+    "StaticCache",
+    "cache_utils",
+    "masking_utils",
+}
+LAZY = {"datasets", "deepspeed", "flash_attn", "math_verify", "matplotlib", "pandas", "peft", "pyarrow", "wandb"}
+
+ROWS = {unit: row for row, units in enumerate(LAYERS) for unit in units}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, written out in full: ``from a.b import c`` is ``a.b.c``."""
+
+    target: str
+    line: int
+    lazy: bool  # inside a function
+    typing_only: bool  # under `if TYPE_CHECKING`
+
+    @property
+    def root(self) -> str:
+        return self.target.partition(".")[0]
+
+
+class ImportFinder(ast.NodeVisitor):
+    """Collects every import of a module, ``importlib.import_module("name")`` among them."""
+
+    def __init__(self, module: str, is_package: bool) -> None:
+        self.parents = module.split(".") if is_package else module.split(".")[:-1]
+        self.found: list[Import] = []
+        self.functions = 0
+        self.typing_blocks = 0
+
+    def visit_FunctionDef(self, node: ast.AST) -> None:
+        self.functions += 1
+        self.generic_visit(node)
+        self.functions -= 1
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> None:
+        typing_only = ast.unparse(node.test).endswith("TYPE_CHECKING")
+        self.typing_blocks += typing_only
+        for statement in node.body:
+            self.visit(statement)
+        self.typing_blocks -= typing_only
+        for statement in node.orelse:
+            self.visit(statement)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.add(alias.name, node.lineno)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        parents = self.parents[: len(self.parents) - node.level + 1] if node.level else []
+        for alias in node.names:
+            self.add(".".join([*parents, *filter(None, [node.module]), alias.name]), node.lineno)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        first = node.args[0] if node.args else None
+        if ast.unparse(node.func).endswith("import_module") and isinstance(first, ast.Constant):
+            self.add(str(first.value), node.lineno)
+        self.generic_visit(node)
+
+    def add(self, target: str, line: int) -> None:
+        self.found.append(Import(target, line, self.functions > 0, self.typing_blocks > 0))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(FOLDER.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted(FOLDER.rglob("*.py"))}
+
+
+def find_imports(source: str, module: str, is_package: bool = False) -> list[Import]:
+    finder = ImportFinder(module, is_package)
+    finder.visit(ast.parse(source))
+    return finder.found
+
+
+IMPORTS = {
+    module: find_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    for module, path in SOURCES.items()
+}
+
+
+def unit(module: str) -> str:
+    """Top-level part of the package that a module belongs to."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def resolve(target: str) -> str:
+    """The module behind an imported name of this package: the longest prefix that is a file."""
+    while target not in SOURCES:
+        target = target.rpartition(".")[0]
+    return target
+
+
+def internal(module: str) -> list[tuple[Import, str]]:
+    return [(found, resolve(found.target)) for found in IMPORTS[module] if found.root == PACKAGE]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import lightning.pytorch as pl", Import("lightning.pytorch", 1, False, False)),
+        ("from transformers import cache_utils", Import("transformers.cache_utils", 1, False, False)),
+        ("def f():\n  import pandas", Import("pandas", 2, True, False)),
+        ("try:\n  import peft\nexcept ImportError: pass", Import("peft", 2, False, False)),
+        ("class C:\n  import peft", Import("peft", 2, False, False)),
+        ("if TYPE_CHECKING:\n  import pandas", Import("pandas", 2, False, True)),
+        ("if TYPE_CHECKING: pass\nelse:\n  import pandas", Import("pandas", 3, False, False)),
+        ("from .cache import SlotCache", Import("p.rollout.cache.SlotCache", 1, False, False)),
+        ("from .. import types", Import("p.types", 1, False, False)),
+        ("x = importlib.import_module('wandb')", Import("wandb", 1, False, False)),
+    ],
+)
+def test_finder_sees_every_spelling(source: str, expected: Import) -> None:
+    assert find_imports(source, "p.rollout.sampler") == [expected]
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {unit(module) for module in SOURCES} - set(ROWS) == set(), "put the new part into a row of LAYERS"
+
+
+def test_imports_go_down() -> None:
+    upward = [
+        f"{module}:{found.line} imports {target}"
+        for module in SOURCES
+        for found, target in internal(module)
+        if ROWS[unit(target)] < ROWS[unit(module)]
+    ]
+    assert upward == []
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module: {target for found, target in internal(module) if not found.typing_only and target != module}
+        for module in SOURCES
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def test_only_the_upper_parts_know_lightning() -> None:
+    strangers = [
+        f"{module}:{found.line} imports {found.target}"
+        for module, imports in IMPORTS.items()
+        for found in imports
+        if found.root in LIGHTNING and unit(module) not in KNOW_LIGHTNING
+    ]
+    assert strangers == []
+
+
+def identifiers(source: str) -> set[str]:
+    """Every name that a module reads, imports or accesses as an attribute."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                names.add(name)
+            case ast.ImportFrom(module=str(name)):
+                names.update(name.split("."))
+            case ast.alias(name=name):
+                names.update(name.split("."))
+    return names
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from transformers import AttentionInterface as A",
+        "from transformers.cache_utils import Cache",
+        "import transformers.masking_utils",
+        "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS['x'] = f",
+    ],
+)
+def test_hooks_are_recognised(source: str) -> None:
+    assert identifiers(source) & HOOKS
+
+
+def test_only_two_files_know_the_attention_and_cache_hooks() -> None:
+    strangers = {
+        module: sorted(identifiers(path.read_text(encoding="utf-8")) & HOOKS)
+        for module, path in SOURCES.items()
+        if module not in KNOW_HOOKS
+    }
+    assert {module: names for module, names in strangers.items() if names} == {}
+
+
+def test_heavy_packages_are_imported_inside_functions() -> None:
+    eager = [
+        f"{module}:{found.line} imports {found.target}"
+        for module, imports in IMPORTS.items()
+        for found in imports
+        if found.root in LAZY and not (found.lazy or found.typing_only)
+    ]
+    assert eager == []
+
+
+PROBE = """
+import importlib, json, sys, time
+import lightning.pytorch, torch, torchmetrics, transformers
+before, start = set(sys.modules), time.process_time()
+import {package}
+seconds = time.process_time() - start
+for name in {modules}:
+    importlib.import_module(name)
+print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
+"""
+
+
+def test_importing_everything_loads_nothing_heavy() -> None:
+    """Beyond what Lightning, torchmetrics and transformers load themselves; CPU seconds, for busy machines."""
+    modules = [name for name in SOURCES if unit(name) != "__main__"]
+    probe = PROBE.format(package=PACKAGE, modules=modules)
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=FOLDER.parent)
+    assert result.returncode == 0, result.stderr
+    seconds, loaded = json.loads(result.stdout.splitlines()[-1])
+    assert {name.partition(".")[0] for name in loaded} & LAZY == set()
+    assert seconds < 5

@@ -1,0 +1,285 @@
+"""The report of a run: right numbers, a real picture, and a page that no completion can break or make load anything."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import hashlib
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_runs import HOSTILE, Parser, record, row
+
+from sparse_rl_lightning.report import RunRecord, page, picture, summary_text
+from sparse_rl_lightning.report.html import text as escaped
+from sparse_rl_lightning.report.plots import plots_of_run
+from sparse_rl_lightning.report.scale import smoothed
+from sparse_rl_lightning.report.svg import drawing
+from sparse_rl_lightning.text import (
+    duration,
+    number,
+    percent,
+    printable,
+    prompt_text,
+    shortened,
+    size,
+    table,
+)
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_summary_means_and_peaks() -> None:
+    got = record().summary()
+    assert got["rejection_rate"] == pytest.approx(0.05)
+    assert got["kv_peak_bytes"] == 2 * 1024 * 1024
+    assert got["rollouts"] == 10
+    assert (got["before"], got["after"]) == ({"dense": 0.25, "sparse": 0.2}, {"dense": 0.5, "sparse": 0.45})
+    assert got["mismatch_kl_k3"] == pytest.approx(0.02)
+    assert record(history=[]).summary()["mismatch_kl_k3"] is None
+
+
+def test_numbers_that_are_not_finite_count_nowhere_and_become_null() -> None:
+    run = record(history=[row(0, reward=math.nan), row(1, reward=3.0), row(2, reward=math.inf)])
+    assert run.mean("reward") == 3.0
+    text = json.dumps(run.as_json(), allow_nan=False)
+    assert [r["reward"] for r in json.loads(text)["history"]] == [None, 3.0, None]
+
+
+def test_text_has_the_results_and_leaves_out_what_was_not_measured() -> None:
+    text = summary_text(record())
+    assert "full cache                              0.250  0.500" in text
+    assert "compressed cache                        0.200  0.450" in text
+    assert re.search(r"KV tokens saved at the end of a sequence +40\.0 %", text)
+    assert re.search(r"2\.0 MiB of a full cache's 8\.0 MiB +25\.0 %", text)
+    assert re.search(r"20 optimiser steps, 10 rollouts +1 min 15 s", text)
+    bare = summary_text(record(history=[{"rollout": 0.0}], before={}, after={}, samples=[]))
+    assert "mismatch" not in bare
+    assert "held-out" not in bare
+
+
+def test_hostile_text_cannot_take_over_the_terminal() -> None:
+    sample = {"cache": "dense", "prompt": HOSTILE, "completion": HOSTILE * 9, "reward": math.nan}
+    text = summary_text(record(samples=[sample]))
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert max(map(len, text.splitlines())) < 130
+    text.encode("utf-8")
+
+
+def test_small_formats() -> None:
+    assert printable("a\tb\x1b[0m\n\ud83d") == "a\\tb\\x1b[0m\\n\\ud83d"
+    assert printable("0123456789", 5) == "01…89"
+    assert printable("01234", 5) == "01234"
+    assert [size(n) for n in (None, 12, 2048, 3.5 * 1024**2, 5000 * 1024**3)] == [
+        "–", "12 B", "2.0 KiB", "3.5 MiB", "5000.0 GiB"
+    ]  # fmt: skip
+    assert [duration(s) for s in (9.94, 60, 3601)] == ["9.9 s", "1 min 00 s", "1 h 00 min"]
+    assert (number(math.nan), percent(None), percent(0.123)) == ("–", "–", "12.3 %")
+    assert table([["a", "bb"], ["ccc", "d"]], "lr") == "a    bb\n---  --\nccc   d"
+    assert shortened("abcdefgh", 8) == "abcdefgh"
+    assert shortened("abcdefghij", 4) == "ab … [6 characters left out] … ij"
+    assert prompt_text([{"role": "user", "content": "hi"}, {"role": "x", "content": "y"}]) == "user: hi\nx: y"
+
+
+def test_smoothing_is_a_mean_of_known_neighbours() -> None:
+    assert smoothed([1.0, math.nan, 3.0, 8.0], 1) == [1.0, 2.0, 5.5, 5.5]
+    assert math.isnan(smoothed([math.nan], 2)[0])
+
+
+# ---------------------------------------------------------------- page
+
+
+def test_page_is_one_valid_document_with_the_numbers() -> None:
+    parser = Parser(page(record()))
+    text = " ".join(parser.text)
+    for expected in (
+        "0.250 → 0.500", "0.200 → 0.450", "40.0 %", "SnapKV(budget=24)", "1+1=", "1 min 15 s", "A run", "torch", "2.13",
+        "model.num_generations", "10 rollouts, 20 optimiser steps, 1 min 15 s.",
+    ):  # fmt: skip
+        assert expected in text
+    assert parser.tags.count("figure") == parser.tags.count("svg") == len(plots_of_run(record())) == 17
+    assert len(parser.labels) == 17
+    assert all(len(label) > 40 for label in parser.labels), "every chart is described in words"
+    assert parser.tags.count("caption") == parser.tags.count("table") == 3
+    assert len(page(record())) < 120_000
+
+
+def test_panels_without_data_are_left_out() -> None:
+    bare = RunRecord(history=[{"rollout": float(i), "reward": 0.5, "mismatch/kl_k3": 0.1} for i in range(5)])
+    assert [plot.title for _, plot in plots_of_run(bare)] == ["Reward", "Mismatch KL"]
+    html = page(bare)
+    assert "KV memory" not in html
+    assert "Worst completions" not in html
+    assert "Settings" not in html
+
+
+def test_charts_hold_the_numbers_they_show() -> None:
+    parser = Parser(page(record()))
+    kl = next(
+        series for label, series in zip(parser.labels, parser.series, strict=True) if label.startswith("Mismatch")
+    )
+    assert kl == [("0 1 2 3 4 5 6 7 8 9", " ".join(["0.02"] * 10))]
+    memory = next(one for label, one in zip(parser.labels, parser.series, strict=True) if label.startswith("KV memory"))
+    assert memory[0][1] == "1 2 1 2 1 2 1 2 1 2"  # MiB
+    assert memory[1][1] == " ".join(["8"] * 10)
+    label = next(label for label in parser.labels if label.startswith("Reward in"))
+    assert label == "Reward in mean reward up to rollout 9. reward: from 0.25 to 0.34, between 0.25 and 0.34."
+
+
+def test_greedy_accuracy_goes_through_the_validations() -> None:
+    (_, plot), *_ = plots_of_run(record(validation=[{"rollout": 4.0, "dense": 0.3}]))
+    assert [s.points for s in plot.series] == [[(0.0, 0.25), (4.0, 0.3), (10.0, 0.5)], [(0.0, 0.2), (10.0, 0.45)]]
+
+
+def test_validations_are_shown_without_an_evaluation() -> None:
+    bare = record(before={}, after={}, measure="reward", num_problems=0, validation=[{"rollout": 4.0, "dense": 0.3}])
+    (_, plot), *_ = plots_of_run(bare)
+    assert (plot.title, plot.unit) == ("Validation accuracy", "mean accuracy")
+    assert [s.points for s in plot.series] == [[(4.0, 0.3)]]
+    (_, plot), *_ = plots_of_run(record(measure="reward", validation=[{"rollout": 4.0, "dense": 0.3}]))
+    assert plot.series[0].points == [(0.0, 0.25), (10.0, 0.5)], "shares and other rewards share no line"
+
+
+def test_time_is_stacked_without_the_first_rollout_and_incomplete_ones() -> None:
+    history = [row(i, **{"time/rollout": 1.0 + i, "time/rescoring": 2.0}) for i in range(5)]
+    del history[4]["time/update"]
+    plot = next(plot for _, plot in plots_of_run(record(history=history)) if plot.stacked)
+    assert [(s.label, s.points) for s in plot.series] == [
+        ("rollout", [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]),
+        ("rescoring", [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]),
+        ("reward", [(1.0, 0.5), (2.0, 0.5), (3.0, 0.5)]),
+        ("update", [(1.0, 1.5), (2.0, 1.5), (3.0, 1.5)]),
+    ]
+
+
+def test_bands_stand_on_each_other() -> None:
+    """2 + 1 + 0.5 + 1.5 = 5 seconds on an axis from 0 (176) to 6 (8): the highest edge is at 176 - 168 x 5 / 6 = 36."""
+    plot = next(plot for _, plot in plots_of_run(record()) if plot.stacked)
+    bands = re.findall(r'class="band (c\d)" d="M([\d.]+) ([\d.]+)L', drawing(plot))
+    assert [(color, y) for color, _, y in bands] == [("c0", "120.0"), ("c1", "92.0"), ("c2", "78.0"), ("c3", "36.0")]
+
+
+def test_long_runs_stay_small_and_keep_their_worst_ratio() -> None:
+    history = [row(i) for i in range(20_000)]
+    history[12_345]["sampling/importance_sampling_ratio/min"] = 1e-9
+    run = record(history=history)
+    ratio = next(plot for _, plot in plots_of_run(run) if plot.title.startswith("Ratio"))
+    assert min(y for _, y in ratio.series[1].points) == 1e-9
+    reward = next(plot for _, plot in plots_of_run(run) if plot.title == "Reward")
+    assert len(reward.series[0].points) == 400
+    assert reward.series[0].points[0] == (25.0, pytest.approx(0.25 + 0.01 * 24.5))  # the mean of 50 rollouts
+    html = page(run)
+    assert len(html) < 1_000_000
+    assert "each point of a chart stands for 50 rollouts" in html
+
+
+def test_warnings_are_shown_with_their_counts() -> None:
+    history = [row(i, **{"skipped_steps": min(i, 2.0), "empty_rollouts": 0.0}) for i in range(5)]
+    history[3]["rewards/right/failed"] = 4.0
+    history[4]["rewards/right/failed"] = 1.0
+    told = [{"rollout": 2, "text": "TailGuard: Responses have shrunk."}, {"rollout": -1, "text": "a file"}, {"text": 3}]
+    text = " ".join(Parser(page(record(history=history, warnings=told))).text)
+    assert "Optimiser steps skipped because their gradient was not finite: 2." in text
+    assert "reward function right could not judge: 5." in text
+    assert "Rollout 2: TailGuard: Responses have shrunk." in text
+    assert "rejection kept no token" not in text
+    assert "Warnings" not in page(record())
+
+
+def test_worst_completions_say_why() -> None:
+    worst = [
+        {"rollout": 3, "kinds": ["lowest reward"], "prompt": "p1", "completion": "c1", "reward": -1.0, "ratio": 0.5},
+        {"rollout": 7, "kinds": ["most mismatched", "rejected"], "prompt": "p2", "completion": "c2", "reward": 1.0,
+         "ratio": 1.2e-6, "token": "44", "token_place": 17, "length": 23, "rejected": True, "answer": "12"},
+    ]  # fmt: skip
+    text = " ".join("".join(Parser(page(record(worst=worst))).text).split())
+    assert "Rollout 7: most mismatched, rejected. Token 17 of 23, “44”, is 1.2e-6 times as likely under" in text
+    assert "Rollout 3: lowest reward. Reward -1.00" in text
+    assert text.index("Rollout 7") < text.index("Rollout 3"), "rejected ones first"
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        ("running", "goes on, or was killed"),
+        ("stopped by KeyError: <b>", "stopped by KeyError: <b>"),
+        ("preempted, to be resumed", "Not finished: preempted, to be resumed."),
+    ],
+)
+def test_page_says_how_the_run_ended(state: str, shown: str) -> None:
+    assert shown in " ".join(Parser(page(record(state=state))).text)
+    assert "Not finished" not in page(record(state="finished"))
+
+
+def hostile_page() -> str:
+    fields = {"prompt": HOSTILE, "completion": HOSTILE, "answer": HOSTILE, "reward": 0.0}
+    return page(
+        record(
+            samples=[{"cache": HOSTILE, **fields}], title=HOSTILE, settings={HOSTILE: HOSTILE}, measure=HOSTILE,
+            worst=[{**fields, "kinds": [HOSTILE], "token": HOSTILE, "ratio": 0.1, "token_place": 1, "rollout": 1}],
+            warnings=[{"rollout": 1, "text": HOSTILE}], config={HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE},
+            state=HOSTILE, written=HOSTILE,
+            history=[row(i, **{f"rewards/{HOSTILE}/mean": 1.0, "rewards/b/mean": 0.0}) for i in range(9)],
+        )
+    )  # fmt: skip
+
+
+def test_page_loads_nothing_and_runs_nothing_whatever_the_completions_are() -> None:
+    html = hostile_page()
+    html.encode("utf-8")
+    assert not [c for c in html if not c.isprintable() and c != "\n"]
+    parser = Parser(html)
+    assert not {"img", "link", "iframe", "object", "embed", "base", "form"} & set(parser.tags)
+    assert parser.tags.count("script") == parser.tags.count("style") == 1
+    assert not [name for name, _ in parser.attributes if name.startswith("on") or name == "style"]
+    links = {"href", "src", "action", "srcset", "data", "xlink:href"}
+    assert not [name for name, _ in parser.attributes if name in links]
+    assert "".join(parser.text).count("<script>alert(1)</script>&amp;\\x1b[31m\\x00\\ud800") >= 10  # shown as it is
+    assert "https://" not in re.sub(r"https://evil\.example", "", html)
+    assert "http://" not in html
+
+
+def test_policy_allows_our_script_and_style_only() -> None:
+    html = hostile_page()
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', html)
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        content = html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_megabytes_are_cut() -> None:
+    long = {"prompt": "p" * 3_000_000, "completion": "<" * 3_000_000, "answer": "a" * 10**6, "reward": 0.0}
+    html = page(
+        record(samples=[{"cache": "dense", **long}], worst=[{**long, "kinds": ["rejected"], "rollout": 0}] * 200)
+    )
+    assert len(html) < 800_000
+    assert "2,997,800 characters left out" in html
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.text(st.characters(codec=None), max_size=30))
+def test_any_text_survives_a_page_line_by_line(text: str) -> None:
+    shown = Parser(f"<p>{escaped(text)}</p>").text
+    assert "".join(shown) == "\n".join(printable(line) for line in text.split("\n"))
+
+
+def test_the_page_needs_no_matplotlib_and_the_picture_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError("No module named 'matplotlib'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert page(record()).count("<svg") == 17
+    with pytest.raises(ModuleNotFoundError, match=r"sparse-rl-lightning\[report\]"):
+        picture(record())

@@ -1,0 +1,167 @@
+"""Weights and logits that are no numbers end a rollout by name, under every compressor, and wait for nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors import (
+    H2O,
+    RKV,
+    Compressor,
+    FullKV,
+    KNorm,
+    Protect,
+    RandomEviction,
+    SnapKV,
+    StreamingLLM,
+    Union,
+)
+from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
+from sparse_rl_lightning.rollout.engine.logs import Tracks
+from sparse_rl_lightning.testing import tiny_model
+
+SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 4}
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "full": FullKV,
+    "streaming": lambda: StreamingLLM(**SIZES),
+    "random": lambda: RandomEviction(**SIZES),
+    "snap": lambda: SnapKV(**SIZES),
+    "norm": lambda: KNorm(**SIZES),
+    "sums": lambda: H2O(**SIZES),
+    "wrapped": lambda: Protect(Union(RKV(**SIZES)), prompt=False, token_ids=[3]),
+}
+PROMPTS = [[5, 6, 7], list(range(8, 30))]
+
+
+def sharp() -> Any:
+    return tiny_model(initializer_range=0.2, eos_token_id=None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("weight", ["layers.0.self_attn.k_proj.weight", "norm.weight"])
+def test_weights_are_named_before_anything_is_drawn(name: str, temperature: float, weight: str) -> None:
+    policy = sharp()
+    sampler = RolloutSampler(policy, COMPRESSORS[name]())
+    params = SamplingParams(max_completion_length=6, temperature=temperature)
+    whole = sampler.generate(PROMPTS, params)
+    with torch.no_grad():
+        good = policy.model.get_parameter(weight)[0].clone()
+        policy.model.get_parameter(weight)[0] = torch.nan
+    with pytest.raises(ValueError, match=f"weights hold NaN: model.{weight} of 26"):
+        sampler.generate(PROMPTS, params)
+    with pytest.raises(ValueError, match="weights hold NaN"):
+        forced_rollout(policy, whole, COMPRESSORS[name]())
+    with torch.no_grad():
+        policy.model.get_parameter(weight)[0] = good
+    assert torch.equal(sampler.generate(PROMPTS, params).sequences, whole.sequences)
+
+
+class Poison:
+    """Makes the last hidden state NaN, or too large, where the model reads a certain token."""
+
+    def __init__(self, policy: Any, token: int, value: float = torch.nan) -> None:
+        self.token, self.value, self.found = token, value, torch.zeros(0, dtype=torch.bool)
+        self.handles = [
+            policy.model.embed_tokens.register_forward_hook(self.look),
+            policy.model.norm.register_forward_hook(self.spoil),
+        ]
+
+    def look(self, module: Any, args: tuple[Tensor], out: Tensor) -> None:
+        self.found = args[0] == self.token
+
+    def spoil(self, module: Any, args: tuple[Tensor], out: Tensor) -> Tensor:
+        return torch.where(self.found.unsqueeze(-1), self.value, out)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_logits_are_found_at_the_next_look(
+    name: str, temperature: float, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token that sequence 1 draws spoils what follows it: the next one, at the decode step that feeds it."""
+    policy, params = sharp(), SamplingParams(max_completion_length=30, temperature=temperature, seed=1)
+    sampler = RolloutSampler(policy, COMPRESSORS[name]())
+    whole = sampler.generate(PROMPTS, params)
+    drawn = [row[mask].tolist() for row, mask in zip(whole.sequences, whole.completion_mask, strict=True)]
+    known = [*drawn[0], *PROMPTS[1]]
+    place = next(i for i, token in enumerate(drawn[1]) if i > 4 and token not in [*known, *drawn[1][:i]])
+    poison = Poison(policy, drawn[1][place], value)
+    for check_every, step in ((1, place + 1), (8, -(-(place + 1) // 8) * 8)):
+        monkeypatch.setattr("sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY", {"cpu": check_every})
+        with pytest.raises(ValueError, match=rf"Found at decode step (\d+); .*: \{{1: {place + 1}\}}") as refused:
+            sampler.generate(PROMPTS, params)
+        found = int(str(refused.value).split("decode step ")[1].split(";")[0])
+        assert place + 1 <= found <= step  # a compressor that is asked in between finds out earlier
+        session = RolloutSession(RolloutSampler(policy, COMPRESSORS[name](), num_slots=2), params, 22)
+        session.add(PROMPTS, range(2))
+        saved = session.state()
+        with pytest.raises(ValueError, match=rf"\{{1: {place + 1}\}}"):
+            session.advance()
+        poison.remove()
+        session.load_state(saved)
+        session.advance()
+        assert torch.equal(session.take(session.complete).sequences, whole.sequences)
+        poison = Poison(policy, drawn[1][place], value)
+    with pytest.raises(ValueError, match=rf"\{{1: {place + 1}\}}"):
+        forced_rollout(policy, whole, COMPRESSORS[name](), temperature)
+    poison.remove()
+    assert torch.equal(sampler.generate(PROMPTS, params).sequences, whole.sequences)
+
+
+def test_a_prompt_spoils_its_own_samples_only() -> None:
+    policy = sharp()
+    Poison(policy, PROMPTS[1][-1])
+    with pytest.raises(ValueError, match=r"Found at decode step 0; .*: \{2: 0, 3: 0\}"):
+        RolloutSampler(policy).generate(PROMPTS, SamplingParams(num_generations=2, max_completion_length=4))
+
+
+def test_nothing_past_an_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fed behind an end token is thrown away, so it may be spoiled."""
+    policy, params = sharp(), SamplingParams(max_completion_length=20, seed=1)
+    whole = RolloutSampler(policy).generate(PROMPTS[:1], params)
+    end = int(whole.sequences[0, 12])
+    Poison(policy, end)
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY", {"cpu": 8})
+    rollout = RolloutSampler(policy, end_token_ids=[end]).generate(PROMPTS[:1], params)
+    assert torch.equal(rollout.sequences, whole.sequences[:, : rollout.sequences.shape[1]])
+    assert bool(rollout.finished)
+
+
+def test_a_score_without_a_reason_is_the_compressors() -> None:
+    class Faulty(SnapKV):
+        def score(self, layer: Any) -> Tensor:
+            return torch.full_like(super().score(layer), torch.nan)
+
+    with pytest.raises(ValueError, match=r"^Reading the prompts of sequences \[0, 1\], at decode step 0: Faulty"):
+        RolloutSampler(sharp(), Faulty(**SIZES)).generate(PROMPTS, SamplingParams(max_completion_length=4))
+    with pytest.raises(ValueError, match=r"^Faulty.score returned NaN for live entries of layer 0\.$"):
+        RolloutSampler(sharp(), Faulty(**SIZES)).generate(PROMPTS[:1], SamplingParams(max_completion_length=20))
+
+
+def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks nothing is copied to the host; a look is one copy."""
+    looks, copies = [], []
+    own, to_list = Tracks.look, Tensor.tolist
+
+    def look(self: Tracks) -> Any:
+        before = len(copies)
+        found = own(self)
+        looks.append(len(copies) - before)
+        return found
+
+    monkeypatch.setattr(Tracks, "look", look)
+    monkeypatch.setattr(Tensor, "tolist", lambda self: (copies.append(self.shape), to_list(self))[1])
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY", {"cpu": 8})
+    RolloutSampler(sharp()).generate(PROMPTS, SamplingParams(max_completion_length=33))
+    assert looks == [1] * 5  # after the prompts and four times eight steps

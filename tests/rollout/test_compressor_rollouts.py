@@ -1,0 +1,86 @@
+"""Every evicting compressor in rollouts of real models: replayed exactly, and the same in any batch and slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl_lightning.budgets import Adaptive, Pyramid
+from sparse_rl_lightning.calibration import gather_statistics
+from sparse_rl_lightning.compressors import (
+    CUR,
+    H2O,
+    TOVA,
+    Compressor,
+    ExpectedAttention,
+    KeyDiff,
+    KNorm,
+    LagKV,
+    Mixture,
+    Protect,
+    QFilters,
+    SnapKV,
+    TriAttention,
+    Union,
+)
+from sparse_rl_lightning.records import NEVER, Rollout
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+from sparse_rl_lightning.testing import tiny_model
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
+SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+METHODS: list[Compressor] = [
+    KNorm(**SMALL),
+    KNorm(**SMALL, compress_prompt=False),
+    KeyDiff(**SMALL),
+    TOVA(budget=12, buffer=1, num_sinks=0, window=1),  # as in the paper
+    CUR(**SMALL, local_window=4),
+    LagKV(**SMALL, lag_size=4),
+    ExpectedAttention(**SMALL, query_window=9, num_future=40),
+    ExpectedAttention(**SMALL, query_window=3, covariance="diagonal"),
+    Union(SnapKV(**SMALL)),
+    Mixture([SnapKV(**SMALL), ExpectedAttention(**SMALL, query_window=6), KeyDiff(**SMALL)], [3, 2, 1]),
+    H2O(**SMALL),
+    H2O(**SMALL, age_normalized=True, value_weighted=True, compress_prompt=False),
+    H2O(**SMALL, budget_rule=Adaptive(8, layers=Pyramid(1.5))),
+    TOVA(**SMALL, budget_rule=Adaptive(7)),  # heads come to hold different tokens
+    Union(SnapKV(**SMALL, budget_rule=Adaptive())),
+    Mixture([H2O(**SMALL), SnapKV(**SMALL), Union(H2O(**SMALL))]),
+    Protect(KeyDiff(budget=46, buffer=5, window=4), token_ids=[7]),
+]
+# qwen3 normalises its keys: without training all norms are equal, and rounding would decide
+CASES = [(m, a) for m in METHODS for a in ("llama", "qwen3") if (type(m), a) != (KNorm, "qwen3")]
+IDS = [f"{index}-{type(c).__name__}-{a}" for index, (c, a) in enumerate(CASES)]
+
+
+def check(policy: Any, compressor: Compressor) -> None:
+    params = SamplingParams(num_generations=2, max_completion_length=36, temperature=0.9, seed=3)
+    rollout = RolloutSampler(policy, compressor, num_slots=3).generate(PROMPTS, params)
+    with torch.no_grad():
+        replayed = replay_logprobs(policy, rollout, temperature=0.9)
+    torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert (rollout.evictions.death != NEVER).any()
+    assert_same(rollout, RolloutSampler(policy, compressor).generate(PROMPTS, params))
+
+
+def assert_same(a: Rollout, b: Rollout) -> None:
+    """Equal tokens and deaths (the seeds used meet no near-tie)."""
+    assert torch.equal(a.sequences, b.sequences)
+    assert torch.equal(a.evictions.death, b.evictions.death)
+
+
+@pytest.mark.parametrize(("compressor", "architecture"), CASES, ids=IDS)
+def test_rollouts_are_replayed_and_independent_of_the_batch(compressor: Compressor, architecture: str) -> None:
+    check(tiny_model(architecture, initializer_range=0.2, eos_token_id=None), compressor)
+
+
+@pytest.mark.parametrize("method", [QFilters, TriAttention])
+def test_calibrated_ones_too(method: type[QFilters] | type[TriAttention]) -> None:
+    """Statistics of the policy's own rollouts, as a training loop would renew them."""
+    policy = tiny_model(initializer_range=0.2, eos_token_id=None)
+    params = SamplingParams(num_generations=2, max_completion_length=36, seed=3)
+    dense = RolloutSampler(policy, KNorm(**SMALL)).generate(PROMPTS, params)
+    lengths = dense.prompt_lengths + dense.completion_lengths
+    check(policy, method(**SMALL, statistics=gather_statistics(policy, dense.sequences, lengths)))

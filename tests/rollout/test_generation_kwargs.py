@@ -1,0 +1,169 @@
+"""generation_kwargs and chat_template_kwargs as TRL has them: honored exactly, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from sparse_rl_lightning import SparseGRPO
+from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.evaluation.problems import with_room
+from sparse_rl_lightning.modules import Evaluation, SupervisedWarmup
+from sparse_rl_lightning.policies.source import PolicySource
+from sparse_rl_lightning.policies.tiny import CHAT_TEMPLATE
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.generation_kwargs import HONORED, with_generation_kwargs
+from sparse_rl_lightning.rollout.prompts import encode_prompt, encode_prompts
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+PARAMS = SamplingParams(num_generations=4, max_completion_length=30, temperature=0.9, top_k=7, top_p=0.8, min_p=0.1)
+MESSAGES = [{"role": "user", "content": "2+2?"}]
+THINKING = CHAT_TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<none>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name", "value"),
+    [
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({"top_k": 3}, "top_k", 3),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": None}, "top_k", 0),
+        ({"top_p": None}, "top_p", 1.0),
+        ({"min_p": None}, "min_p", None),
+        ({"repetition_penalty": 1.2}, "repetition_penalty", 1.2),
+        ({"max_new_tokens": 12}, "max_completion_length", 12),
+        ({"max_tokens": 12}, "max_completion_length", 12),
+        ({"max_new_tokens": None}, "max_completion_length", 30),
+        ({"min_new_tokens": 5}, "min_completion_length", 5),
+        ({"min_tokens": 5}, "min_completion_length", 5),
+        ({"stop_strings": "##"}, "stop_strings", ("##",)),
+        ({"stop": ["a", "b"]}, "stop_strings", ("a", "b")),
+        ({"seed": 3}, "seed", 3),
+        ({"do_sample": False}, "temperature", 0.0),
+        ({"do_sample": True}, "temperature", 0.9),
+    ],
+)
+def test_keys_are_applied_over_the_others(kwargs: dict[str, Any], name: str, value: object) -> None:
+    changed = with_generation_kwargs(PARAMS, kwargs)
+    assert getattr(changed, name) == value
+    same = {field: getattr(changed, field) for field in vars(PARAMS) if field != name}
+    assert same == {field: getattr(PARAMS, field) for field in same}
+
+
+def test_no_keys_change_nothing() -> None:
+    assert with_generation_kwargs(PARAMS, None) == with_generation_kwargs(PARAMS, {}) == PARAMS
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"num_beams": 4}, "num_beams is not honored, remove it. Honored are do_sample, temperature, top_k"),
+        ({"suppress_tokens": [3]}, "suppress_tokens is not honored"),
+        ({"eos_token_id": 3}, "eos_token_id is not honored, set end_tokens instead"),
+        ({"n": 4}, "n is not honored, set num_generations instead"),
+        (
+            {"max_tokens": 3, "max_new_tokens": 4},
+            "gives max_completion_length twice, the second time as max_new_tokens",
+        ),
+        ({"do_sample": False, "temperature": 1.0}, "gives temperature twice"),
+        ({"do_sample": "no"}, "do_sample must be true or false, got 'no'"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got top_p=1.5"),
+        ({"temperature": "hot"}, "has the wrong type"),
+        ({"stop": 5}, "has the wrong type"),
+        ({"min_new_tokens": 99}, "min_completion_length must be between 0 and max_completion_length=30"),
+    ],
+)
+def test_what_cannot_be_honored_is_refused(kwargs: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        with_generation_kwargs(PARAMS, kwargs)
+
+
+def test_every_key_leads_to_a_setting() -> None:
+    assert set(HONORED.values()) <= set(vars(PARAMS))
+
+
+class Thinking(PolicySource):
+    """A source of a policy whose template reads ``enable_thinking``."""
+
+    def load(self) -> Any:
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = THINKING
+        return tiny_model(vocab_size=len(tokenizer)), tokenizer
+
+
+def module(**kwargs: Any) -> SparseGRPO:
+    return SparseGRPO(Thinking(), FullKV(), [lambda completions, **_: [0.0] * len(completions)], **kwargs)
+
+
+def test_training_takes_the_last_word() -> None:
+    """Of the length that a constant denominator divides by, and of the temperature of every log-prob, too."""
+    own = module(
+        temperature=1.0, max_completion_length=20, repetition_penalty=1.1,
+        generation_kwargs={"temperature": 0.5, "max_new_tokens": 8, "repetition_penalty": 1.3},
+    )  # fmt: skip
+    assert (own.sampling.temperature, own.temperature) == (0.5, 0.5)
+    assert (own.sampling.max_completion_length, own.objective.max_completion_length) == (8, 8)
+    assert own.val_sampling.max_completion_length == 8
+    assert own.sampling.repetition_penalty == 1.3
+    with pytest.raises(ValueError, match="temperature must be above 0 in training"):
+        module(generation_kwargs={"do_sample": False})
+
+
+def test_the_template_gets_its_arguments_everywhere() -> None:
+    tokenizer = Thinking().load()[1]
+    plain, without = encode_prompt(tokenizer, MESSAGES), encode_prompt(tokenizer, MESSAGES, {"enable_thinking": False})
+    assert tokenizer.decode(without) == tokenizer.decode(plain) + "<none>"
+    rows = [{"prompt": MESSAGES, "answer": "4", "solution": "4"}]
+    kwargs = {"enable_thinking": False}
+    assert module().encode(rows) == [plain]
+    assert module(chat_template_kwargs=kwargs).encode(rows) == [without]
+    assert Evaluation(Thinking(), chat_template_kwargs=kwargs).encode(rows) == [without]
+    warmup = SupervisedWarmup(Thinking(), chat_template_kwargs=kwargs)
+    warmup.configure_model()
+    assert warmup._encode(rows)[0][0, : len(without)].tolist() == without
+
+
+def test_results_under_other_templates_are_other_results() -> None:
+    rows = [{"prompt": MESSAGES, "answer": "4"}]
+
+    def fingerprint(**kwargs: Any) -> str:
+        own = Evaluation(Thinking(), **kwargs)
+        own._digest = "weights"
+        return own._fingerprint(with_room("b", rows, [[3]], own.sampling, None), next(iter(own.arms)))
+
+    assert fingerprint(chat_template_kwargs={"enable_thinking": False}) != fingerprint()
+    assert fingerprint(repetition_penalty=1.1) != fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"enable_thinkng": False}, "does not read enable_thinkng. Correct or remove it"),
+        ({"tokenize": False}, "tokenize cannot be set"),
+        ({"add_generation_prompt": False, "enable_thinking": True}, "add_generation_prompt cannot be set"),
+    ],
+)
+def test_arguments_that_would_do_nothing_are_refused(kwargs: dict[str, Any], match: str) -> None:
+    tokenizer = Thinking().load()[1]
+    with pytest.raises(ValueError, match=match):
+        encode_prompts(tokenizer, [MESSAGES], kwargs)
+
+
+def test_another_template_may_be_given() -> None:
+    tokenizer = character_tokenizer()
+    template = "{{ messages[0].content }}{{ tail }}"
+    ids = encode_prompt(tokenizer, MESSAGES, {"chat_template": template, "tail": "!"})
+    assert tokenizer.decode(ids) == "2+2?!"
+
+
+def test_text_does_not_see_the_template_and_says_so() -> None:
+    tokenizer = Thinking().load()[1]
+    kwargs = {"enable_thinking": False}
+    with pytest.warns(UserWarning, match="no effect on prompts that are text"):
+        text, *_ = encode_prompts(tokenizer, ["2+2?"], kwargs)
+    assert text == encode_prompt(tokenizer, "2+2?")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_prompts(tokenizer, ["2+2?", MESSAGES], kwargs)

@@ -1,0 +1,84 @@
+"""What a slot goes through between the end of its sequence and the host's next look cannot fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.compressors import Protect, SnapKV
+from sparse_rl_lightning.records import LayerState, Rollout
+from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+TOKENIZER = character_tokenizer()
+SIZES: dict[str, Any] = {"budget": 16, "buffer": 5, "num_sinks": 2, "window": 4}
+PROMPTS = [[30, 31, 32], [40, 41, 42, 43, 44]]
+LOOK = "sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY"
+
+
+def policy(eos_token_id: int | None) -> Any:
+    return tiny_model(initializer_range=0.12, vocab_size=len(TOKENIZER), eos_token_id=eos_token_id, seed=4)
+
+
+def outcome(check_every: int, seed: int, patch: pytest.MonkeyPatch, stop: bool, session: bool) -> Rollout | str:
+    """A rollout with a protected third of the vocabulary, or what it says when more must stay than a head keeps."""
+    patch.setattr(LOOK, {"cpu": check_every})
+    protected = Protect(SnapKV(**SIZES), prompt=False, token_ids=list(range(0, len(TOKENIZER), 3)))
+    model = policy(None if stop else [5, 6, 7, 8])
+    sampler = RolloutSampler(model, protected, num_slots=3, tokenizer=TOKENIZER)
+    params = SamplingParams(
+        num_generations=3, max_completion_length=48, seed=seed,
+        stop_strings=tuple(TOKENIZER.decode([token]) for token in (5, 6, 7, 8)) if stop else (),
+    )  # fmt: skip
+    try:
+        if not session:
+            return sampler.generate(PROMPTS, params)
+        own = RolloutSession(sampler, params, 5)
+        own.add(PROMPTS, range(6))
+        own.advance()
+        return own.take(own.complete)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("stop", "session"), [(False, False), (True, False), (True, True)])
+def test_looking_seldom_refuses_what_looking_always_refuses(
+    stop: bool, session: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for seed in range(8):
+        always, seldom = (outcome(every, seed, monkeypatch, stop, session) for every in (1, 8))
+        assert isinstance(always, str) == isinstance(seldom, str), seed
+        if not isinstance(always, str) and not isinstance(seldom, str):
+            assert torch.equal(always.sequences, seldom.sequences)
+            assert torch.equal(always.sampler_logprobs, seldom.sampler_logprobs)
+            assert torch.equal(always.evictions.death, seldom.evictions.death)
+        else:
+            assert "must stay" in str(always)
+            assert "must stay" in str(seldom)
+        found.append(isinstance(always, str))
+    assert 0 < sum(found) < len(found), "the case is not what it should be"
+
+
+def test_whatever_a_compressor_raises_is_looked_into_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Picky(SnapKV):
+        """Bears the end token nowhere."""
+
+        def score(self, layer: LayerState) -> Tensor:
+            if bool(((layer.token_ids == 5) & layer.valid).any()):
+                raise IndexError("token 5")
+            return super().score(layer)
+
+    params = SamplingParams(num_generations=8, max_completion_length=60, seed=2)
+    rollouts = []
+    for every in (1, 8):
+        monkeypatch.setattr(LOOK, {"cpu": every})
+        rollouts.append(RolloutSampler(policy(5), Picky(**SIZES)).generate(PROMPTS, params))
+    assert bool(rollouts[0].finished.any())
+    assert torch.equal(rollouts[0].sequences, rollouts[1].sequences)
+    assert torch.equal(rollouts[0].evictions.death, rollouts[1].evictions.death)
+    with pytest.raises(IndexError, match="token 5"):
+        RolloutSampler(policy(None), Picky(**SIZES)).generate(PROMPTS, params)

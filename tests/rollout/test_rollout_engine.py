@@ -1,0 +1,252 @@
+"""What the rollout engine offers beside plain generation, and that none of it changes a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout.engine import workspace
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
+SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+COMPRESSORS: dict[str, Compressor] = {
+    "full": FullKV(),
+    "streaming": StreamingLLM(**SMALL),
+    "snapkv": SnapKV(**SMALL),
+    "rkv-whole-prompt": RKV(budget=12, buffer=5, num_sinks=0, window=4, compress_prompt=False),
+    "random": RandomEviction(**SMALL),
+}
+PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
+each_compressor = pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS.keys())
+
+
+def model(**kwargs: Any) -> PreTrainedModel:
+    return tiny_model(initializer_range=0.2, **kwargs)
+
+
+def assert_same(a: Rollout, b: Rollout) -> None:
+    assert (a.completion_lengths == b.completion_lengths).all()
+    assert (a.sequences == b.sequences).all()
+    assert a.finished.tolist() == b.finished.tolist()
+    assert (a.evictions.death == b.evictions.death).all()
+    torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+    for name in ("stored", "full", "stored_integral", "full_integral"):
+        torch.testing.assert_close(getattr(a.kv, name), getattr(b.kv, name), atol=0, rtol=0)
+
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=128, max_position_embeddings=512, initializer_range=0.2, pad_token_id=0, eos_token_id=1,
+    bos_token_id=None,
+)  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    "mistral, wide heads": lambda: MistralForCausalLM(MistralConfig(**SHAPE, head_dim=32, sliding_window=None)),
+    "llama 3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
+    "llama with biases": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_equal_generate(family: str) -> None:
+    torch.manual_seed(0)
+    policy = FAMILIES[family]().eval()
+    rollout = RolloutSampler(policy, FullKV(), 3).generate(
+        PROMPTS, SamplingParams(max_completion_length=24, temperature=0)
+    )
+    for row, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        want = policy.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0]
+        length = len(prompt) + int(rollout.completion_lengths[row])
+        assert rollout.sequences[row, :length].tolist() == want.tolist()
+    sparse = RolloutSampler(policy, RKV(**SMALL)).generate(PROMPTS, PARAMS)
+    torch.testing.assert_close(replay_logprobs(policy, sparse), sparse.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+@each_compressor
+@pytest.mark.parametrize("max_prefill_tokens", [1, 7, 16])
+def test_prompts_read_in_chunks_are_the_same(compressor: Compressor, max_prefill_tokens: int) -> None:
+    policy = model()
+    whole = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
+    chunked = RolloutSampler(policy, compressor, 4, max_prefill_tokens=max_prefill_tokens).generate(PROMPTS, PARAMS)
+    assert_same(whole, chunked)
+
+
+@each_compressor
+def test_looking_seldom_changes_nothing(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host looks at the device every few steps only; what slots do meanwhile must leave no trace."""
+    policy = model()
+    always = RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS)
+    assert set(always.finished.tolist()) == {True, False}, "both ways to end must occur"
+    monkeypatch.setattr(workspace, "CHECK_EVERY", {"cpu": 7})
+    assert_same(always, RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS))
+
+
+@each_compressor
+def test_two_hundred_prompts_of_mixed_lengths(compressor: Compressor) -> None:
+    policy, generator = model(), torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 60, (200,), generator=generator).tolist()
+    prompts = [torch.randint(2, 128, (n,), generator=generator).tolist() for n in lengths]
+    params = SamplingParams(max_completion_length=24, seed=2)
+    few = RolloutSampler(policy, compressor, 13, max_prefill_tokens=50).generate(prompts, params)
+    many = RolloutSampler(policy, compressor, 200).generate(prompts, params)
+    differ = ((few.sequences != many.sequences).any(dim=1)).nonzero().flatten().tolist()
+    assert not differ, f"sequences {differ} depend on the batch"
+    assert few.kv.peak_bytes * 200 == many.kv.peak_bytes * 13
+
+
+def test_most_likely_tokens_are_those_of_a_plain_forward_pass() -> None:
+    policy = model()
+    params = SamplingParams(max_completion_length=12, seed=1, top_logprobs=5, temperature=0.7)
+    rollout = RolloutSampler(policy, FullKV()).generate(PROMPTS, params)
+    assert rollout.topk_ids.shape == (*rollout.sequences.shape, 5)
+    for row in range(len(rollout)):
+        own = rollout.completion_mask[row].nonzero().flatten()
+        logits = policy(rollout.sequences[row : row + 1, : int(own[-1]) + 1]).logits[0].float() / 0.7
+        want = logits.log_softmax(-1).topk(5)
+        torch.testing.assert_close(rollout.topk_logprobs[row, own], want.values[own - 1], atol=2e-5, rtol=0)
+        assert (rollout.topk_ids[row, own] == want.indices[own - 1]).all()
+    assert (rollout.topk_logprobs[~rollout.completion_mask] == 0).all()
+    assert RolloutSampler(policy, FullKV()).generate(PROMPTS, PARAMS).topk_ids is None
+
+
+TOKENIZER = character_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+def test_stop_strings_cut_after_the_token_that_completes_one() -> None:
+    policy = tiny_model(initializer_range=0.2, vocab_size=len(TOKENIZER), eos_token_id=None)
+    prompts = [encode("what is 7 * 6?"), encode("hello")]
+    free = SamplingParams(num_generations=3, max_completion_length=80, seed=2)
+    whole = RolloutSampler(policy, SnapKV(**SMALL)).generate(prompts, free)
+    texts = [TOKENIZER.decode(s[m].tolist()) for s, m in zip(whole.sequences, whole.completion_mask, strict=True)]
+    stops = (texts[0][30:33], texts[4][10:12])  # what two of the sequences are known to say
+    params = SamplingParams(num_generations=3, max_completion_length=80, seed=2, stop_strings=stops)
+    cut = RolloutSampler(policy, SnapKV(**SMALL), tokenizer=TOKENIZER).generate(prompts, params)
+    for row, text in enumerate(texts):
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        want = min(ends, default=80)
+        assert int(cut.completion_lengths[row]) == want
+        assert bool(cut.finished[row]) == bool(ends)
+        length = int(cut.prompt_lengths[row]) + want
+        assert (cut.sequences[row, :length] == whole.sequences[row, :length]).all()
+    assert int(cut.completion_lengths[0]) <= 33
+    assert int(cut.completion_lengths[4]) <= 12
+    with pytest.raises(ValueError, match="the sampler has no tokenizer"):
+        RolloutSampler(policy, FullKV()).generate(prompts, params)
+    with pytest.raises(ValueError, match="stop_strings must be a list of texts that are not empty"):
+        SamplingParams(stop_strings=("a", ""))
+
+
+def test_a_stream_yields_what_generate_returns() -> None:
+    policy = model()
+    whole = RolloutSampler(policy, RKV(**SMALL)).generate(PROMPTS, PARAMS)
+    policy.train()
+    order = []
+    for completion in RolloutSampler(policy, RKV(**SMALL), 3).stream(PROMPTS, PARAMS):
+        assert (policy.training, torch.is_grad_enabled()) == (True, True), "in between the model is the caller's"
+        row, mask = completion.sequence, whole.completion_mask[completion.sequence]
+        assert completion.token_ids == whole.sequences[row][mask].tolist()
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), whole.sampler_logprobs[row][mask], atol=2e-5, rtol=0
+        )
+        assert completion.finished == bool(whole.finished[row])
+        order.append(row)
+    assert sorted(order) == list(range(10))
+    assert order != sorted(order)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interrupted_sampler_can_be_used_again(error: type[BaseException]) -> None:
+    policy = model().train()
+    interrupted = RolloutSampler(policy, SnapKV(**SMALL), 3)
+    want = RolloutSampler(policy, SnapKV(**SMALL), 3).generate(PROMPTS, PARAMS)
+
+    def stop(progress: Any) -> None:
+        if progress.step == 9:
+            raise error
+
+    with pytest.raises(error):
+        interrupted.generate(PROMPTS, PARAMS, progress=stop)
+    assert policy.training
+    assert torch.is_grad_enabled()
+    pool = interrupted.cache.key_pool.data_ptr()
+    assert_same(want, interrupted.generate(PROMPTS, PARAMS))
+    assert interrupted.cache.key_pool.data_ptr() == pool
+
+
+def test_new_weights_are_sampled_from() -> None:
+    """Weights are packed for decoding on the CPU: a later call must not see the old ones."""
+    policy, params = model(), SamplingParams(max_completion_length=20, seed=1)
+    used = RolloutSampler(policy, FullKV())
+    before = used.generate(PROMPTS, params)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(0.9)
+    after, fresh = used.generate(PROMPTS, params), RolloutSampler(policy, FullKV()).generate(PROMPTS, params)
+    assert not torch.equal(before.sampler_logprobs, after.sampler_logprobs)
+    assert_same(after, fresh)
+    policy.get_decoder().layers[0].mlp.up_proj = torch.nn.Linear(64, 256, bias=False)  # as adapters do
+    assert_same(used.generate(PROMPTS, params), RolloutSampler(policy, FullKV()).generate(PROMPTS, params))
+
+
+def test_modules_that_are_more_than_a_product_are_called() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    policy = model()
+    policy.get_decoder().layers[1].self_attn.v_proj = Doubled(64, 32)
+    policy.get_decoder().layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: out + 0.1)
+    rollout = RolloutSampler(policy, FullKV()).generate(PROMPTS, PARAMS)
+    torch.testing.assert_close(replay_logprobs(policy, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+def test_keys_and_values_in_another_type() -> None:
+    policy = model(eos_token_id=None)
+    wide, half = (RolloutSampler(policy, SnapKV(**SMALL), kv_dtype=kind) for kind in (None, "bfloat16"))
+    a, b = (s.generate(PROMPTS, PARAMS) for s in (wide, half))
+    assert 2 * b.kv.peak_bytes == a.kv.peak_bytes
+    assert half.cache.key_pool.dtype == torch.bfloat16
+    noise = (replay_logprobs(policy, b) - b.sampler_logprobs).abs()[b.completion_mask]
+    assert 1e-5 < float(noise.median()) < 0.05
+    with pytest.raises(ValueError, match=r"kv_dtype must be one of .*got 'int8'"):
+        RolloutSampler(policy, FullKV(), kv_dtype="int8")
+
+
+def test_a_memory_limit_chooses_the_slots() -> None:
+    policy = model(eos_token_id=None)
+    free = RolloutSampler(policy, SnapKV(**SMALL))
+    want = free.generate(PROMPTS, PARAMS)
+    assert free.cache.size.num_slots == 10
+    assert free.memory_plan is None
+    tight = RolloutSampler(policy, SnapKV(**SMALL), memory_limit=5 * want.kv.peak_bytes // 10 * 2)
+    assert_same(want, tight.generate(PROMPTS, PARAMS))
+    plan = tight.memory_plan
+    assert 1 <= plan.num_slots < 10
+    assert tight.cache.size.num_slots == plan.num_slots
+    assert plan.total_bytes <= plan.limit < plan.total_bytes + plan.bytes_per_slot * (8 if plan.num_slots > 7 else 1)
+    with pytest.raises(ValueError, match="Not even one slot fits"):
+        RolloutSampler(policy, SnapKV(**SMALL), memory_limit=1000).generate(PROMPTS, PARAMS)
+
+
+def test_the_pool_can_be_given_back() -> None:
+    policy = model()
+    returning = RolloutSampler(policy, SnapKV(**SMALL), keep_pool=False)
+    first = returning.generate(PROMPTS, PARAMS)
+    assert returning.cache is None
+    assert_same(first, returning.generate(PROMPTS, PARAMS))

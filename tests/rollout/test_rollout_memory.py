@@ -1,0 +1,182 @@
+"""The memory plan: to the byte what the cache allocates, as many slots as fit and not one more."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.retrievers import Centroid, Quest
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.cache.memory import SlotBytes, free_bytes, plan_slots, slot_bytes
+from sparse_rl_lightning.rollout.cache.slots import CacheSize, SlotCache
+from sparse_rl_lightning.rollout.engine.logs import Tracks
+from sparse_rl_lightning.testing import tiny_model
+
+LOGGED = [SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_logprobs=3, min_completion_length=2)]
+
+
+def geometry(kv_dtype: torch.dtype = torch.float32) -> CacheGeometry:
+    return CacheGeometry.of(tiny_model(num_layers=3, num_heads=4, num_kv_heads=2), kv_dtype)
+
+
+def tensors(thing: Any) -> list[Tensor]:
+    """Every tensor an object holds, in lists, dictionaries and dataclasses too."""
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, list | tuple):
+        return [tensor for part in thing for tensor in tensors(part)]
+    if isinstance(thing, dict):
+        return tensors(list(thing.values()))
+    if dataclasses.is_dataclass(thing):
+        return tensors(list(vars(thing).values()))
+    return []
+
+
+def allocated(*things: dict[str, Any]) -> int:
+    """Bytes of the memory behind all tensors, each piece counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors(list(things))]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def attributes(cache: SlotCache) -> dict[str, Any]:
+    """What the cache owns: not the model's rotary frequencies."""
+    own = {name: value for name, value in vars(cache).items() if name != "geometry"}
+    if cache.pages is not None:
+        own |= {"pages": [vars(cache.pages), vars(cache.pages.limits_at)]}
+    return own if cache.arenas is None else own | {"arenas": vars(cache.arenas)}
+
+
+@pytest.mark.parametrize("num_slots", [1, 5])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "size",
+    [
+        CacheSize(1, (24, 24, 24), 8, 40),
+        CacheSize(1, (9, 30, 5), 1, 100),
+        CacheSize(1, (33, 33, 33), 0, 33),
+        CacheSize(1, (24, 8, 24), 2, 40, ("mass", "age"), per_head=True),
+        CacheSize(1, (24, 8, 25), 2, 40, ("mass",), keeps_probabilities=True),
+        CacheSize(
+            1, (24, 8, 24), 2, 40, ("mass",), True, head_state_fields=(("a", 1), ("b", 7)), keeps_probabilities=True
+        ),
+        CacheSize(1, (24, 24, 25), 0, 40, retriever=Centroid(16, page_size=4, num_dense_layers=1)),
+        CacheSize(1, (24, 8, 24), 2, 40, retriever=Quest(48, num_dense_layers=0), record_pages=True),
+    ],
+)
+def test_the_cache_allocates_what_was_planned(size: CacheSize, kv_dtype: torch.dtype, num_slots: int) -> None:
+    g = geometry(kv_dtype)
+    slot = slot_bytes(g, size)
+    cache = SlotCache(g, dataclasses.replace(size, num_slots=num_slots))
+    plan = plan_slots(slot, slot.of(num_slots), num_slots)
+    assert plan.num_slots == num_slots
+    assert plan.total_bytes == allocated(attributes(cache))
+    assert plan.pool_bytes == cache.pool_bytes
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("params", LOGGED, ids=["plain", "truncated", "top"])
+def test_logs_are_counted_with_the_parameters(params: SamplingParams, versioned: bool) -> None:
+    g = geometry()
+    cache = SlotCache(g, CacheSize(4, (20, 20, 20), 2, 50))
+    tracks = Tracks(4, 50, params, g.device, versioned)
+    planned = slot_bytes(g, CacheSize(1, (20, 20, 20), 2, 50), params, versioned)
+    assert planned.of(4) == allocated(attributes(cache), vars(tracks))
+
+
+def test_what_retrieval_reads_is_logged_too() -> None:
+    g, size = geometry(), CacheSize(4, (20, 20, 20), 0, 50, retriever=Centroid(48, num_dense_layers=2))
+    cache, tracks = SlotCache(g, size), Tracks(4, 50, SamplingParams(), g.device, retrieves=True)
+    assert slot_bytes(g, size, SamplingParams()).of(4) == allocated(attributes(cache), vars(tracks))
+
+
+@given(
+    parts=st.lists(st.integers(0, 10**7), min_size=7, max_size=7), limit=st.integers(1, 10**10),
+    num_sequences=st.integers(1, 2000), multiple=st.sampled_from([1, 8, 16]),
+)  # fmt: skip
+def test_most_slots_that_fit(parts: list[int], limit: int, num_sequences: int, multiple: int) -> None:
+    slot = SlotBytes(1 + parts[0], *parts[1:], "")
+    if slot.of(1) > limit:
+        with pytest.raises(ValueError, match="Not even one slot fits"):
+            plan_slots(slot, limit, num_sequences, multiple=multiple)
+        return
+    plan = plan_slots(slot, limit, num_sequences, multiple=multiple)
+    assert plan.total_bytes == slot.of(plan.num_slots) <= limit
+    if slot.of(num_sequences) <= limit:
+        assert plan.num_slots == num_sequences
+    assert plan.num_slots == num_sequences or plan.num_slots <= multiple or plan.num_slots % multiple == 0
+    if plan.num_slots < num_sequences:
+        one_more = plan.num_slots + (multiple if plan.num_slots >= multiple else 1)
+        assert slot.of(min(one_more, num_sequences)) > limit
+
+
+@given(limit=st.floats(0.01, 1.0))
+def test_a_share_is_of_the_free_memory(limit: float) -> None:
+    slot = SlotBytes(1000, 0, 0, 0, 0, 24, 24, "")
+    plan = plan_slots(slot, limit, 3)
+    assert plan.num_slots == 3
+    assert plan.limit == pytest.approx(limit * free_bytes("cpu"), rel=0.5)  # other processes come and go
+
+
+def test_free_memory_is_part_of_the_machine() -> None:
+    with open("/proc/meminfo") as file:
+        total = 1024 * int(file.readline().split()[1])
+    assert 0.01 * total < free_bytes("cpu") < total
+
+
+@pytest.mark.gpu
+def test_memory_in_reserve_counts_as_free() -> None:
+    before = free_bytes("cuda")
+    block = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+    held = free_bytes("cuda")
+    del block  # torch keeps it in reserve
+    assert before - held >= 2**28
+    assert free_bytes("cuda") - held >= 2**28
+
+
+def test_why_says_the_numbers() -> None:
+    slot = SlotBytes(2**20, 0, 0, 0, 0, 0, 0, "")
+    assert plan_slots(slot, 21 * 2**20, 64).why == (
+        "16 slots of 1.00 MiB: as many as fit for 64 sequences, rounded down from 21 to a multiple of 8; "
+        "16.00 MiB of the 21.00 MiB allowed (given in bytes)."
+    )
+    assert plan_slots(slot, 5 * 2**20, 64).why.startswith("5 slots of 1.00 MiB: as many as fit for 64 sequences; ")
+    assert plan_slots(slot, 13 * 2**20, 12).why.startswith("12 slots of 1.00 MiB: one for each of the 12 sequences; ")
+    assert " of " in (why := plan_slots(slot, 0.5, 1).why)
+    assert "(0.5 of " in why
+    assert why.startswith("1 slot of ")
+
+
+def test_refusal_shows_the_arithmetic() -> None:
+    slot = slot_bytes(geometry(), CacheSize(1, (24, 24, 24), 8, 40), SamplingParams())
+    with pytest.raises(ValueError, match="Not even one slot fits") as refused:
+        plan_slots(slot, 10_000, 4)
+    message = str(refused.value)
+    # 16 wide heads: 72 entries x 2 heads x 2 x 16 x 4 bytes and so on
+    assert "18,432 for keys and values (72 entries in 3 layers x 2 KV heads x 2 x 16 x 4 bytes)" in message
+    assert "6,144 for queries (8 x 4 heads x 3 layers x 16 x 4)" in message
+    assert "960 for the eviction record (40 tokens x 6 heads of all layers x 4)" in message
+    assert f"takes {slot.of(1):,} bytes, the limit is 10,000" in message
+    terms = [int(term.split()[0].replace(",", "")) for term in slot.arithmetic.split(" + ") if " for " in term]
+    assert sum(terms) == slot.total
+
+
+@pytest.mark.parametrize("limit", [0, -5, 0.0, 1.5, -0.1, float("nan")])
+def test_limits_out_of_range_are_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match=r"limit .*got (0|-5|0.0|1.5|-0.1|nan)"):
+        plan_slots(SlotBytes(1, 0, 0, 0, 0, 0, 0, ""), limit, 1)
+
+
+def test_counts_out_of_range_are_refused() -> None:
+    slot = SlotBytes(1, 0, 0, 0, 0, 0, 0, "")
+    for counts in ({"num_sequences": 0}, {"num_sequences": 3, "multiple": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            plan_slots(slot, 10, **counts)
+    with pytest.raises(ValueError, match="each of the 3 layers, got 2 numbers"):
+        slot_bytes(geometry(), CacheSize(1, (24, 24), 8, 40))

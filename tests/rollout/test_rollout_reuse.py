@@ -1,0 +1,214 @@
+"""One sampler used many times: what it keeps, what it frees, and who may not disturb whom."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.compressors import H2O, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
+from sparse_rl_lightning.records import NEVER, Rollout
+from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
+from sparse_rl_lightning.rollout.cache import slots as cache
+from sparse_rl_lightning.rollout.engine import workspace
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
+SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
+
+
+def model(**kwargs: Any) -> PreTrainedModel:
+    return tiny_model(initializer_range=0.2, **kwargs)
+
+
+def assert_same(a: Rollout, b: Rollout) -> None:
+    assert torch.equal(a.sequences, b.sequences)
+    assert torch.equal(a.evictions.death, b.evictions.death)
+    torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+def test_the_old_pool_is_free_before_the_new_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = RolloutSampler(model(), FullKV())
+    sampler.generate([[3]], SamplingParams(max_completion_length=4))
+    old = weakref.ref(sampler.cache)
+    alive = []
+    before = cache.SlotCache.__init__
+
+    def look(self: Any, *args: Any) -> None:
+        alive.append(old() is not None and old() is not self)
+        before(self, *args)
+
+    monkeypatch.setattr(cache.SlotCache, "__init__", look)
+    sampler.generate([[3]], SamplingParams(max_completion_length=40))
+    assert alive == [False]
+
+
+def test_training_and_validation_in_turn_keep_pool_and_weights() -> None:
+    sampler = RolloutSampler(model(), SnapKV(**SMALL))
+    train, validate = PARAMS, SamplingParams(max_completion_length=60, temperature=0)
+    sampler.generate(PROMPTS, train)
+    sampler.generate(PROMPTS[:2], validate)
+    pool, decoder = sampler.cache, sampler._workspace._decoder
+    for params, prompts in ((train, PROMPTS), (validate, PROMPTS[:2])) * 2:
+        sampler.generate(prompts, params)
+        assert sampler.cache is pool
+        assert sampler._workspace._decoder is decoder
+
+
+def test_one_sampler_serves_all_compressors_and_precisions() -> None:
+    policy = model()
+    used = RolloutSampler(policy, FullKV())
+    compressors: list[Compressor] = [
+        H2O(**SMALL), SnapKV(**SMALL, budget_rule=Adaptive(floor=5)), StreamingLLM(**SMALL), FullKV(), H2O(**SMALL),
+    ]  # fmt: skip
+    for compressor in compressors:
+        used.compressor = compressor
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = used.generate(PROMPTS, PARAMS)
+        assert used.cache.key_pool.dtype == torch.bfloat16
+        assert_same(used.generate(PROMPTS, PARAMS), RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS))
+        assert not torch.equal(rounded.sampler_logprobs, used.generate(PROMPTS, PARAMS).sampler_logprobs)
+
+
+def test_a_hook_that_comes_later_is_called() -> None:
+    policy = model()
+    sampler = RolloutSampler(policy, FullKV())
+    plain = sampler.generate(PROMPTS, PARAMS)
+    handle = policy.get_decoder().layers[0].mlp.down_proj.register_forward_hook(lambda m, args, out: out + 0.5)
+    assert not torch.equal(plain.sampler_logprobs[:, :9], sampler.generate(PROMPTS, PARAMS).sampler_logprobs[:, :9])
+    handle.remove()
+    assert_same(plain, sampler.generate(PROMPTS, PARAMS))
+    handle = policy.get_decoder().layers[0].mlp.register_forward_hook(lambda m, args, out: out + 0.5)
+    assert not torch.equal(plain.sampler_logprobs[:, :9], sampler.generate(PROMPTS, PARAMS).sampler_logprobs[:, :9])
+    handle.remove()
+    policy.get_decoder().layers[0].self_attn.register_forward_hook(lambda m, args, out: out)
+    with pytest.warns(UserWarning, match="Forward hooks of Qwen2Attention are not called"):
+        sampler.generate(PROMPTS, PARAMS)
+
+
+def test_a_stream_notices_that_its_slots_were_taken() -> None:
+    sampler = RolloutSampler(model(), SnapKV(**SMALL), 3)
+    stream = sampler.stream(PROMPTS, PARAMS)
+    next(stream)
+    sampler.generate(PROMPTS, PARAMS)
+    with pytest.raises(RuntimeError, match="used for something else"):
+        list(stream)
+
+
+def test_the_pool_goes_back_after_streams_and_errors_too() -> None:
+    sampler = RolloutSampler(model(), SnapKV(**SMALL), 3, keep_pool=False)
+    assert len(list(sampler.stream(PROMPTS, PARAMS))) == 10
+    assert sampler.cache is None
+
+    def stop(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sampler.generate(PROMPTS, PARAMS, progress=stop)
+    assert sampler.cache is None
+
+
+def test_staging_is_counted_and_only_waiting_prompts_are_copied() -> None:
+    """Two layers, two heads of 16 numbers, float32: a prompt token takes 512 bytes, of which a pack stages a layer."""
+    prompts = [[3] * 8, [4] * 24]
+    params = SamplingParams(num_generations=2, max_completion_length=4)
+    roomy = RolloutSampler(model(), FullKV()).generate(prompts, params)
+    assert roomy.kv.prefill_peak_bytes == 32 * 512 // 2
+    tight = RolloutSampler(model(), FullKV(), num_slots=3).generate(prompts, params)
+    assert tight.kv.prefill_peak_bytes == 32 * 512 // 2 + 24 * 512  # the second prompt waits for its second slot
+    chunked = RolloutSampler(model(), FullKV(), max_prefill_tokens=8).generate(prompts, params)
+    assert chunked.kv.prefill_peak_bytes == 24 * 512  # all layers of the longest prompt
+
+
+@pytest.mark.parametrize("compressor", [SnapKV(**SMALL), H2O(**SMALL, budget_rule=Adaptive(floor=4))], ids=type)
+def test_looking_seldom_changes_nothing_with_stop_strings_and_sessions(
+    compressor: Compressor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = character_tokenizer()
+    policy = model(vocab_size=len(tokenizer))
+    prompts = [tokenizer(text)["input_ids"] for text in ("what is 7 * 6?", "hello", "once upon a time there was one")]
+    params = SamplingParams(
+        num_generations=3, max_completion_length=40, min_completion_length=4, seed=2, stop_strings=("a", "Q~")
+    )
+    sampler = RolloutSampler(policy, compressor, 4, tokenizer=tokenizer)
+    want = sampler.generate(prompts, params)
+    monkeypatch.setattr(workspace, "CHECK_EVERY", {"cpu": 8})
+    assert_same(want, RolloutSampler(policy, compressor, 4, tokenizer=tokenizer).generate(prompts, params))
+    session = RolloutSession(sampler, params, max_prompt_length=30)
+    numbers = session.add(prompts, range(9))
+    while session.num_unfinished:
+        session.advance(max_steps=3)
+    assert_same(want, session.take(numbers))
+
+
+def test_prompts_in_waiting_are_read_again_with_new_weights() -> None:
+    policy = model(eos_token_id=None)
+    params = SamplingParams(num_generations=2, max_completion_length=6, seed=1)
+    session = RolloutSession(RolloutSampler(policy, FullKV(), 1), params, 40)
+    numbers = session.add(PROMPTS[3:4], range(2))
+    session.advance(max_steps=2)  # the prompt is read, its second sample waits
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(0.9)
+    session.advance()
+    second = session.take(numbers)[torch.tensor([1])]
+    fresh = RolloutSampler(policy, FullKV()).generate(PROMPTS[3:4], params)[torch.tensor([1])]
+    assert_same(second, fresh)
+
+
+def test_a_saved_session_keeps_order_and_top_tokens() -> None:
+    policy = model()
+    params = SamplingParams(num_generations=2, max_completion_length=20, seed=1, top_logprobs=3)
+    sessions = [RolloutSession(RolloutSampler(policy, SnapKV(**SMALL), 3), params, 40) for _ in range(3)]
+    numbers = sessions[0].add(PROMPTS, range(10))
+    sessions[0].advance(max_steps=8)
+    sessions[1].load_state(sessions[0].state())
+    sessions[2].load_state(sessions[0].state(restart=True))
+    in_slots = [held.sequence for held in sessions[0].run.slots.values()]
+    assert sessions[2].run.waiting[::-1] == sorted(in_slots) + sessions[0].run.waiting[::-1]
+    sessions[1].advance()
+    whole, resumed = RolloutSampler(policy, SnapKV(**SMALL)).generate(PROMPTS, params), sessions[1].take(numbers)
+    assert torch.equal(whole.topk_ids, resumed.topk_ids)
+    torch.testing.assert_close(whole.topk_logprobs, resumed.topk_logprobs, atol=2e-5, rtol=0)
+
+
+def test_a_session_refuses_what_it_cannot_do() -> None:
+    session = RolloutSession(RolloutSampler(model(), SnapKV(**SMALL), 3), PARAMS, 40)
+    session.add(PROMPTS, range(10))
+    with pytest.raises(ValueError, match="There is no prompt to take"):
+        session.take(session.complete)
+    session.advance(max_steps=2)
+    complete = session.complete
+    with pytest.raises(ValueError, match=r"can be taken, these have not: \[4\]"):
+        session.take([*complete, 4])
+    assert session.complete == complete
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    saved = session.state()
+    session.run.cache.compact = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        session.advance()
+    with pytest.raises(ValueError, match="interrupted in the middle of a step"):
+        session.advance()
+    del session.run.cache.compact
+    session.load_state(saved)
+    session.advance()
+    want = RolloutSampler(session.sampler.model, SnapKV(**SMALL)).generate(PROMPTS, PARAMS)
+    assert_same(want, session.take(range(5)))
+
+
+def test_chance_treats_prompt_and_completion_alike() -> None:
+    """A prompt that was compressed before its samples began keeps its lots afterwards."""
+    policy = tiny_model(eos_token_id=None)
+    sampler = RolloutSampler(policy, RandomEviction(budget=50, buffer=10, num_sinks=0, window=1))
+    rollout = sampler.generate([[3] * 200], SamplingParams(num_generations=4, max_completion_length=201, seed=1))
+    alive = (rollout.evictions.death == NEVER).float()
+    prompt, completion = float(alive[..., :200].mean()), float(alive[..., 200:390].mean())
+    assert prompt == pytest.approx(completion, rel=0.35)

@@ -1,0 +1,139 @@
+"""A slot is never larger than the longest possible sequence, and nothing but its size depends on that."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
+from sparse_rl_lightning.calibration import H200, CostModel, ModelShape
+from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.retrievers import Quest
+from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
+from sparse_rl_lightning.rollout.cache.slots import CacheSize
+from sparse_rl_lightning.testing import tiny_model
+
+PROMPTS = [list(range(3, 33)), [40, 41], [50, 51, 52, 53, 54, 55, 56]]
+PARAMS = SamplingParams(num_generations=2, max_completion_length=40, seed=5)
+LONGEST = 30 + 40
+ENTRY = 2 * 2 * 16 * 4  # KV heads, key and value, head dimension, bytes: of one layer
+EACH = {"num_sinks": 2, "window": 4}
+
+# entries of the two layers without a bound
+COMPRESSORS: dict[str, tuple[Compressor, tuple[int, int]]] = {
+    "far too large": (SnapKV(4000, buffer=128, **EACH), (4128, 4128)),
+    "one layer is bounded": (SnapKV(50, buffer=6, **EACH, budget_rule=Pyramid(4)), (94, 18)),
+    "its heads share": (SnapKV(50, buffer=6, **EACH, budget_rule=Adaptive(layers=Pyramid(4))), (94, 18)),
+    "running numbers": (H2O(50, buffer=7, **EACH, budget_rule=Adaptive(layers=Pyramid(4))), (95, 19)),
+    "prompts stored whole": (RKV(38, buffer=6, **EACH, budget_rule=Pyramid(3), compress_prompt=False), (69, 36)),
+    "a schedule": (SnapKV(LengthSchedule([0, 40, 60], [16, 24, 90]), buffer=5, **EACH), (95, 95)),
+    "a schedule of shares": (
+        SnapKV(LengthSchedule([0, 40, 60], [16, 24, 90]), buffer=5, **EACH, budget_rule=Adaptive()), (95, 95)
+    ),
+    "nothing is bounded": (SnapKV(12, buffer=5, **EACH), (17, 17)),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_warning() -> None:
+    warnings.filterwarnings("ignore", message="Budget and buffer")
+
+
+def unbounded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CacheSize, "entries", property(lambda self: self.capacities))
+
+
+def model() -> torch.nn.Module:
+    return tiny_model(initializer_range=0.2, eos_token_id=7)
+
+
+def assert_same(one: Rollout, other: Rollout) -> None:
+    assert torch.equal(one.sequences, other.sequences)
+    assert torch.equal(one.sampler_logprobs, other.sampler_logprobs)
+    assert (one.evictions is None) == (other.evictions is None)
+    assert one.evictions is None or torch.equal(one.evictions.death, other.evictions.death)
+    for name in ("stored", "stored_integral", "full_peak_bytes"):
+        assert torch.equal(torch.as_tensor(getattr(one.kv, name)), torch.as_tensor(getattr(other.kv, name))), name
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_only_the_memory_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (compressor, entries), policy = COMPRESSORS[name], model()
+    rollout = RolloutSampler(policy, compressor, num_slots=4).generate(PROMPTS, PARAMS)
+    forced = forced_rollout(policy, rollout, compressor, seed=5)
+    with monkeypatch.context() as patch:
+        unbounded(patch)
+        large = RolloutSampler(policy, compressor, num_slots=4).generate(PROMPTS, PARAMS)
+        large_forced = forced_rollout(policy, rollout, compressor, seed=5)
+    assert_same(rollout, large)
+    assert_same(forced, large_forced)
+    assert large.kv.peak_bytes == 4 * sum(entries) * ENTRY
+    assert rollout.kv.peak_bytes == 4 * sum(min(own, LONGEST) for own in entries) * ENTRY
+    assert rollout.kv.peak_bytes <= rollout.kv.full_peak_bytes
+
+
+@pytest.mark.parametrize("name", ["its heads share", "running numbers", "a schedule"])
+def test_sessions_and_slots_that_are_looked_at_seldom(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compressor, policy = COMPRESSORS[name][0], model()
+    whole = RolloutSampler(policy, compressor, num_slots=3).generate(PROMPTS, PARAMS)
+
+    def pieces() -> Rollout:
+        sampler = RolloutSampler(policy, compressor, num_slots=3)
+        first, second = (RolloutSession(sampler, PARAMS, max_prompt_length=30) for _ in range(2))
+        first.add(PROMPTS, sequence_ids=range(6))
+        first.advance(max_steps=21)
+        second.load_state(first.state())
+        second.advance()
+        return second.take(second.complete)
+
+    assert_same(pieces(), whole)
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY", {"cpu": 8})
+    assert_same(pieces(), whole)
+
+
+def test_the_memory_plan_knows_the_bound() -> None:
+    params = SamplingParams(max_completion_length=40)
+    policy, prompts = model(), [[3] * 30] * 20
+    plans = []
+    for compressor in (SnapKV(4000, **EACH), FullKV()):
+        sampler = RolloutSampler(policy, compressor, memory_limit=2**20)
+        sampler.generate(prompts, params)
+        plans.append(sampler.memory_plan)
+    assert plans[0].pool_bytes // plans[0].num_slots == plans[1].pool_bytes // plans[1].num_slots == 2 * LONGEST * ENTRY
+    assert plans[0].num_slots > 1
+
+
+def test_a_kept_pool_serves_shorter_calls_and_grows_for_longer_ones() -> None:
+    sampler = RolloutSampler(model(), SnapKV(100, buffer=20, **EACH), num_slots=2)
+
+    def cache_after(length: int) -> int:
+        sampler.generate([[3] * 10], SamplingParams(num_generations=2, max_completion_length=length, temperature=0))
+        return id(sampler.cache)
+
+    first = cache_after(40)
+    assert sampler.cache.pool_bytes == 2 * 2 * 50 * ENTRY
+    assert cache_after(20) == cache_after(40) == first
+    longer = cache_after(70)
+    assert sampler.cache.pool_bytes == 2 * 2 * 80 * ENTRY
+    assert cache_after(40) == cache_after(70) == longer
+    cache_after(200)
+    assert sampler.cache.pool_bytes == 2 * 2 * 120 * ENTRY  # from here on it is the compressor's
+
+
+def test_pages_of_a_bounded_slot() -> None:
+    policy, retriever = model(), Quest(32, page_size=8, num_dense_layers=1)
+    rollouts = [
+        RolloutSampler(policy, SnapKV(budget, buffer=6, **EACH), 3, retriever=retriever).generate(PROMPTS, PARAMS)
+        for budget in (4000, 8000)
+    ]
+    assert torch.equal(rollouts[0].sampler_logprobs, rollouts[1].sampler_logprobs)
+    assert rollouts[0].kv.peak_bytes == rollouts[1].kv.peak_bytes
+
+
+def test_the_cost_model_asks_for_no_more_than_a_full_cache() -> None:
+    cost = CostModel(ModelShape.of("qwen2.5-1.5b"), H200)
+    assert cost.bytes_per_sequence(SnapKV(4000), 100, 200) == cost.bytes_per_sequence(FullKV(), 100, 200)
+    assert cost.bytes_per_sequence(SnapKV(4000), 100, 9000) < cost.bytes_per_sequence(FullKV(), 100, 9000)
