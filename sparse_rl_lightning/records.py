@@ -6,12 +6,11 @@ S slots, H KV heads, Hq query heads, N entries of a slot, D head dimension, A qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.evictions import NEVER as NEVER
@@ -141,17 +140,6 @@ class KVUsage:
         per_sequence: dict[str, Any] = {n: value[index] for n, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **per_sequence)
 
-    @classmethod
-    def cat(cls, usages: Sequence[KVUsage]) -> Self:
-        """All sequences in the order given; bytes are those of the cache that took most."""
-        columns = {f.name: [getattr(usage, f.name) for usage in usages] for f in fields(cls)}
-        read = columns.pop("read_integral")
-        joined: dict[str, Any] = {n: max(v) if n.endswith("bytes") else torch.cat(v) for n, v in columns.items()}
-        if any(one is not None for one in read):  # the others read all that they store
-            stored = columns["stored_integral"]
-            joined["read_integral"] = torch.cat([s if r is None else r for r, s in zip(read, stored, strict=True)])
-        return cls(**joined)
-
 
 @dataclass
 class Rollout:
@@ -205,22 +193,6 @@ class Rollout:
         size = max(1, len(self) // count)
         return [self[start : start + size] for start in range(0, len(self), size)]
 
-    @classmethod
-    def cat(cls, rollouts: Sequence[Rollout]) -> Self:
-        """All sequences in the order given, shorter ones padded on the right; the parts of a rollout give it back.
-
-        Raises:
-            ValueError: If there are none, or a field is known in some of them only.
-        """
-        known = [{f.name for f in fields(cls) if getattr(rollout, f.name) is not None} for rollout in rollouts]
-        partly = sorted({n for names in known for n in names if any(n not in others for others in known)})
-        if partly or not known:
-            raise ValueError(
-                "Rollouts to join must know the same fields, got "
-                f"{f'{partly} in some of them only' if known else 'no rollouts'}."
-            )
-        return cls(**{name: _joined([getattr(rollout, name) for rollout in rollouts]) for name in known[0]})
-
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on ``device``."""
         return self.from_state(tensors_to(self.state(), device))
@@ -267,17 +239,6 @@ class LossOutput:
 
     loss: Tensor  # ()
     metrics: dict[str, Tensor]  # each ()
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    """The sequences of all values; where there is a second dimension it is that of tokens."""
-    if not isinstance(values[0], Tensor):
-        return type(values[0]).cat(values)
-    if values[0].ndim == 1:
-        return torch.cat(list(values))
-    length = max(value.shape[1] for value in values)
-    behind = (0, 0) * (values[0].ndim - 2)
-    return torch.cat([F.pad(value, (*behind, 0, length - value.shape[1])) for value in values])
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,16 +26,6 @@ from sparse_rl_lightning.rollout.checks import (
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Run
 from sparse_rl_lightning.rollout.engine.workspace import Workspace
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished sequence, as :meth:`RolloutSampler.stream` yields it."""
-
-    sequence: int  # its number: prompt x num_generations + sample
-    token_ids: list[int]  # the completion, end token included
-    logprobs: list[float]  # the sampler's, of each token
-    finished: bool  # by an end token or a stop string, not by length
 
 
 class RolloutSampler:
@@ -164,39 +153,6 @@ class RolloutSampler:
     def memory_plan(self) -> MemoryPlan | None:
         """How many slots the memory limit allowed in the last call, and why."""
         return self._workspace.memory_plan
-
-    def stream(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, sequence_ids: Sequence[int] | None = None
-    ) -> Iterator[Completion]:
-        """Yield every completion as soon as it ends; the same sequences as :meth:`generate` draws, in another order.
-
-        Weights and model are the caller's between two completions: change neither before the last one. One stream or
-        ``generate`` at a time.
-
-        Args:
-            prompts: As for :meth:`generate`.
-            params: As for :meth:`generate`.
-            sequence_ids: As for :meth:`generate`.
-
-        Raises:
-            ValueError: As :meth:`generate`, when the first completion is asked for.
-            RuntimeError: If the sampler is used for something else in between.
-        """
-        with self._pool():
-            with self.sampling():
-                run = self._start(prompts, params, sequence_ids)
-            steps = iter(run)
-            while True:
-                if self._workspace.run is not run:
-                    raise RuntimeError("The sampler was used for something else before its stream had ended.")
-                with self.sampling():
-                    found = next(steps, None)
-                if found is None:
-                    return
-                for sequence in found:
-                    ended = run.ended.pop(sequence)
-                    own = slice(ended.prompt_length, None)
-                    yield Completion(sequence, ended.tokens[own].tolist(), ended.logprobs[own].tolist(), ended.finished)
 
     # ---------------------------------------------------------------- inside
 

@@ -152,24 +152,6 @@ def test_stop_strings_cut_after_the_token_that_completes_one() -> None:
         SamplingParams(stop_strings=("a", ""))
 
 
-def test_a_stream_yields_what_generate_returns() -> None:
-    policy = model()
-    whole = RolloutSampler(policy, RKV(**SMALL)).generate(PROMPTS, PARAMS)
-    policy.train()
-    order = []
-    for completion in RolloutSampler(policy, RKV(**SMALL), 3).stream(PROMPTS, PARAMS):
-        assert (policy.training, torch.is_grad_enabled()) == (True, True), "in between the model is the caller's"
-        row, mask = completion.sequence, whole.completion_mask[completion.sequence]
-        assert completion.token_ids == whole.sequences[row][mask].tolist()
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), whole.sampler_logprobs[row][mask], atol=2e-5, rtol=0
-        )
-        assert completion.finished == bool(whole.finished[row])
-        order.append(row)
-    assert sorted(order) == list(range(10))
-    assert order != sorted(order)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_an_interrupted_sampler_can_be_used_again(error: type[BaseException]) -> None:
     policy = model().train()
