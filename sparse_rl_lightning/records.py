@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparse_rl_lightning.evictions import NEVER as NEVER
 from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
-from sparse_rl_lightning.page_record import PageRecord as PageRecord
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,6 @@ class Rollout:
     topk_logprobs: Tensor | None = None  # (B, T, K)
     policy_versions: Tensor | None = None  # (B, T) int32 which version drew each token, in partial rollouts
     evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not say what was seen
-    pages: PageRecord | None = None  # that every query read, where a sampler records them
     kv: KVUsage | None = None
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
     ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
@@ -207,8 +205,6 @@ class Rollout:
         state = dict(state)
         if "evictions" in state:
             state["evictions"] = EvictionRecord(**state["evictions"])
-        if "pages" in state:
-            state["pages"] = PageRecord(**state["pages"])
         if "kv" in state:
             state["kv"] = KVUsage(**state["kv"])
         return cls(**state)
@@ -242,7 +238,7 @@ class LossOutput:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, EvictionRecord | PageRecord):
+    if isinstance(value, EvictionRecord):
         return value.state()
     if isinstance(value, KVUsage):
         return {f.name: getattr(value, f.name) for f in fields(value)}

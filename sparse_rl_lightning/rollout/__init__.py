@@ -1,7 +1,7 @@
 """The sparse rollout generator: knows torch and transformers, not Lightning."""
 
 from sparse_rl_lightning.replay.logprobs import replay_logprobs
-from sparse_rl_lightning.retrieval.logprobs import RetrievalLogprobs, page_replay_logprobs, retrieval_logprobs
+from sparse_rl_lightning.retrieval.logprobs import RetrievalLogprobs, retrieval_logprobs
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
@@ -15,7 +15,6 @@ __all__ = [
     "RolloutSession",
     "SamplingParams",
     "forced_rollout",
-    "page_replay_logprobs",
     "replay_logprobs",
     "retrieval_logprobs",
 ]

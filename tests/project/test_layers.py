@@ -24,18 +24,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("calibration", "report", "testing"),
     ("rollout",),
     ("metrics", "retrieval"),
-    ("replay",),
+    ("replay", "cache"),
     ("acceptance", "logprobs"),
     ("checkpoints", "distributed", "policies"),
     ("compressors", "retrievers", "rewards"),
     ("budgets",),
     ("ops",),
     ("advantages", "chunked_head", "corrections", "logit_scaling", "losses"),
-    ("evictions", "files", "fingerprints", "page_record", "ranges", "records", "text"),
+    ("evictions", "files", "fingerprints", "ranges", "records", "text"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
-KNOW_HOOKS = {f"{PACKAGE}.replay.hooks", f"{PACKAGE}.rollout.cache.slots"}
+KNOW_HOOKS = {f"{PACKAGE}.replay.hooks", f"{PACKAGE}.cache.slots"}
 HOOKS = {
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
@@ -155,7 +155,7 @@ def internal(module: str) -> list[tuple[Import, str]]:
         ("class C:\n  import peft", Import("peft", 2, False, False)),
         ("if TYPE_CHECKING:\n  import pandas", Import("pandas", 2, False, True)),
         ("if TYPE_CHECKING: pass\nelse:\n  import pandas", Import("pandas", 3, False, False)),
-        ("from .cache import SlotCache", Import("p.rollout.cache.SlotCache", 1, False, False)),
+        ("from .cache import SlotCache", Import("p.cache.SlotCache", 1, False, False)),
         ("from .. import types", Import("p.types", 1, False, False)),
         ("x = importlib.import_module('wandb')", Import("wandb", 1, False, False)),
     ],

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.engine import workspace
+from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -89,7 +89,7 @@ def test_looking_seldom_changes_nothing(compressor: Compressor, monkeypatch: pyt
     policy = model()
     always = RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS)
     assert set(always.finished.tolist()) == {True, False}, "both ways to end must occur"
-    monkeypatch.setattr(workspace, "CHECK_EVERY", {"cpu": 7})
+    monkeypatch.setattr(scheduler, "CHECK_EVERY", {"cpu": 7})
     assert_same(always, RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS))
 
 

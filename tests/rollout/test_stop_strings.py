@@ -15,7 +15,7 @@ from sparse_rl_lightning.rollout.engine.stopping import StopStrings
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 CHARACTERS = character_tokenizer()
-LOOK = "sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY"
+LOOK = "sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY"
 
 
 def sentencepiece(decoder: Any) -> PreTrainedTokenizerFast:

@@ -1,7 +1,7 @@
 """The decode step as CUDA graphs: captured once per number of rows, replayed without Python in between.
 
-Graphs read weights and memory by address. Everything a step touches is allocated once (the cache, the tracks, the row
-numbers here); where a weight has moved, the sampler makes a new step and new graphs.
+Graphs read weights and memory by address. Everything that a step touches is allocated once (the cache, the logs, the
+row numbers here); where a weight has moved, the engine makes new graphs.
 """
 
 from __future__ import annotations
@@ -10,16 +10,39 @@ import contextlib
 import sys
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE
-from sparse_rl_lightning.rollout.engine.step import Rows, Step
 
 BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and its kin
+
+
+@dataclass
+class Rows:
+    """The slot that each row of a batch works on; rows behind those in use pad the batch."""
+
+    slots: Tensor  # (R,) int64, -1 for padding: what the ops take
+    places: Tensor  # (R,) int64, the last row of what is kept per slot for padding: what indexing takes
+    used: list[int]  # the slots without padding, as the host knows them
+
+    @classmethod
+    def of(cls, slots: list[int], count: int, num_slots: int, device: torch.device) -> Rows:
+        """Rows for these slots, padded to ``count``."""
+        padding = count - len(slots)
+        return cls(
+            torch.tensor(slots + [-1] * padding, device=device),
+            torch.tensor(slots + [num_slots] * padding, device=device),
+            slots,
+        )
+
+
+Step: TypeAlias = Callable[[Rows], None]
 
 
 def bucket(count: int, on_gpu: bool) -> int:
@@ -29,56 +52,54 @@ def bucket(count: int, on_gpu: bool) -> int:
     return BUCKETS[bisect_left(BUCKETS, count)]
 
 
-class GraphedStep:
-    """Runs a step from a graph where one can be captured, eagerly where not.
+class StepGraphs:
+    """The graphs of one step on one cache; steps that cannot be captured run eagerly.
 
     Args:
-        step: What to capture.
-        enabled: False runs every step eagerly.
+        num_slots: Slots of the cache.
+        device: The cache's device.
     """
 
-    def __init__(self, step: Step, enabled: bool) -> None:
-        self.step = step
-        cache = step.cache
-        waits = cache.size.has_state or (cache.pages is not None and cache.pages.retriever.kernel is None)
-        self.enabled = enabled and cache.geometry.device.type == "cuda" and not waits
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num_slots, self.device = num_slots, device
+        self.enabled = True
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
         self._pool: Any = None  # memory that all graphs share
 
-    def __call__(self, rows: Rows) -> None:
+    def run(self, step: Step, rows: Rows) -> None:
         """One decode step for these rows."""
         count = len(rows.slots)
         if self.enabled and count not in self._graphs:
-            self._capture(count)
+            self._capture(step, count)
         if not self.enabled:
-            self.step(rows)
+            step(rows)
             return
         graph, own = self._graphs[count]
         own.slots.copy_(rows.slots)
         own.places.copy_(rows.places)
         graph.replay()
 
-    def _capture(self, count: int) -> None:
+    def _capture(self, step: Step, count: int) -> None:
         """Capture a step of ``count`` rows on rows that only pad a batch, so that no slot changes.
 
         Raises:
             RuntimeError: Whatever the step itself raises, such as a lack of memory. Only what cannot be captured is
                 run eagerly from now on.
         """
-        cache, device = self.step.cache, self.step.cache.geometry.device
-        rows = Rows.of([], count, cache.size.num_slots, device)
+        device = self.device
+        rows = Rows.of([], count, self.num_slots, device)
         with _without_autocast_cache():  # casts of weights must be in the graph
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                self.step(rows)  # libraries allocate and choose kernels now
+                step(rows)  # libraries allocate and choose kernels now
             torch.cuda.current_stream(device).wait_stream(side)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph, outside = torch.cuda.CUDAGraph(), sys.exception()
             try:
                 with _recovering(device, self._pool):
                     with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                        self.step(rows)
+                        step(rows)
             except RuntimeError as error:
                 first = first_error(error, outside)
                 if not is_of_capture(first):
