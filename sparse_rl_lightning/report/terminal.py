@@ -20,7 +20,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         ("mismatch KL (k3), nats per token", number(s["mismatch_kl_k3"], 4)),
         ("repeated 4-grams", percent(s["repetition_rate"])),
         ("rollout speed", DASH if speed is None else f"{speed:,.0f} tokens/s"),
-        (f"training, {record.steps} optimiser steps, {len(record.history)} rollouts", duration(record.seconds)),
+        (f"training, {record.steps} optimizer steps, {len(record.history)} rollouts", duration(record.seconds)),
     ]
     return [(label, value) for label, value in candidates if value != DASH]
 
