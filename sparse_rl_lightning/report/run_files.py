@@ -22,11 +22,9 @@ LONGEST_TEXT = 4000
 MOST_ENTRIES = 2000
 SAME = ("reward", "completions/mean_length", "time/rollout")
 """Rows of a CSV file that agree in these are of the same rollout: no two rollouts take the same time."""
-ENTRY = {
-    "prompt": str, "completion": str, "answer": str, "cache": str, "token": str, "text": str, "rollout": float,
-    "index": float, "reward": float, "length": float, "ratio": float, "token_place": float, "finished": bool,
-    "rejected": bool,
-}  # fmt: skip
+TEXTS = {"prompt", "completion", "answer", "cache", "token", "text"}
+NUMBERS = {"rollout", "index", "reward", "length", "ratio", "token_place"}
+FLAGS = {"finished", "rejected"}
 """Fields of a completion or a warning, beside its ``kinds``."""
 
 
@@ -92,24 +90,21 @@ def _from_json(file: Path) -> RunRecord:
     history: dict[float, dict[str, float]] = {}
     for row in _rows(found["history"]):
         history.setdefault(row.get("rollout", float(len(history))), row)  # a rollout is the first row that names it
+    texts = {"title": file.parent.name, "state": "running" if file.name == PROGRESS else "finished"}
+    texts |= {name: text for name in ("title", "state", "written") if (text := _text(found.get(name)))}
+    entries = {name: _entries(found.get(name)) for name in ("samples", "worst", "warnings")}
+    tables = {name: _texts(found.get(name)) for name in ("settings", "config", "versions")}
+    fields: dict[str, Any] = {**texts, **entries, **tables}
     return RunRecord(
         history=list(history.values()),
+        validation=_rows(found.get("validation")),
         before=_numbers(summary.get("before")),
         after=_numbers(summary.get("after")),
         num_problems=int(counts.get("held_out_problems", 0)),
         measure=_text(summary.get("measure")) or "reward",
         seconds=counts.get("wall_time_seconds", 0.0),
         steps=int(counts.get("optimizer_steps", 0)),
-        settings=_texts(found.get("settings")),
-        samples=_entries(found.get("samples")),
-        title=_text(found.get("title")) or file.parent.name,
-        validation=_rows(found.get("validation")),
-        worst=_entries(found.get("worst")),
-        warnings=_entries(found.get("warnings")),
-        config=_texts(found.get("config")),
-        versions=_texts(found.get("versions")),
-        state=_text(found.get("state")) or ("running" if file.name == PROGRESS else "finished"),
-        written=_text(found.get("written")) or "",
+        **fields,
     )
 
 
@@ -156,8 +151,7 @@ def _parsed(row: Mapping[str | None, Any]) -> dict[str, float]:
 
 def _rows(value: Any) -> list[dict[str, float]]:
     """Rows of numbers that can stand on an axis."""
-    rows = map(_numbers, value if isinstance(value, list) else [])
-    return [row for row in rows if row and 0 <= row.get("rollout", 0.0) <= MOST_ROLLOUTS]
+    return [row for row in map(_numbers, _list(value)) if row and 0 <= row.get("rollout", 0.0) <= MOST_ROLLOUTS]
 
 
 def _numbers(value: Any) -> dict[str, float]:
@@ -182,17 +176,17 @@ def _texts(value: Any) -> dict[str, str]:
 
 def _entries(value: Any) -> list[dict[str, Any]]:
     """Completions or warnings."""
-    listed = value[:MOST_ENTRIES] if isinstance(value, list) else []
-    return [_entry(item) for item in listed if isinstance(item, dict)]
+    return [_entry(item) for item in _list(value)[:MOST_ENTRIES] if isinstance(item, dict)]
 
 
 def _entry(item: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = {}
-    for name, value in item.items():
-        kind = ENTRY.get(name)
-        kept = _text(value) if kind is str else _number(value) if kind is float else value
-        if kept is not None and kind is not None and isinstance(kept, kind):
-            entry[name] = kept
-    if isinstance(item.get("kinds"), list):
-        entry["kinds"] = [kind[:40] for kind in item["kinds"][:5] if isinstance(kind, str)]
-    return entry
+    known: dict[str, Any] = {name: _text(item.get(name)) for name in TEXTS}
+    known |= {name: _number(item.get(name)) for name in NUMBERS}
+    known |= {name: item[name] for name in FLAGS if isinstance(item.get(name), bool)}
+    if "kinds" in item:
+        known["kinds"] = [kind[:40] for kind in _list(item["kinds"])[:5] if isinstance(kind, str)]
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
