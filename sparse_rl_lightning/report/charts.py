@@ -111,8 +111,8 @@ def _line(ax: Axes, s: Series, plot: Plot, low: float) -> None:
     color, dashes = _look(s.color)
     few = plot.panel.marked or len(values) < SMOOTHED_FROM
     if few or plot.panel.exact or plot.panel.log:
-        marks = {"marker": "o" if few else "", "markersize": 5, "markeredgecolor": WHITE, "clip_on": False}
-        ax.plot(across, values, dashes, color=color, lw=2 if few else 1.5, label=s.label, **marks)
+        (line,) = ax.plot(across, values, dashes, color=color, lw=2 if few else 1.5, label=s.label, clip_on=False)
+        line.set(marker="o" if few else "", markersize=5, markeredgecolor=WHITE)
         return
     if plot.pale:
         ax.plot(across, values, color=color, lw=0.9, alpha=0.32)

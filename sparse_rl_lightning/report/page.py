@@ -163,7 +163,8 @@ def _card(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cache(sample: dict[str, Any]) -> str:
-    return CACHES.get(sample.get("cache", ""), sample.get("cache", ""))
+    cache = str(sample.get("cache", ""))
+    return CACHES.get(cache, cache)
 
 
 def _order(entry: dict[str, Any]) -> tuple[int, float]:
