@@ -89,7 +89,7 @@ def draw(ax: Axes, plot: Plot) -> None:
     if plot.panel.stacked:
         across, heights = [x for x, _ in series[0].points], [[y for _, y in s.points] for s in series]
         colors = [_look(s.color)[0] for s in series]
-        ax.stackplot(across, heights, colors=colors, labels=[s.label for s in series])
+        ax.stackplot(across, heights, colors=colors, labels=[f"{s.label} {s.last}" for s in series])
         values = [sum(column) for column in zip(*heights, strict=True)]
     else:
         values = [y for s in series for _, y in s.points]
@@ -108,15 +108,15 @@ def draw(ax: Axes, plot: Plot) -> None:
 
 def _line(ax: Axes, s: Series, plot: Plot, low: float) -> None:
     across, values = [x for x, _ in s.points], [max(y, low) for _, y in s.points]
-    color, dashes = _look(s.color)
+    (color, dashes), label = _look(s.color), f"{s.label} {s.last}"
     few = plot.panel.marked or len(values) < SMOOTHED_FROM
     if few or plot.panel.exact or plot.panel.log:
-        (line,) = ax.plot(across, values, dashes, color=color, lw=2 if few else 1.5, label=s.label, clip_on=False)
+        (line,) = ax.plot(across, values, dashes, color=color, lw=2 if few else 1.5, label=label, clip_on=False)
         line.set(marker="o" if few else "", markersize=5, markeredgecolor=WHITE)
         return
     if plot.pale:
         ax.plot(across, values, color=color, lw=0.9, alpha=0.32)
-    ax.plot(across, smoothed(values, 1 + len(values) // 12), dashes, color=color, lw=2.2, label=s.label)
+    ax.plot(across, smoothed(values, 1 + len(values) // 12), dashes, color=color, lw=2.2, label=label)
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:

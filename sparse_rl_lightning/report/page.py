@@ -80,7 +80,7 @@ def environment() -> Environment:
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.globals.update(short=short, number=number)
+    made.globals["number"] = number
     made.filters["shortened"] = lambda text, width=LONGEST: shortened(text, width)
     return made
 

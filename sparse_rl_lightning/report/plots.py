@@ -28,6 +28,11 @@ class Series:
     points: Points
     color: str
 
+    @property
+    def last(self) -> str:
+        """Last value, for the legend."""
+        return short(self.points[-1][1])
+
 
 @dataclass(frozen=True)
 class Plot:
@@ -52,14 +57,13 @@ def plots_of_run(record: RunRecord) -> list[Plot]:
     """Charts of everything that the run has numbers for."""
     extra = reward_panel(record)
     panels = [*PANELS[:1], *([extra] if extra else []), *PANELS[1:]]
-    drawn = [_accuracy_of_run(record), *(_of_run(panel, record) for panel in panels)]
-    return [plot for plot in drawn if plot is not None]
+    return _accuracy_of_run(record) + [plot for panel in panels for plot in _of_run(panel, record)]
 
 
 def plots_of_runs(records: Named) -> list[Plot]:
     """Charts of everything that any of the named runs has numbers for; a run keeps its color."""
-    drawn = [plot for cache in CACHES if (plot := _accuracy_of_runs(records, cache)) is not None]
-    return drawn + [plot for panel in PANELS for plot in _of_runs(panel, records)]
+    accuracies = [plot for cache in CACHES for plot in _accuracy_of_runs(records, cache)]
+    return accuracies + [plot for panel in PANELS for plot in _of_runs(panel, records)]
 
 
 def color(place: int) -> str:
@@ -106,7 +110,7 @@ def _found(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
 
 def _thinned(panel: Panel, values: Points, most: int) -> Points:
     """At most ``most`` points: neighbors become one, at their middle, with their mean or minimum."""
-    size = math.ceil(len(values) / most)
+    size = max(1, math.ceil(len(values) / most))
     pick: Callable[[list[float]], float] = min if panel.smallest else _mean
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     return [(group[len(group) // 2][0], pick([y for _, y in group])) for group in groups]
@@ -117,26 +121,29 @@ def _mean(values: list[float]) -> float:
     return math.fsum(value / len(values) for value in values)
 
 
-def _plot(panel: Panel, series: list[Series], pale: bool = True) -> Plot:
-    """The chart, with bytes in the unit that fits the largest."""
-    if panel.unit != "bytes":
-        return Plot(panel, series, pale)
-    largest = max(y for s in series for _, y in s.points)
-    unit, factor = next((name, factor) for name, factor in UNITS if largest >= factor or factor == 1)
-    scaled = [replace(s, points=[(x, y / factor) for x, y in s.points]) for s in series]
-    return Plot(replace(panel, unit=unit), scaled, pale)
+def _plot(panel: Panel, found: Sequence[tuple[str, Points, str]], pale: bool = True) -> list[Plot]:
+    """A chart of the lines that have values, by label, values and color; bytes get the unit that fits the largest."""
+    series = [Series(label, values, color) for label, values, color in found if values]
+    if not series:
+        return []
+    if panel.unit == "bytes":
+        largest = max(y for s in series for _, y in s.points)
+        unit, factor = next((unit, factor) for unit, factor in UNITS if largest >= factor or factor == 1)
+        panel = replace(panel, unit=unit)
+        series = [replace(s, points=[(x, y / factor) for x, y in s.points]) for s in series]
+    return [Plot(panel, series, pale)]
 
 
-def _of_run(panel: Panel, record: RunRecord) -> Plot | None:
+def _of_run(panel: Panel, record: RunRecord) -> list[Plot]:
     found = _found(panel, record)
-    if not found or (panel.stacked and len(found[0][1]) < 2):
-        return None
+    if panel.stacked and found and len(found[0][1]) < 2:
+        return []  # a band needs two points
     places = iter(range(len(found)))
-    series = [
-        Series(line.label, _thinned(panel, values, MOST_POINTS), "ref" if line.reference else color(next(places)))
+    lines = [
+        (line.label, _thinned(panel, values, MOST_POINTS), "ref" if line.reference else color(next(places)))
         for line, values in found
     ]
-    return _plot(panel, series)
+    return _plot(panel, lines)
 
 
 def _of_runs(panel: Panel, records: Named) -> list[Plot]:
@@ -156,12 +163,9 @@ def _of_runs(panel: Panel, records: Named) -> list[Plot]:
 def _together(panel: Panel, found: list[Points], records: Named) -> list[Plot]:
     """One chart with a line per run that has values, none if no run has."""
     most = max(100, 3 * MOST_POINTS // len(records))
-    series = [
-        Series(name, _thinned(panel, values, most), color(place))
-        for place, (values, (name, _)) in enumerate(zip(found, records, strict=True))
-        if values
-    ]
-    return [_plot(panel, series, pale=len(records) < 3)] if series else []
+    named = enumerate(zip(found, records, strict=True))
+    lines = [(name, _thinned(panel, values, most), color(place)) for place, (values, (name, _)) in named]
+    return _plot(panel, lines, pale=len(records) < 3)
 
 
 def _total(lines: list[Points]) -> Points:
@@ -187,28 +191,26 @@ def _measure(record: RunRecord) -> str:
     return record.measure if record.before or record.after else "accuracy"
 
 
-def _accuracy_of_run(record: RunRecord) -> Plot | None:
-    found = [(name, _accuracy_points(record, cache)) for cache, name in CACHES.items()]
-    series = [Series(name, values, color(place)) for place, (name, values) in enumerate(found) if values]
-    if not series:
-        return None
+def _accuracy_of_run(record: RunRecord) -> list[Plot]:
+    lines = [
+        (name, _accuracy_points(record, cache), color(place)) for place, (cache, name) in enumerate(CACHES.items())
+    ]
     measure, count = _measure(record), f"{record.num_problems} " if record.num_problems else ""
-    is_greedy = bool(record.before or record.after)
-    parts = [f"Greedy completions of {count}held-out problems, before and after training."] if is_greedy else []
-    parts += ["Between them, validations as the run is set to draw."] if is_greedy and record.validation else []
-    parts += ["Validations of held-out problems, as the run is set to draw."] if not is_greedy else []
-    title = f"Greedy {measure}" if is_greedy else "Validation accuracy"
-    return _accuracy(title, measure, f"{' '.join(parts)} These are not trained on.", series)
+    if record.before or record.after:
+        title = f"Greedy {measure}"
+        caption = f"Greedy completions of {count}held-out problems, before and after training."
+        caption += " Between them, validations as the run is set to draw." * bool(record.validation)
+    else:
+        title, caption = "Validation accuracy", "Validations of held-out problems, as the run is set to draw."
+    return _accuracy(title, measure, f"{caption} These are not trained on.", lines)
 
 
-def _accuracy_of_runs(records: Named, cache: str) -> Plot | None:
-    found = [(place, name, _accuracy_points(record, cache)) for place, (name, record) in enumerate(records)]
-    series = [Series(name, values, color(place)) for place, name, values in found if values]
+def _accuracy_of_runs(records: Named, cache: str) -> list[Plot]:
+    lines = [(name, _accuracy_points(record, cache), color(place)) for place, (name, record) in enumerate(records)]
     measures = list(dict.fromkeys(_measure(record) for _, record in records))
-    title = f"Greedy {' or '.join(measures)}, {CACHES[cache]}"
     caption = "Held-out problems, which are not trained on: greedy before and after, between them validations."
-    return _accuracy(title, measures[0], caption, series) if series else None
+    return _accuracy(f"Greedy {' or '.join(measures)}, {CACHES[cache]}", measures[0], caption, lines)
 
 
-def _accuracy(title: str, measure: str, caption: str, series: list[Series]) -> Plot:
-    return Plot(Panel(LEARNING, title, f"mean {measure}", caption, marked=True, pictured=True), series)
+def _accuracy(title: str, measure: str, caption: str, lines: list[tuple[str, Points, str]]) -> list[Plot]:
+    return _plot(Panel(LEARNING, title, f"mean {measure}", caption, marked=True, pictured=True), lines)
