@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl_lightning.report.measures import CACHES
 from sparse_rl_lightning.report.plots import Plot, Series, plots_of_run, short
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.terminal import CACHES
 from sparse_rl_lightning.text import number, percent, printable
 
 if TYPE_CHECKING:

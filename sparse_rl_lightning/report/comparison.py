@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
+from sparse_rl_lightning.report.measures import MEASURES, greedy
 from sparse_rl_lightning.report.page import course, figures, render, warnings_of
 from sparse_rl_lightning.report.plots import COLORS, Named, color, plots_of_runs
-from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.terminal import CACHES
-from sparse_rl_lightning.text import DASH, duration, number, percent, shortened, size
-
-Find = Callable[[RunRecord], float | None]
+from sparse_rl_lightning.text import DASH, shortened
 
 PLACES = re.compile(r"(^|\.)(default_root_dir|dirpath|save_dir|folder|version)$|^trainer\.logger\..*name$")
 """Keys that only name the place where a run writes."""
@@ -51,7 +46,7 @@ def comparison(records: Named) -> str:
 def numbers(records: Named) -> list[list[str]]:
     """Rows of the table of summaries, header first; a number that no run has is left out."""
     rows = [["", *(shortened(name, 60) for name, _ in records)]]
-    for measure in [*_greedy(records), *MEASURES]:
+    for measure in [*greedy([record for _, record in records]), *MEASURES]:
         values = [measure.find(record) for _, record in records]
         if any(value is not None for value in values):
             rows.append([measure.label, *(measure.cell(value, values[0] if place else None)
@@ -92,79 +87,3 @@ def _notes(records: Named) -> list[str]:
     if len(records) > COLORS:
         notes.append(f"Only {COLORS} lines of a chart can be told apart: run {COLORS + 1} looks like the first.")
     return notes
-
-
-# ---------------------------------------------------------------- the table of numbers
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A row of the table: how to find a number in a record, to write it, and to write how two differ."""
-
-    label: str
-    find: Find
-    write: Callable[[float], str]
-    differ: Callable[[float, float], str]
-
-    def cell(self, value: float | None, first: float | None) -> str:
-        """A number, with its difference from the first run's in brackets."""
-        if value is None:
-            return DASH
-        return self.write(value) + ("" if first is None else f" ({self.differ(value, first)})")
-
-
-def _difference(digits: int, factor: float = 1.0, unit: str = "") -> Callable[[float, float], str]:
-    def differ(value: float, first: float) -> str:
-        shown = f"{factor * (value - first):+.{digits}f}".replace("-", "−")
-        return ("±" + shown[1:] if not float(shown[1:]) else shown) + unit
-
-    return differ
-
-
-def _ratio(value: float, first: float) -> str:
-    return f"×{value / first:.2f}" if first > 0 else DASH
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _mean(key: str) -> Find:
-    return lambda record: record.mean(key)
-
-
-def _late(key: str) -> Find:
-    return lambda record: RunRecord(history=record.history[-max(1, len(record.history) // 10) :]).mean(key)
-
-
-POINTS = _difference(1, 100.0, " pp")
-MEASURES = (
-    Measure("reward, last tenth of the rollouts", _late("reward"), number, _difference(3)),
-    Measure("completion length, last tenth, tokens", _late("completions/mean_length"), lambda v: number(v, 1),
-            _difference(1)),
-    Measure("rejected sequences", _mean("rejection_rate"), percent, POINTS),
-    Measure("mismatch KL (k3), nats per token", _mean("mismatch/kl_k3"), lambda v: number(v, 4), _difference(4)),
-    Measure("acceptance, 5th percentile", _mean("acceptance/p05"), number, _difference(3)),
-    Measure("KV tokens saved at the end of a sequence", _mean("kv/saving_final"), percent, POINTS),
-    Measure("KV tokens saved over all decode steps", _mean("kv/saving_integral"), percent, POINTS),
-    Measure("peak KV memory", lambda record: record.maximum("kv/peak_bytes"), size, _ratio),
-    Measure("repeated 4-grams", _mean("completions/repetition_rate"), percent, POINTS),
-    Measure("rollout speed, tokens per second", _mean("time/tokens_per_second"), _count, _ratio),
-    *(Measure(f"seconds per rollout, {stage}", _mean(f"time/{stage}"), number, _ratio)
-      for stage in ("rollout", "rescoring", "rewards", "update")),
-    Measure("rollouts", lambda record: len(record.history), _count, _difference(0)),
-    Measure("optimizer steps", lambda record: record.steps or None, _count, _difference(0)),
-    Measure("time of training", lambda record: record.seconds or None, duration, _ratio),
-)  # fmt: skip
-
-
-def _greedy(records: Named) -> list[Measure]:
-    """Greedy results before and after training, by cache."""
-    measured = "/".join(dict.fromkeys(record.measure for _, record in records))
-
-    def measure(cache: str, name: str, moment: str) -> Measure:
-        return Measure(
-            f"greedy {measured}, {name}, {moment}", lambda r: getattr(r, moment).get(cache), number, _difference(3)
-        )
-
-    return [measure(cache, name, moment) for cache, name in CACHES.items() for moment in ("before", "after")]

@@ -13,10 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from sparse_rl_lightning.report.charts import DARK, HEIGHT, LIGHT, WIDTH, drawings
+from sparse_rl_lightning.report.measures import CACHES, facts, results
 from sparse_rl_lightning.report.panels import SECTIONS
 from sparse_rl_lightning.report.plots import MOST_POINTS, Plot, plots_of_run, short
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.terminal import CACHES, facts, results
 from sparse_rl_lightning.text import duration, number, printable, shortened
 
 FOLDER = Path(__file__).parent
@@ -59,11 +59,11 @@ def page(record: RunRecord) -> str:
         warnings=warnings_of(record),
         tiles=_tiles(record),
         figures=figures(plots_of_run(record), note),
-        worst=[(_why(entry), _card(entry)) for entry in sorted(record.worst, key=_order)[:MOST_CARDS]],
-        samples=[(_cache(sample), _card(sample)) for sample in record.samples[:MOST_CARDS]],
+        worst=[(_why(entry), entry) for entry in sorted(record.worst, key=_order)[:MOST_CARDS]],
+        samples=[(CACHES.get(name := sample.get("cache", ""), name), sample) for sample in record.samples[:MOST_CARDS]],
         results=results(record),
-        settings=_pairs("setting", {**record.settings, **record.versions}),
-        config=_pairs("key", record.config),
+        settings={**record.settings, **record.versions},
+        config=record.config,
     )
 
 
@@ -75,7 +75,7 @@ def render(**content: Any) -> str:
 
 
 def environment() -> Environment:
-    """Templates that escape whatever they insert and make control characters visible."""
+    """Templates that escape all inserted text and make its control characters visible."""
     made = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
@@ -151,20 +151,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     return tiles + facts(record)
 
 
-def _pairs(head: str, values: dict[str, str]) -> list[list[str]]:
-    return [[head, "value"], *map(list, values.items())] if values else []
-
-
 # ---------------------------------------------------------------- completions
-
-
-def _card(entry: dict[str, Any]) -> dict[str, Any]:
-    return {"prompt": "", "completion": "", "reward": None, "answer": None, **entry}
-
-
-def _cache(sample: dict[str, Any]) -> str:
-    cache = str(sample.get("cache", ""))
-    return CACHES.get(cache, cache)
 
 
 def _order(entry: dict[str, Any]) -> tuple[int, float]:

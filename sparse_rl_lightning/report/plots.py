@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from sparse_rl_lightning.report.measures import CACHES
 from sparse_rl_lightning.report.panels import LEARNING, PANELS, Line, Panel, reward_panel
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.terminal import CACHES
 
 MOST_POINTS = 400
 """Points of a line; the lines of several runs share three times as many."""
