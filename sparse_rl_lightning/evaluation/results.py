@@ -105,23 +105,24 @@ def completion_table(scores: Scores, too_long: Rows) -> Table:
     assert kv is not None
     rows = [*scores.rows, *too_long]
     repeated = _repeated(rows, samples)
-    columns: dict[str, tuple[list[Any], Any]] = {  # and what stands where there was none
-        "completion": (scores.completions, None),
-        "extracted": ([extract_answer(text) for text in scores.completions], None),
-        **{column: ((scores.table[name] == 1).tolist(), False) for name, column in CORRECT_COLUMNS.items()},
-        "length": (scores.lengths.tolist(), 0),
-        "finished": (scores.finished.tolist(), False),
-        "kv_stored": (kv.stored.tolist(), 0),
-        "kv_full": (kv.full.tolist(), 0),
-        "kv_stored_steps": (kv.stored_integral.tolist(), 0),
-        "kv_full_steps": (kv.full_integral.tolist(), 0),
-    }
+
+    def padded(values: list[Any], missing: Any) -> list[Any]:
+        return [*values, *[missing] * (samples * len(too_long))]
+
     return {
         "index": [row_number(row, n) for n, row in enumerate(rows) for _ in range(samples)],
         "sample": list(range(samples)) * len(rows),
         "prompt": [prompt_text(row["prompt"]) for row in repeated],
+        "completion": padded(scores.completions, None),
         "answer": [str(row["answer"]) for row in repeated],
-        **{name: [*values, *[missing] * (samples * len(too_long))] for name, (values, missing) in columns.items()},
+        "extracted": padded([extract_answer(text) for text in scores.completions], None),
+        **{column: padded((scores.table[name] == 1).tolist(), False) for name, column in CORRECT_COLUMNS.items()},
+        "length": padded(scores.lengths.tolist(), 0),
+        "finished": padded(scores.finished.tolist(), False),
+        "kv_stored": padded(kv.stored.tolist(), 0),
+        "kv_full": padded(kv.full.tolist(), 0),
+        "kv_stored_steps": padded(kv.stored_integral.tolist(), 0),
+        "kv_full_steps": padded(kv.full_integral.tolist(), 0),
     }
 
 
