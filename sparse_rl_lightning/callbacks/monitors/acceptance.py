@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.acceptance import BIN_SIZE, NUM_BINS, AcceptanceTail, sampled_acceptance, tail_target
 from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
-from sparse_rl_lightning.rollout.checks import eval_mode
 
 
 @dataclass(frozen=True)
