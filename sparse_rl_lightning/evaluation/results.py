@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -99,17 +99,18 @@ def judge_answers(scored: ScoredRollout, checker: MathChecker) -> Tensor:
     return scored.reward_table["strict"]
 
 
-def completion_table(scores: Scores, too_long: Rows) -> Table:
+def completion_table(problems: Problems, scores: Scores) -> Table:
     """Columns with a value per completion; problems that were not sampled stand last, wrong and without a text."""
     samples, kv = scores.num_samples, scores.kv
     assert kv is not None
-    rows = [*scores.rows, *too_long]
+    rows = [*problems.sampled, *problems.too_long]
     repeated = _repeated(rows, samples)
 
     def padded(values: list[Any], missing: Any) -> list[Any]:
-        return [*values, *[missing] * (samples * len(too_long))]
+        return [*values, *[missing] * (samples * len(problems.too_long))]
 
     return {
+        "benchmark": [problems.name] * len(repeated),
         "index": [row_number(row, n) for n, row in enumerate(rows) for _ in range(samples)],
         "sample": list(range(samples)) * len(rows),
         "prompt": [prompt_text(row["prompt"]) for row in repeated],
@@ -156,7 +157,7 @@ class ResultFolder:
             stored[name] = Accuracy(**counts)
         return BenchmarkResult(**stored)
 
-    def save(self, result: BenchmarkResult, completions: Mapping[str, list[Any]]) -> None:
+    def save(self, result: BenchmarkResult, completions: Table) -> None:
         """Write both files.
 
         Args:
@@ -166,8 +167,7 @@ class ResultFolder:
         path = self._file(result.benchmark, result.cache, "json")
         own_folder(self.path)
         own_folder(path.parent)
-        columns = {"benchmark": [result.benchmark] * len(completions["index"]), **completions}
-        write_parquet(path.with_suffix(".parquet"), columns)
+        write_parquet(path.with_suffix(".parquet"), completions)
         write_whole(path, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
 
     def write(self, name: str, content: str | bytes) -> Path:

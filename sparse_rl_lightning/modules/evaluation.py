@@ -296,8 +296,7 @@ class Evaluation(PolicyModule):
             scores = evaluate(draw, problems.sampled, judge, self.batch_size)
         seconds, counters = time.perf_counter() - start, self.checker.take_counters()
         result = BenchmarkResult.of(problems, cache, self._fingerprint(problems, cache), scores, seconds, counters)
-        table = completion_table(scores, problems.too_long)
-        self._part_way(lambda: self.folder.save(result, table))
+        self._part_way(lambda: self.folder.save(result, completion_table(problems, scores)))
         return result
 
     def _starts(self, rows: Rows, group: int) -> list[int]:

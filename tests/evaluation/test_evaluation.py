@@ -18,7 +18,7 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
 from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
-from sparse_rl_lightning.evaluation.problems import TimeLeft, row_number
+from sparse_rl_lightning.evaluation.problems import Problems, TimeLeft, row_number
 from sparse_rl_lightning.evaluation.results import BenchmarkResult, completion_table, judge_answers, name_caches
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy
@@ -178,7 +178,9 @@ def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
         rollout = sampler.generate(module.encode(rows), SamplingParams(num_generations=2, max_completion_length=3))
     texts = [r"\boxed{0.5}", r"\boxed{0.50001}", r"\boxed{4.5001\times10^{33}}", "4.5e33"]
     scored = ScoredRollout(rollout, rows, texts, {}, 0)
-    table = completion_table(Scores.of(scored, judge_answers(scored, MathChecker())), [])
+    table = completion_table(
+        Problems("own", rows, rows, [], []), Scores.of(scored, judge_answers(scored, MathChecker()))
+    )
     assert table["correct"] == [True, False, True, False]
     assert table["extracted"] == ["0.5", "0.50001", r"4.5001\times10^{33}", None]
     assert table["index"] == [7, 7, 9, 9]
