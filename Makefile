@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill docs docs-pages docs-links lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,13 @@ format: $(INSTALLED) ## let ruff and nbstripout rewrite what they can
 
 typecheck: $(INSTALLED) ## mypy --strict on the package
 	$(BIN)/mypy
+
+# A wheel for every CPU; SPARSE_RL_BUILD=python builds one without native library, for every machine.
+dist: export SPARSE_RL_BUILD := $(or $(SPARSE_RL_BUILD),cpu)
+dist: $(INSTALLED) ## sdist and wheel into dist/, checked; the README's example in an environment made from the wheel
+	rm -rf dist
+	$(BIN)/python -m build -q --no-isolation .
+	$(BIN)/python .ci/check_dist.py dist
 
 clean: ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

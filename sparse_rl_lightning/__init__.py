@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from sparse_rl_lightning.records import Rollout
     from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "DistillSparse",
