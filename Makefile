@@ -114,9 +114,9 @@ docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning a
 	$(SPHINX) -b html docs build/docs
 	@echo "Written: build/docs/index.html"
 
-docs-pages: $(INSTALLED) ## write again what docs/ takes from code, cost model and measured tables; draw its pictures
-	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/figures.py
+docs-pages: $(INSTALLED) ## write again what docs/ takes from code, configurations and measured tables; draw its pictures
+	$(BIN)/python -m docs.generate
+	$(BIN)/python -m docs.figures
 
 docs-links: $(INSTALLED) ## ask every link of the documentation whether it answers; needs the network
 	$(SPHINX) -b linkcheck docs build/docs-links
