@@ -1,6 +1,6 @@
 """The tail of the acceptance before and after DistillSparse, under one schedule and on the same held-out prompts.
 
-    python benchmarks/distill.py [--steps 480] [--threads 2] [--quick] [--save docs]
+    python -m benchmarks.distill [--steps 480] [--threads 2] [--quick] [--save docs]
 
 Every run is `configs/distill.yaml` with a schedule in place of its budget, and with what the adapter learns from
 changed. Its policy is measured three times: as it was at the start, as it is at the end without its adapter, and with
@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _pages import insert
-from _table import Table, machine
 
+from benchmarks import ROOT
+from benchmarks.common.pages import insert, machine, mark, say
+from benchmarks.common.tables import Table
 from sparse_rl_lightning.acceptance import AcceptanceTail, rollout_acceptance
 from sparse_rl_lightning.cli import main as cli
 from sparse_rl_lightning.modules import DistillSparse
 from sparse_rl_lightning.rollout import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
 POLICY = ROOT / "runs" / "warmup" / "policy"
-BEGIN = "<!-- written by benchmarks/distill.py -->"
+BEGIN = mark("benchmarks.distill")
 SCHEDULE = {"class_path": "LengthSchedule", "init_args": {"starts": [0, 32, 40], "budgets": [22, 26, 30]}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "policy gradient + 0.001 KL (Sparrow)": {"kl_coef": 0.001, "policy_gradient": True},
@@ -114,7 +114,7 @@ def results(sizes: Sizes) -> Table:
     for name, adapter in VARIANTS.items():
         with tempfile.TemporaryDirectory() as folder:
             for state, tail in train(sizes, Path(folder), adapter):
-                print(f"{name}, {state}: {tail}", file=sys.stderr, flush=True)
+                say(f"{name}, {state}: {tail}")
                 table.add(name, state, *tail.cells())
     return table
 

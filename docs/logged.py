@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import docstrings
-
+from docs import docstrings
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, StepTimes, ZeroSharding
 from sparse_rl_lightning.metrics import rollout
 from sparse_rl_lightning.rollout.partial import PartialRollouts
