@@ -35,6 +35,7 @@ from sparse_rl_lightning.cli.checks import (
     check_folders,
     check_launch,
     check_process_seed,
+    name_logger,
     warn_of_earlier_run,
 )
 from sparse_rl_lightning.cli.export import ExportingTrainer
@@ -85,6 +86,7 @@ class SparseRLCLI(LightningCLI):
                 is listed twice, or strategy and processes do not fit together.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
+        name_logger(config)
         check_callbacks(config)
         check_launch(config)
         check_folders(config)
