@@ -37,8 +37,7 @@ Beside them there are two keys of the whole process: `seed_everything` (default 
 of torch (default: torch's own choice). A class of yours is named by its import path and has its own keys."""
 
 COMPRESSORS = [getattr(compressors, name) for name in compressors.__all__ if name != "QueryStatistics"]
-WRAPPERS = [compressors.Union, compressors.Mixture, compressors.Protect]
-METHODS = [c for c in COMPRESSORS if c is not compressors.Compressor and c not in WRAPPERS]
+METHODS = [c for c in COMPRESSORS if c not in (compressors.Compressor, compressors.Combined)]
 
 GROUPS: list[Group] = [
     (
@@ -63,7 +62,7 @@ GROUPS: list[Group] = [
         "listed under a method come on top. [Compressors](compressors.md) has formulas and measurements.",
         [compressors.Compressor, *METHODS],
     ),
-    ("Wrappers", "They take other compressors and have the sizes of these.", WRAPPERS),
+    ("Combining compressors", "It takes other compressors and has the sizes of these.", [compressors.Combined]),
     (
         "Budget rules",
         "`budget_rule` of a compressor or retriever.",

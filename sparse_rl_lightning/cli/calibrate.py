@@ -20,7 +20,7 @@ from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
 from sparse_rl_lightning.calibration.picture import draw
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
-from sparse_rl_lightning.calibration.sweep import Method, Sweep
+from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -104,7 +104,7 @@ def calibrate(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    method: Method | None = retriever or compressor
+    method: Compressor | Retriever | None = retriever or compressor
     if method is None:
         raise ValueError("calibrate: give a compressor or a retriever, whose budget is to be found.")
     place = writable_folder(folder, "folder")
@@ -223,7 +223,9 @@ def _tell(found: Calibration, folder: Path, title: str) -> None:
     say(f"Written: {', '.join(written[:-1])} and {written[-1]} to {folder}")
 
 
-def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Hardware, sweep: Sweep) -> None:
+def _predict(
+    found: Calibration, method: Compressor | Retriever, shape: ModelShape, machine: Hardware, sweep: Sweep
+) -> None:
     """What the cost model expects of the schedule and of the fixed budget that would be needed in its place."""
     if isinstance(method, Retriever) and sweep.keeps is not None and sweep.keeps.evicts:
         say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
@@ -248,5 +250,5 @@ def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Har
     )
 
 
-def _costed(method: Method) -> Compressor | Pages:
+def _costed(method: Compressor | Retriever) -> Compressor | Pages:
     return Pages.of(method) if isinstance(method, Retriever) else method
