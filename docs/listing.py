@@ -7,7 +7,7 @@ from typing import Any
 from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, retrievers, rewards
 from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
 from sparse_rl_lightning.callbacks.defaults import EVERY_RUN, ROLLING_OUT
-from sparse_rl_lightning.cli.calibrate import calibrate, hardware
+from sparse_rl_lightning.cli.calibrate import calibrate, hardware, statistics
 from sparse_rl_lightning.distributed import deepspeed as strategies
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -97,8 +97,9 @@ GROUPS: list[Group] = [
     ),
     (
         "Calibration",
-        "The keys of `sparse-rl calibrate --config FILE`, and of `sparse-rl calibrate --hardware`.",
-        [calibrate, hardware],
+        "The keys of `sparse-rl calibrate --config FILE`, of `sparse-rl calibrate --hardware` and of "
+        "`sparse-rl statistics`.",
+        [calibrate, hardware, statistics],
     ),
 ]
 

@@ -29,7 +29,7 @@ class TriAttention(Compressor):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        statistics: File written by ``python -m sparse_rl_lightning.calibration``, or the statistics themselves.
+        statistics: File written by ``sparse-rl statistics``, or the statistics themselves.
         max_offset: Largest distance ahead, in tokens.
         group_reduction: "max" or "mean" over the query heads of a KV head.
         **sizes: Those of :class:`Compressor`.

@@ -110,7 +110,7 @@ STEEP = {"class_path": "Pyramid", "init_args": {"beta": 0.1}}
 MISTAKES: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"class_path": "QFilters", "init_args": {**SIZES, "statistics": "none.safetensors"}}, 1,
-        ["QFilters: there is no file statistics='none.safetensors'", "python -m sparse_rl_lightning.calibration"],
+        ["QFilters: there is no file statistics='none.safetensors'", "sparse-rl statistics"],
     ),
     ({"class_path": "TriAttention", "init_args": SIZES}, 2, ["statistics"]),
     ({"class_path": "LagKV", "init_args": SIZES}, 1, ["LagKV: lag_size must be from 2 to 11", "got lag_size=128"]),
