@@ -40,10 +40,11 @@ from sparse_rl_lightning.cli.checks import (
 )
 from sparse_rl_lightning.cli.export import ExportingTrainer
 from sparse_rl_lightning.cli.launch import follow_launcher, network_error
-from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, is_own, own_error
+from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, own_error
 from sparse_rl_lightning.cli.quiet import quiet
 from sparse_rl_lightning.cli.report import main as report
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.generation import GenerationModule
@@ -220,8 +221,7 @@ def console() -> None:
         _end(network_error(error))
     except Exception as error:
         said = error if isinstance(error, MisconfigurationException) else first_error(error)
-        is_message = isinstance(said, MisconfigurationException) or (isinstance(said, ValueError) and is_own(said))
-        if _wants_traceback() or not is_message:
+        if _wants_traceback() or not isinstance(said, (MisconfigurationException, UserError)):
             raise
         _end(str(said))
 

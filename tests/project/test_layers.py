@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("budgets",),
     ("ops",),
     ("advantages", "chunked_head", "corrections", "logit_scaling", "losses"),
-    ("evictions", "files", "fingerprints", "page_record", "ranges", "records", "text"),
+    ("errors", "evictions", "files", "fingerprints", "page_record", "ranges", "records", "text"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
