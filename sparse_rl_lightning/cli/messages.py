@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import dis
 import inspect
 import re
+import traceback
 from collections.abc import Iterable
 from typing import Any, NoReturn, get_args
 
@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from sparse_rl_lightning.cli.classes import argument_names, known_classes
 from sparse_rl_lightning.cli.yaml_files import MODE
+from sparse_rl_lightning.errors import UserError
 
 NOISE = re.compile(
     r"""\s*(Does\ not\ validate\ against\ any\ of\ the\ Union\ subtypes | Subtypes:\ .* | Errors:
@@ -64,38 +65,24 @@ def explain(message: str) -> str:
     return "\n".join([*lines, *_suggestion(message)]).strip()
 
 
-def own_error(error: BaseException | None) -> BaseException | None:
-    """The first error in a chain of causes that this package raised, None if there is none."""
-    while error is not None and not is_own(error):
+def own_error(error: BaseException | None) -> UserError | None:
+    """The first message to the user in a chain of causes, None if there is none."""
+    while error is not None and not isinstance(error, UserError):
         error = error.__cause__
     return error
 
 
 def first_error(error: BaseException) -> BaseException:
     """What ended a run: Lightning tears down after an error, and of loops that were not begun that raises another."""
-    while error.__context__ is not None and _raised_by(error, "lightning"):
+    while error.__context__ is not None and _is_from(error, "lightning"):
         error = error.__context__
     return error
 
 
-def is_own(error: BaseException) -> bool:
-    """Whether a ``raise`` in this package raised it.
-
-    An error that Python itself raises while it runs our code, as ``int("x")`` does, is no message to a user.
-    """
-    return _raised_by(error, __package__.partition(".")[0])
-
-
-def _raised_by(error: BaseException, package: str) -> bool:
-    """Whether a ``raise`` in a package raised it."""
-    traceback = error.__traceback__
-    if traceback is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    found = traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-    instruction = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
-    return found == package and bool(instruction == dis.opmap["RAISE_VARARGS"])
+def _is_from(error: BaseException, package: str) -> bool:
+    """Whether an error arose in the code of a package."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] == package
 
 
 def _suggestion(message: str) -> list[str]:
