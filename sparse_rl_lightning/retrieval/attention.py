@@ -6,15 +6,19 @@ Gradient flows through the attention; which pages are read is a constant.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_rl_lightning.ops.pages import keep_pages
+from sparse_rl_lightning.replay.hooks import register
 from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.retrievers.base import PageLimits
+
+RETRIEVAL = "sparse_rl_retrieval"
 
 
 @dataclass
@@ -87,3 +91,22 @@ class LearnerPages:
         everything = (step[start:] < self.prompt_lengths[:, None])[:, None]
         seen = pages.repeat_interleave(self.retriever.page_size, dim=-1)[..., :stop] | everything.unsqueeze(-1)
         return (seen & (step <= at)).unsqueeze(2)
+
+
+def retrieval_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    retrieval: LearnerPages,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the learner to the pages that queries read."""
+    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+    return retrieval.attend(layer, query, key, value, scaling).transpose(1, 2), None
+
+
+register(RETRIEVAL, retrieval_attention)
