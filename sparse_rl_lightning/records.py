@@ -6,7 +6,7 @@ S slots, H KV heads, Hq query heads, N entries of a slot, D head dimension, A qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeAlias
 
@@ -141,6 +141,17 @@ class KVUsage:
     def __getitem__(self, index: Tensor | slice) -> KVUsage:
         per_sequence: dict[str, Any] = {n: value[index] for n, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **per_sequence)
+
+    @classmethod
+    def cat(cls, usages: Sequence[KVUsage]) -> Self:
+        """All sequences in the order given; bytes are those of the cache that took most."""
+        columns = {f.name: [getattr(usage, f.name) for usage in usages] for f in fields(cls)}
+        read = columns.pop("read_integral")
+        joined: dict[str, Any] = {n: max(v) if n.endswith("bytes") else torch.cat(v) for n, v in columns.items()}
+        if any(one is not None for one in read):  # the others read all that they store
+            stored = columns["stored_integral"]
+            joined["read_integral"] = torch.cat([s if r is None else r for r, s in zip(read, stored, strict=True)])
+        return cls(**joined)
 
 
 @dataclass

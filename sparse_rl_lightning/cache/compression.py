@@ -64,7 +64,7 @@ class Trigger:
         """(L) lengths of a prompt from which on it is compressed at the end of its prefill."""
         if not self.evicts:
             return [ENDLESS] * self.num_layers
-        held = self._stored_whole(prompt_length)
+        held = 0 if self.compress_prompt else prompt_length
         return [max(budget, held) + self.buffer for budget in self.budgets(prompt_length)]
 
     def evicted_from_prompt(self, prompt_length: int) -> tuple[int, ...]:
@@ -92,12 +92,9 @@ class Trigger:
         """
         if not self.evicts:
             return ENDLESS
-        floor = 0 if prompt_length is None else self._stored_whole(prompt_length)
+        floor = 0 if prompt_length is None or self.compress_prompt else prompt_length
         layers = set(zip(evicted, self._by_layer, strict=True))  # most are alike
         return min(self._full_at(length, lost, own, floor) for lost, own in layers) - length
-
-    def _stored_whole(self, prompt_length: int) -> int:
-        return 0 if self.compress_prompt else prompt_length
 
     def _full_at(self, length: int, lost: int, budgets: Sequence[int], floor: int) -> int:
         """The first length from ``length + 1`` on at which a layer is full."""

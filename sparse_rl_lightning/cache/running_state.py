@@ -113,7 +113,7 @@ def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple
     """
     pools = cache.layers[layer]
     if cache.state_pool is None:
-        return cache.head_state.new_zeros(*pools.lengths[own].shape, cache.most_entries(layer), 0), None, None
+        return cache.head_state.new_zeros(*pools.lengths[own].shape, cache.most_entries[layer], 0), None, None
     if cache.arenas is None:
         return cache.by_slot(cache.state_pool, layer)[own], None, None
     lengths = pools.lengths[own]

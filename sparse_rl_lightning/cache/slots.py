@@ -59,10 +59,6 @@ class CacheSize:
         """Whether there are running numbers."""
         return bool(self.state_fields or self.head_state_fields)
 
-    def most_entries(self, layer: int, num_kv_heads: int) -> int:
-        """What no head of the layer can exceed."""
-        return self.entries[layer] * (num_kv_heads if self.per_head else 1)
-
     @property
     def entries(self) -> tuple[int, ...]:
         """(L) entries per slot and KV head, a mean over the heads: never more than the longest sequence has tokens."""
@@ -166,8 +162,10 @@ class SlotCache:
         self.state_pool = torch.zeros(rows, fields, dtype=torch.float32, device=device) if fields else None
         width = sum(count for _, count in size.head_state_fields)
         self.head_state = torch.zeros(*heads, width, dtype=torch.float32, device=device)
-        most = max(size.most_entries(layer, g.num_kv_heads) for layer in range(g.num_layers))
-        paid = slots * g.num_heads * most if size.keeps_probabilities else 0
+        self.most_entries = [
+            entries * (g.num_kv_heads if size.per_head else 1) for entries in size.entries
+        ]  # of a head
+        paid = slots * g.num_heads * max(self.most_entries) if size.keeps_probabilities else 0
         self._probabilities = torch.zeros(paid, dtype=accumulation_dtype(g.query_dtype), device=device)
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
         self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
@@ -204,15 +202,11 @@ class SlotCache:
         """Whether a decode step can be part of a CUDA graph: running state is updated by Python."""
         return not self.size.has_state
 
-    def most_entries(self, layer: int) -> int:
-        """What no head of the layer can exceed."""
-        return self.size.most_entries(layer, self.geometry.num_kv_heads)
-
     def probabilities(self, layer: int, num_rows: int) -> Tensor | None:
         """(n, Hq, N) room for the attention probabilities of a layer's rows, the same memory for all layers."""
         if not self.size.keeps_probabilities:
             return None
-        shape = (num_rows, self.geometry.num_heads, self.most_entries(layer))
+        shape = (num_rows, self.geometry.num_heads, self.most_entries[layer])
         return self._probabilities[: math.prod(shape)].view(shape)
 
     def by_slot(self, pool: Tensor, layer: int) -> Tensor:
@@ -239,7 +233,7 @@ class SlotCache:
             cos: (R, D), of the tokens' positions.
             sin: (R, D).
             probs: (n, Hq, N) to be filled with the probabilities of the first rows, which are those in use; N =
-                ``most_entries(layer)``.
+                ``most_entries[layer]``.
 
         Returns:
             (R, Hq, D), zeros in padding.
@@ -252,7 +246,7 @@ class SlotCache:
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None) -> Tensor:
         """(R, Hq, D) attention of rotated queries, whose tokens have just been appended, over all live entries."""
-        pools, scale, most = self.layers[layer], self.geometry.scale, self.most_entries(layer)
+        pools, scale, most = self.layers[layer], self.geometry.scale, self.most_entries[layer]
         if probs is None:
             return ops.attend(pools, slots, query, scale, most)
         used, out = slice(len(probs)), torch.zeros_like(query)

@@ -27,9 +27,8 @@ from sparse_rl_lightning.rollout.checks import (
 from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_per_look
+from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, StopStrings, steps_per_look
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
-from sparse_rl_lightning.rollout.engine.stopping import StopStrings
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl_lightning.rollout.engine.graphs import Rows, Step, StepGraphs, first_error, is_of_capture
+from sparse_rl_lightning.rollout.engine.engine import Rows, Step, StepGraphs, first_error, is_of_capture
 
 WAITED, SPOILED, ILLEGAL = 900, 901, 700
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import H2O, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.ops.pages import page_means, page_scores
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.records import KVUsage, Rollout
 from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, retrieval_logprobs
@@ -310,6 +311,19 @@ def test_a_budget_is_raised_in_whole_pages() -> None:
     single = Quest(budget=20, page_size=4, num_dense_layers=1)
     single.raise_budget(1)  # a quarter more is 25
     assert single.budget == 28
+
+
+def test_usage_with_and_without_retrieval_is_joined() -> None:
+    """Where nothing is chosen all that is stored is read."""
+    numbers = torch.arange(1.0, 3.0)
+    plain = KVUsage(numbers, numbers, 2 * numbers, 4 * numbers, 10, 20, 30)
+    chosen = replace(plain, read_integral=numbers)
+    joined = KVUsage.cat([plain, chosen])
+    assert joined.read_integral is not None
+    assert joined.read_integral.tolist() == [2, 4, 1, 2]
+    assert joined.read_share == pytest.approx(9 / 24)
+    assert KVUsage.cat([plain, plain]).read_integral is None
+    assert KVUsage.cat([chosen, chosen]).read_integral.tolist() == [1, 2, 1, 2]
 
 
 def test_layers_share_the_budget(chosen: ChosenPages) -> None:

@@ -219,5 +219,5 @@ def test_a_step_copies_no_keys_and_makes_no_probabilities(rule: Any) -> None:
         with Largest() as largest:
             for _ in range(5):
                 run.step()
-    probabilities = len(run.running) * 4 * sampler.cache.most_entries(0) * 4
+    probabilities = len(run.running) * 4 * sampler.cache.most_entries[0] * 4
     assert 0 < largest.most < probabilities <= sampler.cache._probabilities.nbytes

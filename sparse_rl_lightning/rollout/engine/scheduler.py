@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout.engine.engine import Engine
-from sparse_rl_lightning.rollout.engine.graphs import Rows, bucket
+from sparse_rl_lightning.rollout.engine.engine import Engine, Rows, bucket
 from sparse_rl_lightning.rollout.engine.prefill import Prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, assemble
-from sparse_rl_lightning.rollout.engine.stopping import StopStrings
 
 CHECK_EVERY = {"cpu": 1}  # steps between two looks at which sequences have ended: looking is free on the CPU
 CHECK_EVERY_ON_DEVICE = 8
+CONTEXT = 8  # tokens around a stop string that are decoded with it
 
 
 def steps_per_look(device: torch.device) -> int:
@@ -186,17 +186,18 @@ class Scheduler:
             if number in self.parked:
                 self.cache.restore(slots[0], self.parked[number].content)
         self._prefill({number: slots for number, slots in admitted.items() if number not in self.parked})
-        logits = []
+        keys, logits = list[int](), list[Tensor]()
         for number, slots in admitted.items():
+            group = self.groups[number]
             self.cache.fork(slots[0], slots[1:])
-            parked = self.parked[number] if self.groups[number].num_waiting else self.parked.pop(number)
+            parked = self.parked[number] if group.num_waiting else self.parked.pop(number)
             logits += [parked.logits] * len(slots)
             for slot in slots:
+                keys.append(group.keys[self.running[slot].sequence % len(group.keys)])
                 self.running[slot].room, self.running[slot].evicted = parked.prefill.room, parked.prefill.evicted
                 self.logs.begin(slot, self.running[slot].prompt_length + self.params.max_completion_length - 1)
-        order = [slot for slots in admitted.values() for slot in slots]
-        places = self._tensor(order)
-        self.cache.sequence_keys[places] = self._tensor([self._key(self.running[slot].sequence) for slot in order])
+        places = self._tensor([slot for slots in admitted.values() for slot in slots])
+        self.cache.sequence_keys[places] = self._tensor(keys)
         self.cache.note_held(places)
         self.engine.draw(torch.stack(logits), places)
         return True
@@ -305,9 +306,73 @@ class Scheduler:
         one.searched = last + 1
         return (end, by_token) if stopped is None else (stopped, True)
 
-    def _key(self, sequence: int) -> int:
-        number, sample = divmod(sequence, self.params.num_generations)
-        return self.groups[number].keys[sample]
-
     def _tensor(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.engine.end_ids.device)
+
+
+class StopStrings:
+    """Finds the token that completes a stop string.
+
+    A string may begin and end anywhere inside tokens, so the text of the last tokens is looked at as a whole.
+
+    Args:
+        strings: Texts that end a completion.
+        tokenizer: The policy's tokenizer.
+
+    Raises:
+        ValueError: If there is no tokenizer to decode with.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if tokenizer is None:
+            raise ValueError(
+                f"stop_strings={list(strings)} need text, but the sampler has no tokenizer: give "
+                "RolloutSampler(tokenizer=...), or end tokens as end_token_ids."
+            )
+        self.strings = tuple(strings)
+        self.tokenizer = tokenizer
+        # a token is at least one byte of the text
+        self._reach = max(len(text.encode()) for text in strings) + CONTEXT
+
+    def find(self, tokens: Tensor, start: int, fresh: int, last: int) -> int | None:
+        """The index of the token that completes a stop string first; one that begins in the prompt is none.
+
+        Args:
+            tokens: (T,) a sequence.
+            start: Its first completion token.
+            fresh: The first token that may complete one.
+            last: Its last token so far.
+
+        Returns:
+            None where none of these tokens completes a stop string.
+        """
+        if last < fresh:
+            return None
+        # some tokens before the string keep what a decoder does to the first token of a text out of it
+        first = max(0, start - CONTEXT, fresh - self._reach)
+        own = tokens[first : last + 1].tolist()
+        text = self._decode(own)
+        if not any(string in text for string in self.strings):
+            return None
+        begin = len(self._known(own[: max(0, start - first)]))
+        known = len(self._known(own[: fresh - first]))
+        if not self._completes(own, begin, known):
+            return None
+        # the shortest prefix that holds one: longer prefixes hold it too
+        low, high = fresh - first + 1, len(own)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._completes(own[:middle], begin, known) else (middle + 1, high)
+        return first + low - 1
+
+    def _completes(self, tokens: list[int], begin: int, known: int) -> bool:
+        """Whether the text holds a string that begins at ``begin`` or later and ends behind ``known``."""
+        text = self._decode(tokens)
+        return any(string in text[max(begin, known - len(string) + 1) :] for string in self.strings)
+
+    def _known(self, tokens: list[int]) -> str:
+        """Text that further tokens do not change: without a character whose last bytes are still to come."""
+        return self._decode(tokens).rstrip("\ufffd") if tokens else ""
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
