@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.policies.pretrained import load_pretrained
-from sparse_rl_lightning.rollout.checks import eval_mode
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 

@@ -15,7 +15,7 @@ from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.files import writable_folder
-from sparse_rl_lightning.metrics.rejection import rejection_rate
+from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -22,14 +24,14 @@ from sparse_rl_lightning.callbacks.outputs.run_facts import (
     how_it_ended,
     versions,
 )
-from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions
-from sparse_rl_lightning.evaluation.held_out import evaluate, held_out_rows
+from sparse_rl_lightning.callbacks.outputs.worst_completions import LONGEST_TEXT, WorstCompletions
+from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
-from sparse_rl_lightning.text import say
+from sparse_rl_lightning.text import prompt_text, say, shortened
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.block_module import BlockModule
@@ -248,18 +250,31 @@ class RunSummary(RolloutCallback):
         self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
 
     def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
-        """Mean reward of greedy completions by cache."""
+        """Mean reward of one greedy completion per row, by cache; the same on every rank."""
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed
             rows = held_out_rows(trainer, self.num_problems)
         if self.num_problems and not rows:
             rank_zero_warn("RunSummary: there are no validation rows, so nothing is evaluated before and after.")
         if rows and trainer.is_global_zero:
             say(f"Evaluating on {len(rows)} held-out problems ...")
-        record, found = self.record, evaluate(module, rows, self.batch_size, self.num_samples)
-        record.num_problems, record.samples = len(rows), found.samples
+        found = self._greedy_scores(module, rows) if rows else {}
+        means = {cache: scores.mean for cache, scores in found.items() if scores.mean is not None}
+        record = self.record
+        record.num_problems = len(rows)
+        record.samples = _samples(*list(found.items())[-1], self.num_samples) if found else []
         was_accuracy = not record.before or record.measure == "accuracy"
-        record.measure = "accuracy" if found.means and found.is_binary and was_accuracy else "reward"
-        return found.means
+        is_accuracy = bool(means) and was_accuracy and all(scores.is_binary for scores in found.values())
+        record.measure = "accuracy" if is_accuracy else "reward"
+        return means
+
+    def _greedy_scores(self, module: GenerationModule, rows: Rows) -> dict[str, Scores]:
+        greedy = replace(module.val_sampling, num_generations=1, temperature=0.0)
+        found = {}
+        for cache in ("dense", "sparse") if module.rolls_out_sparse else ("dense",):
+            draw = partial(module.generate, params=greedy, dense=cache == "dense")
+            found[cache] = evaluate(draw, rows, module.reward, self.batch_size)
+            module.sampler(dense=cache == "dense").release()  # the memory back, and training's pool gets its own size
+        return found
 
     def _write(self, folder: Path) -> None:
         numbers = json.dumps(self.record.as_json(), indent=1, ensure_ascii=True)
@@ -279,3 +294,32 @@ class RunSummary(RolloutCallback):
 
     def _seconds(self) -> float:
         return self.record.seconds if self._start is None else time.monotonic() - self._start
+
+
+def held_out_rows(trainer: Trainer, count: int) -> Rows:
+    """The first ``count`` validation rows of the data module, or of the loader that ``fit`` was given."""
+    data = getattr(trainer, "datamodule", None)
+    loader = trainer.val_dataloaders if data is None else data.val_dataloader()
+    if isinstance(loader, (list, tuple)):
+        loader = loader[0] if loader else None
+    rows: Rows = []
+    for batch in loader or []:
+        if len(rows) >= count:
+            break
+        rows.extend(batch)
+    return rows[:count]
+
+
+def _samples(cache: str, scores: Scores, count: int) -> list[dict[str, Any]]:
+    """The first completions with their rewards, in plain values that JSON can hold."""
+    chosen = zip(scores.rows, scores.completions, scores.first[:, 0].tolist(), strict=True)
+    return [
+        {
+            "cache": cache,
+            "reward": reward,
+            "prompt": shortened(prompt_text(row["prompt"]), LONGEST_TEXT),
+            "completion": shortened(text, LONGEST_TEXT),
+            "answer": None if row.get("answer") is None else shortened(str(row["answer"]), LONGEST_TEXT),
+        }
+        for row, text, reward in list(chosen)[:count]
+    ]
