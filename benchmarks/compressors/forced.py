@@ -1,4 +1,4 @@
-"""Given texts fed through a compressed cache, token by token, with all logits: what eviction does to the same words.
+"""Teacher forcing through a compressed cache, token by token, with all logits: what eviction does to given texts.
 
 The rollout's own cache, decode step and compressions do the work; only the drawn token is replaced by the text's.
 """
@@ -33,7 +33,7 @@ class Clock:
     num_layers: int = 1
 
     def events_per_second(self, steps: int) -> float:
-        """Events per second, each with the running state of so many steps."""
+        """Events per second, each with the running state of ``steps`` steps."""
         return 1 / (median(self.cuts) + steps * self.num_layers * median(self.notes or [0.0]))
 
 
@@ -44,7 +44,7 @@ class TimedCompression(Compression):
     clock: Clock = field(default_factory=Clock)
 
     def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
-        """Cut and count."""
+        """Compress, and count the seconds."""
         start = time.perf_counter()
         super().compress(cache, slots, lengths, room)
         self.clock.cuts.append((time.perf_counter() - start) / len(slots))
@@ -54,7 +54,7 @@ class TimedCompression(Compression):
         self, cache: SlotCache, decoder: Decoder, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
         hidden: Tensor,
     ) -> None:  # fmt: skip
-        """Of every step and layer, where a compressor has state."""
+        """Note and count the seconds of a step in one layer."""
         start = time.perf_counter()
         super().note_step(cache, decoder, layer, slots, positions, probs, hidden)
         self.clock.notes.append((time.perf_counter() - start) / len(slots))

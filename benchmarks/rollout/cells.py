@@ -87,7 +87,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         (first, start), (last, end) = self.marks
         if isinstance(start, float) or isinstance(end, float):
             return (end - start) / (last - first)  # type: ignore[operator]  # both are

@@ -36,7 +36,7 @@ class Scored(SnapKV):
     """SnapKV whose work shows in a profile."""
 
     def score(self, layer: LayerState) -> Tensor:
-        """As SnapKV."""
+        """SnapKV's scores, in a range of the profiler."""
         with record_function(SCORE):
             return super().score(layer)
 
@@ -51,7 +51,7 @@ class Window:
     marks: list[tuple[int, float]] = field(default_factory=list)
 
     def __call__(self, progress: Progress) -> None:
-        """After a step."""
+        """Mark the step if it is the first or the last."""
         if len(self.marks) == 0 and progress.step >= self.first:
             if self.profiler is not None:
                 self.profiler.start()
@@ -68,7 +68,7 @@ class Window:
 
     @property
     def milliseconds(self) -> float:
-        """Of one step."""
+        """Milliseconds of one step."""
         return 1e3 * (self.marks[1][1] - self.marks[0][1]) / self.steps
 
 
