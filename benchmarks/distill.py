@@ -24,9 +24,8 @@ import torch
 from benchmarks import ROOT
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.common.tables import Table
-from sparse_rl_lightning.acceptance import rollout_acceptance
+from sparse_rl_lightning.acceptance import AcceptanceTail, rollout_acceptance
 from sparse_rl_lightning.cli import main as cli
-from sparse_rl_lightning.metrics import AcceptanceTail
 from sparse_rl_lightning.modules import DistillSparse
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -74,10 +73,8 @@ def measure(module: DistillSparse, rows: list[dict[str, Any]], adapted: bool) ->
     _ = module.sparse_policy if adapted else module.dense_policy
     rollout = sampler.generate(module.encode(rows), params)
     lower, _ = rollout_acceptance(module.dense_policy.eval(), rollout)
-    metric = AcceptanceTail(num_bins=1)
-    metric.update(lower, rollout.completion_mask)
-    found = metric.compute()
-    return Tail(float(found["tail_all"]), float(found["mean"]), float(found["near_one"]), int(found["tokens"].sum()))
+    found = AcceptanceTail.of(lower, rollout.completion_mask)
+    return Tail(found.overall, found.mean, found.near_one, sum(found.tokens.values()))
 
 
 def train(sizes: Sizes, folder: Path, adapter: dict[str, Any]) -> Iterator[tuple[str, Tail]]:

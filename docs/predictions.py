@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks.common.tables import Table
 from sparse_rl_lightning import compressors, retrievers
 from sparse_rl_lightning.budgets import schedules
 from sparse_rl_lightning.calibration import ModelShape
+from sparse_rl_lightning.cli.yaml_files import read_file
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.retrievers import Retriever
@@ -60,7 +60,7 @@ class Recipe:
     @classmethod
     def of(cls, name: str) -> Recipe:
         """Read a shipped configuration."""
-        config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text("utf-8"))
+        config = read_file(CONFIGS / f"{name}.yaml")
         shape_name, tied = RECIPES[name]
         shape, settings = ModelShape.of(shape_name), config["model"]["init_args"]
         parameters = shape.weights_read + (0 if tied else shape.vocab_size * shape.hidden_size)

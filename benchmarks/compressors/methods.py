@@ -12,21 +12,19 @@ from sparse_rl_lightning.compressors import (
     H2O,
     RKV,
     TOVA,
+    Combined,
     Compressor,
     ExpectedAttention,
     FullKV,
     KeyDiff,
     KNorm,
     LagKV,
-    Mixture,
-    Protect,
     QFilters,
     QueryStatistics,
     RandomEviction,
     SnapKV,
     StreamingLLM,
     TriAttention,
-    Union,
 )
 
 DENSE, FLOOR = "FullKV", "RandomEviction"
@@ -51,7 +49,7 @@ def compressors(
         budget: Tokens kept per layer and KV head.
         sizes: Buffer, sinks and window.
         statistics: Of the policy's queries, for the methods that are calibrated.
-        prompt_length: Tokens that ``Protect`` never evicts.
+        prompt_length: Tokens of the longest prompt, which ``protect_prompt`` never evicts.
     """
     common: dict[str, Any] = {"budget": budget, **asdict(sizes)}
 
@@ -76,9 +74,9 @@ def compressors(
         "TriAttention": make(TriAttention, statistics=statistics),
         "SnapKV, Pyramid": make(SnapKV, budget_rule=Pyramid(beta=PYRAMID_BETA)),
         "SnapKV, Adaptive": make(SnapKV, budget_rule=Adaptive()),
-        "Union of SnapKV": Union(make(SnapKV)),
-        "Mixture of SnapKV and KeyDiff": Mixture([make(SnapKV), make(KeyDiff)]),
+        "Union of SnapKV": Combined([make(SnapKV)], across_heads="max"),
+        "Mixture of SnapKV and KeyDiff": Combined([make(SnapKV), make(KeyDiff)]),
     }
     if budget >= prompt_length + sizes.window:
-        found["SnapKV, Protect the prompt"] = Protect(make(SnapKV))
+        found["SnapKV, protected prompt"] = make(SnapKV, protect_prompt=True)
     return found

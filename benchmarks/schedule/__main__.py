@@ -140,10 +140,9 @@ def train(arm: str, seed: int, steps: int, own: Plan, folder: Path) -> dict[str,
         model["compressor"]["init_args"]["budget"] = own.budget(arm)
         model["lr_scheduler"]["init_args"]["total_iters"] = steps
         trainer |= {"max_steps": steps, "default_root_dir": str(place)}
-        trainer["logger"]["init_args"] |= {"save_dir": str(folder), "name": place.name}
         trainer["callbacks"] = [c for c in trainer["callbacks"] if c["class_path"] != "CompletionsTable"]
-        checkpoints = next(c for c in trainer["callbacks"] if c["class_path"] == "ModelCheckpoint")["init_args"]
-        checkpoints |= {"dirpath": str(place / "checkpoints"), "every_n_train_steps": 20}
+        checkpoints = next(c for c in trainer["callbacks"] if c["class_path"] == "RolloutCheckpoint")
+        checkpoints["init_args"] = {"every_n_train_steps": 20}
         (place / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         resume = ["--ckpt_path=last"] if (place / "checkpoints/last.ckpt").exists() else []
         sparse_rl("fit", "--config", str(place / "run.yaml"), *resume)

@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("budgets",),
     ("ops",),
     ("advantages", "corrections", "losses", "output_head"),
-    ("evictions", "files", "fingerprints", "page_record", "ranges", "records", "text"),
+    ("errors", "evictions", "files", "fingerprints", "page_record", "ranges", "records", "text"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -153,7 +153,7 @@ class MathChecker:
 
 @lru_cache(maxsize=1)
 def default_checker() -> MathChecker:
-    """The checker of the reward functions that are plain functions, one per process."""
+    """The checker of :func:`verify` and :func:`same_answer`, one per process."""
     return MathChecker()
 
 
