@@ -1,4 +1,4 @@
-"""Values as users give them: numbers in the range of their argument, words out of a list."""
+"""Checks of values as users give them: numbers in the range of their argument, words from a list."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def check_number(
     below: float | None = None,
     owner: str = "",
 ) -> None:
-    """Refuse what is no number, NaN, infinite or out of range.
+    """Refuse a value that is not a number, NaN, infinite or out of range.
 
     Args:
-        name: Of the argument; what follows its last dot is repeated before the value.
-        value: What was given for it.
+        name: Name of the argument; the part after its last dot is repeated before the value.
+        value: Value that was given for it.
         least: Smallest number allowed.
         above: Largest number that is too small.
         most: Largest number allowed.
         below: Smallest number that is too large.
-        owner: The class whose argument it is, where the name alone does not tell.
+        owner: Class whose argument it is, if the name alone is ambiguous.
 
     Raises:
-        ValueError: If it is one of these.
+        ValueError: If the value is one of these.
 
     >>> check_number("beta", float("nan"), least=0)
     Traceback (most recent call last):
@@ -42,20 +42,21 @@ def check_number(
     said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     wanted = said if is_number else f"a finite number, {said}".rstrip(", ")
     given = f"{name.rpartition('.')[2]}={value}"
-    raise ValueError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
+    owner = f"{owner}: " if owner else ""
+    raise ValueError(f"{owner}{name} must be {wanted}, got {given}.")
 
 
 def check_choice(name: str, value: object, choices: Any, owner: str = "") -> None:
-    """Refuse a value that is none of a ``Literal``'s.
+    """Refuse a value that is not one of a ``Literal``'s.
 
     Args:
         name: Name of the argument.
         value: Value that was given for it.
         choices: The ``Literal``.
-        owner: Class whose argument it is, where the name alone does not tell.
+        owner: Class whose argument it is, if the name alone is ambiguous.
 
     Raises:
-        ValueError: If it is none of them.
+        ValueError: If it is not one of them.
     """
     allowed = get_args(choices)
     if value not in allowed:
@@ -67,7 +68,7 @@ def check_seed(value: object, name: str = "seed") -> None:
     """Refuse a seed that no generator takes.
 
     Raises:
-        ValueError: If it is no whole number of 64 bits.
+        ValueError: If it is not an integer of 64 bits.
     """
     if not (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63):
         given = f"{name.rpartition('.')[2]}={value}"

@@ -1,4 +1,4 @@
-"""Gather what calibrated compressors need to know of a policy, from its own text.
+"""Statistics of a policy's queries for calibrated compressors, gathered from its own text.
 
 From the shell, for text that the policy wrote or should write (``sparse-rl predict`` writes such a file)::
 
@@ -28,16 +28,16 @@ from sparse_rl_lightning.rollout.prompts import encode_prompt
 def gather_statistics(
     model: PreTrainedModel, sequences: Tensor, lengths: Tensor, batch_size: int = 8
 ) -> QueryStatistics:
-    """Statistics of all queries of these sequences, by plain forward passes with full attention.
+    """Statistics of all queries of ``sequences``, from plain forward passes with full attention.
 
     Args:
-        model: The policy.
-        sequences: (B, T) token ids, right-padded.
-        lengths: (B,) tokens of each.
+        model: Policy to measure.
+        sequences: Token ids (B, T), right-padded.
+        lengths: Number of tokens (B,) of each sequence.
         batch_size: Sequences per forward pass.
 
     Raises:
-        ValueError: If the model is not one that rollouts support.
+        ValueError: If rollouts do not support the model.
     """
     geometry = CacheGeometry.of(model)
     total: list[QueryMoments] = []
@@ -54,7 +54,7 @@ def gather_statistics(
 
 @contextmanager
 def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterator[list[Tensor]]:
-    """The queries (B, Hq, T, D) of each layer before the rotary positions are applied, once the model has run."""
+    """The queries (B, Hq, T, D) of each layer before rotary positions are applied, filled by running the model."""
     queries: list[Tensor] = []
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -62,7 +62,7 @@ def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterat
         queries.append(heads.transpose(1, 2))
 
     blocks = [block.self_attn for block in model.get_decoder().layers]
-    last = [getattr(block, "q_norm", None) or block.q_proj for block in blocks]  # Qwen3 normalises after projecting
+    last = [getattr(block, "q_norm", None) or block.q_proj for block in blocks]  # Qwen3 normalizes after projecting
     handles = [module.register_forward_hook(record) for module in last]
     try:
         yield queries
@@ -72,15 +72,15 @@ def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterat
 
 
 def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
-    """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` where there is one.
+    """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` if there is one.
 
     Args:
-        path: The file.
-        tokenizer: The policy's.
-        max_length: Tokens behind are left out.
+        path: Path of the file.
+        tokenizer: Tokenizer of the policy.
+        max_length: Number of tokens to keep of each row.
 
     Raises:
-        ValueError: If there is no such file, no row in it, or a row without a prompt; names the line.
+        ValueError: If there is no such file, no row in it, or a row without a prompt; includes the line.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")

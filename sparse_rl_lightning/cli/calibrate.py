@@ -68,41 +68,41 @@ def calibrate(
 ) -> Calibration:
     """Find the cheapest budget per bin of sequence lengths that keeps the sparse policy close to the dense one.
 
-    Every budget draws the same completions' worth of tokens with the compressor, the dense policy scores them, and the
-    5th percentile of the acceptance is taken in every bin of lengths. Writes schedule.yaml, table.csv, table.png and
-    calibration.json; what is finished is kept, so the same command goes on after an interruption.
+    Every budget draws completions for the same prompts with the compressor, the dense policy scores them, and the
+    5th percentile of the acceptance is computed in every length bin. It writes schedule.yaml, table.csv, table.png and
+    calibration.json; finished parts are kept, so the same command continues after an interruption.
 
     Args:
         policy: Hugging Face folder, hub name, or a policy source.
-        data: Where the prompts are from: its validation rows first, then training rows.
+        data: Source of the prompts: its validation rows first, then training rows.
         budgets: Budgets to sweep, in tokens.
-        compressor: Its budget is swept; with a retriever, what evicts beside it.
-        retriever: Its budget is swept.
-        folder: For the results and the finished parts.
-        num_prompts: Prompts to draw for.
+        compressor: Compressor whose budget is swept; with a retriever, the one that evicts besides it.
+        retriever: Retriever whose budget is swept.
+        folder: Folder for the results and the finished parts.
+        num_prompts: Number of prompts to draw for.
         num_generations: Completions per prompt and budget.
-        max_completion_length: Most tokens of a completion.
-        temperature: As in training.
+        max_completion_length: Largest number of tokens in a completion.
+        temperature: Temperature of the sampler, as in training.
         chat_template_kwargs: Arguments of the tokenizer's chat template, as in training.
-        top_logprobs: The acceptance is bounded from so many most likely tokens; the whole vocabulary makes it exact.
-        bin_size: Tokens per bin of lengths.
-        min_tokens: A bin with fewer tokens is not judged.
-        target: 5th percentile to hold; null for Sparrow's 0.86 scaled from its ceiling of 0.945 to one's own.
-        check: Draw once more with the schedule that was picked.
-        monotone: Let no budget be smaller than that of shorter sequences, since what is evicted does not come back;
-            null for compressors only.
-        resamples: Bootstrap samples behind every confidence interval.
-        prompts_per_part: Prompts whose completions are one finished part.
+        top_logprobs: Number of most likely tokens that bound the acceptance; the whole vocabulary makes it exact.
+        bin_size: Tokens per length bin.
+        min_tokens: Number of tokens below which a bin is not judged.
+        target: 5th percentile to hold; null for Sparrow's 0.86 scaled from its ceiling of 0.945 to the measured one.
+        check: Draw once more with the chosen schedule.
+        monotone: Whether budgets may not decrease with the length, since evicted tokens do not come back; null for
+            compressors only.
+        resamples: Number of bootstrap samples for every confidence interval.
+        prompts_per_part: Number of prompts whose completions are one finished part.
         micro_batch: Sequences per dense forward pass.
-        num_slots: Sequences decoded at the same time, null for all of a part.
+        num_slots: Number of sequences decoded at the same time, null for all of a part.
         memory_limit: Bytes of the cache, or a share of the free memory as a float.
-        device: Null for a GPU where there is one.
-        seed: Of the completions.
+        device: Device to use; null for a GPU if there is one.
+        seed: Seed of the completions.
         num_threads: CPU threads of torch, null for the default.
-        machine: A file of `sparse-rl calibrate --hardware`, to predict what the schedule saves there.
+        machine: File of `sparse-rl calibrate --hardware`, to predict the speedup of the schedule there.
 
     Raises:
-        ValueError: If there are no prompts, the policy says nothing, or the target cannot be reached.
+        ValueError: If there are no prompts, the policy generates nothing, or the target cannot be reached.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -112,7 +112,7 @@ def calibrate(
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).load()
-    model.to(device or _default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
+    model.to(device or _default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = sorted({*default_end_token_ids(model), *end})
@@ -138,10 +138,10 @@ def main(args: Sequence[str]) -> Calibration | None:
     """``sparse-rl calibrate --config FILE``, or ``--hardware [FILE]`` to measure the machine only.
 
     Args:
-        args: What follows ``calibrate``.
+        args: Arguments after ``calibrate``.
 
     Raises:
-        ValueError: As :func:`calibrate`.
+        ValueError: For the reasons of :func:`calibrate`.
     """
     if any(argument.partition("=")[0] == "--hardware" for argument in args):
         auto_cli(hardware, args=with_file(args), **PARSER)
@@ -156,9 +156,9 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
     """Measure memory bandwidth, matrix products and the cost of a decode step without work, and write them down.
 
     Args:
-        hardware: The file to write.
-        num_layers: Layers of the model that rollouts will be of.
-        device: Null for a GPU where there is one.
+        hardware: Path of the file to write.
+        num_layers: Layers of the model to roll out.
+        device: Device to measure; null for a GPU if there is one.
     """
     place = torch.device(device or _default_device())
     kind = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -179,8 +179,8 @@ def statistics(
     Args:
         policy: Hugging Face folder or hub name.
         texts: JSONL file, rows with prompt and (better) completion.
-        statistics: The safetensors file to write.
-        max_length: Tokens of a text to read.
+        statistics: Path of the safetensors file to write.
+        max_length: Number of tokens to read of each text.
         batch_size: Texts per forward pass.
 
     Raises:
@@ -189,7 +189,7 @@ def statistics(
     try:
         model, tokenizer = load_pretrained(policy)
         ids, lengths = pad(read_texts(texts, tokenizer, max_length))
-        model.to(_default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
+        model.to(_default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
         gather_statistics(model, ids, lengths, batch_size).save(statistics)
     except OSError as error:
         raise ValueError(str(error)) from error
@@ -200,16 +200,16 @@ def statistics_main(args: Sequence[str]) -> None:
     """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``.
 
     Args:
-        args: What follows ``statistics``.
+        args: Arguments after ``statistics``.
 
     Raises:
-        ValueError: As :func:`statistics`.
+        ValueError: For the reasons of :func:`statistics`.
     """
     auto_cli(statistics, args=list(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
 
 
 def with_file(args: Sequence[str]) -> list[str]:
-    """``--hardware`` may stand alone; then it writes ``hardware.json``."""
+    """The arguments with ``hardware.json`` after ``--hardware`` if no file follows it."""
     given = list(args)
     if "--hardware" not in given:  # --hardware=FILE
         return given
@@ -228,7 +228,7 @@ def _default_device() -> str:
 
 @contextmanager
 def _bar(total: int) -> Iterator[Told]:
-    """A bar over the methods, with the time that is left; lines where there is no terminal."""
+    """A bar over the methods, with the time left; lines if there is no terminal."""
     style = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
     bar = Tqdm(total=total, bar_format=style, disable=not sys.stderr.isatty())
     shown = [""]
@@ -249,7 +249,7 @@ def _bar(total: int) -> Iterator[Told]:
 
 
 def _tell(found: Calibration, folder: Path, title: str) -> None:
-    """The result in words, and the picture where matplotlib is there."""
+    """Print the result in words, and draw the picture if matplotlib is installed."""
     written = ["schedule.yaml", "table.csv", "calibration.json"]
     try:
         draw(found, folder / "table.png", title)
@@ -265,7 +265,7 @@ def _tell(found: Calibration, folder: Path, title: str) -> None:
 def _predict(
     found: Calibration, method: Compressor | Retriever, shape: ModelShape, machine: Hardware, sweep: Sweep
 ) -> None:
-    """What the cost model expects of the schedule and of the fixed budget that would be needed in its place."""
+    """Print the cost model's speedup of the schedule and of the fixed budget that would be needed in its place."""
     if isinstance(method, Retriever) and sweep.keeps is not None and sweep.keeps.evicts:
         say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
         return

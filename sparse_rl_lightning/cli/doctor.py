@@ -40,7 +40,7 @@ def versions() -> list[str]:
 
 
 def devices() -> list[str]:
-    """Processor and GPUs."""
+    """The processor and GPUs."""
     found = torch.backends.cpu.get_cpu_capability()
     clone = INSTRUCTION_SETS.get(found, "plain x86-64 or none")
     lines = [f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} threads used, kernels compiled for {clone}"]
@@ -65,7 +65,7 @@ def paths() -> list[str]:
 
 
 def attention_backend() -> str:
-    """What computes decode attention on the best device here."""
+    """The backend of decode attention on the best device here."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernel = ops.has_kernel("decode_attention", device) and backends.BACKEND != "reference"
     usual = f"{'own kernel' if kernel else 'PyTorch reference'} ({device.upper()})"

@@ -1,4 +1,4 @@
-"""What a compressor is: a score per cached entry. Pinning, ties, compaction and the record live elsewhere, once."""
+"""Compressor: a score per cached entry; pinning, ties, compaction and the record of evictions are shared code."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from sparse_rl_lightning.records import LayerState, StateUpdate
 class Compressor(Budgeted):
     """Decides which ``budget`` entries of a full slot survive; subclasses only write :meth:`score`.
 
-    A slot holds ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
+    A slot has room for ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
     positions, the last ``window`` entries and the best scores among the rest stay. A compressor keeps no state
     of its own: one instance serves all layers, slots and ranks. Numbers that a method accumulates over the steps are
     named in :attr:`state_fields` and belong to the cache.
 
-    With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget is that of each sequence's own length when it
-    is compressed. Memory is sized by the largest, and nothing is evicted while a sequence holds fewer tokens than the
+    With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget depends on each sequence's length when it is
+    compressed. Memory is sized for the largest, and nothing is evicted while a sequence has fewer tokens than the
     budget of its length plus ``buffer``.
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        buffer: Tokens appended between two compressions.
-        num_sinks: First positions of the sequence that are never evicted. 0 reproduces published R-KV and SnapKV.
-        window: Most recent tokens that are never evicted.
+        buffer: Number of tokens appended between two compressions.
+        num_sinks: Number of first positions that are never evicted. 0 reproduces published R-KV and SnapKV.
+        window: Number of most recent tokens that are never evicted.
         compress_prompt: Compress a prompt that does not fit the slot at the end of its prefill. With False the
             slot grows to ``max(budget, longest prompt) + buffer`` and the prompt competes from the first trigger on.
-        budget_rule: How layers and heads share the budget, null for equally.
+        budget_rule: Rule by which layers and heads share the budget, null for equal shares.
         protect_prompt: Never evict tokens of the prompt. ``budget`` must exceed the longest prompt: protected tokens
-            take places of the budget, and more of them than it holds is an error when it happens, not an eviction.
-        protect_token_ids: Token ids that are never evicted wherever they stand, such as digits or line breaks.
+            count toward the budget, and more of them than it allows raise an error when it happens.
+        protect_token_ids: Token ids that are never evicted at any position, such as digits or line breaks.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from.
@@ -89,26 +89,26 @@ class Compressor(Budgeted):
                 stacklevel=5,  # the caller of the constructor
             )
 
-    # ---------------------------------------------------------------- what a method declares
+    # ---------------------------------------------------------------- declarations of a method
 
     @property
     def num_queries(self) -> int:
-        """How many of the most recent queries the cache keeps for :meth:`score`; 0 keeps none."""
+        """The number of most recent queries that the cache keeps for :meth:`score`; 0 keeps none."""
         return self.window
 
     @property
     def state_fields(self) -> tuple[str, ...]:
-        """Names of float32 numbers per entry that the cache keeps beside the keys, moves with them and starts at 0.
+        """Names of float32 numbers per entry that the cache stores with the keys, moves with them and starts at 0.
 
-        Where there are any, here or in :meth:`head_state_fields`, the cache calls :meth:`update_state`.
+        If there are any, here or in :meth:`head_state_fields`, the cache calls :meth:`update_state`.
         """
         return ()
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """Names of float32 numbers per KV head, and how many of each: (S, H, C) that start at 0 with every prompt.
+        """Names of float32 numbers per KV head, with the width C of each: (S, H, C) that start at 0 with every prompt.
 
         Args:
-            head_dim: D of the model.
+            head_dim: Head dimension D of the model.
         """
         return {}
 
@@ -124,35 +124,35 @@ class Compressor(Budgeted):
 
     @property
     def needs_output_norms(self) -> bool:
-        """Whether :meth:`update_state` reads ``update.output_norms``, a product like the output projection's a step."""
+        """Whether :meth:`update_state` reads ``update.output_norms``, whose cost is like the output projection's."""
         return False
 
     @abstractmethod
     def score(self, layer: LayerState) -> Tensor:
-        """How much each entry is worth: (S, H, N), higher is kept. Entries that are not valid may hold anything.
+        """The value of each entry: (S, H, N), higher is kept. Entries that are not valid may contain anything.
 
-        A score of +inf says that the entry must stay: too many of them are an error, not an eviction.
+        A score of +inf means that the entry must stay: too many of them are an error, not an eviction.
         """
 
     def update_state(self, update: StateUpdate) -> None:
-        """Write down what new tokens tell, into ``update.state`` and ``update.head_state``, in place.
+        """Update ``update.state`` and ``update.head_state`` in place for new tokens.
 
-        Called for every token once, before the slot may be compressed: for one of each sequence after a decode step,
-        for the tokens of a prompt in blocks. A block of Q tokens must leave the numbers that Q blocks of one leave.
+        It is called once for every token, before the slot may be compressed: with one of each sequence after a decode
+        step, and with the tokens of a prompt in blocks. A block of Q tokens must have the effect of Q blocks of one.
 
         Args:
-            update: One layer's numbers and the new tokens.
+            update: Running numbers of one layer, and the new tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} has state_fields, so it needs update_state.")
 
-    # ---------------------------------------------------------------- what the cache calls
+    # ---------------------------------------------------------------- calls of the cache
 
     def layer_budgets(self, num_layers: int, budget: int | None = None) -> list[int]:
-        """Tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
+        """The tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
 
         Args:
             num_layers: Layers of the model.
-            budget: One of the schedule, default the largest.
+            budget: Budget of the schedule to use, default the largest.
 
         Raises:
             ValueError: If a head would get less than sinks and window.
@@ -161,15 +161,15 @@ class Compressor(Budgeted):
         return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
 
     def plan_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``select_and_compact`` takes them.
+        """Scores (S, H, N) float32 and entries to keep (S, H) int32, the arguments of the op ``select_and_compact``.
 
         Args:
-            layer: One layer's cache.
-            layer_budget: The layer's number of :meth:`layer_budgets`, or (S,) int64 one for each slot; default
+            layer: Cache of one layer.
+            layer_budget: The layer's entry in :meth:`layer_budgets`, or (S,) int64 one for each slot; default
                 :attr:`budget`.
 
         Raises:
-            ValueError: As :meth:`checked_score`, or if more entries must stay than a head keeps.
+            ValueError: For the reasons of :meth:`checked_score`, or if more entries must stay than a head keeps.
         """
         limit = self.budget if layer_budget is None else layer_budget
         given = self._shaped_score(layer)
@@ -179,7 +179,7 @@ class Compressor(Budgeted):
         budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
         must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
         unranked, too_many = (given.isnan() & layer.valid).any(), (must_stay > budgets).any()
-        if bool(unranked | too_many):  # the device is waited for once
+        if bool(unranked | too_many):  # one synchronization with the device
             self._refuse_nan(given, layer)
             worst = int((must_stay - budgets).argmax())
             raise ValueError(
@@ -194,17 +194,17 @@ class Compressor(Budgeted):
         """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``select_and_compact``.
 
         Args:
-            layer: One layer's cache.
-            layer_budget: As for :meth:`plan_eviction`.
+            layer: Cache of one layer.
+            layer_budget: Budget as for :meth:`plan_eviction`.
 
         Raises:
-            ValueError: As :meth:`plan_eviction`.
+            ValueError: For the reasons of :meth:`plan_eviction`.
         """
         scores, budgets = self.plan_eviction(layer, layer_budget)
         return select_entries(scores, layer.valid, layer.positions, budgets, self.num_sinks, self.window)
 
     def checked_score(self, layer: LayerState) -> Tensor:
-        """What :meth:`score` returns, +inf for protected tokens, refused where it cannot be ranked.
+        """The result of :meth:`score`, with +inf for protected tokens; refused if it cannot be ranked.
 
         Raises:
             ValueError: If :meth:`score` returned another shape than (S, H, N), or NaN for a live entry.
@@ -214,7 +214,7 @@ class Compressor(Budgeted):
         return self._protected(scores, layer)
 
     def _protected(self, scores: Tensor, layer: LayerState) -> Tensor:
-        """The scores (S, H, N), +inf for tokens that ``protect_prompt`` and ``protect_token_ids`` name."""
+        """The scores (S, H, N), with +inf for the tokens of ``protect_prompt`` and ``protect_token_ids``."""
         if self.protect_token_ids:
             ids = torch.tensor(self.protect_token_ids, dtype=layer.token_ids.dtype, device=layer.token_ids.device)
             scores = scores.masked_fill(torch.isin(layer.token_ids, ids) & layer.valid, torch.inf)
