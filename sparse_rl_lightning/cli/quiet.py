@@ -1,4 +1,4 @@
-"""Silence for messages about the insides of other packages; everything that speaks to the user is heard."""
+"""Filters for messages about the internals of other packages; messages for the user stay."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HIDDEN = (
     ".*LeafSpec.*is deprecated",
     # main(args) is meant to be called from Python, where sys.argv belongs to Jupyter or pytest
     "LightningCLI's args parameter is intended to run from within Python",
-    # expected when a run is resumed; a new run is warned in our words, see warn_of_earlier_run
+    # expected when a run is resumed; for a new run we warn ourselves, see warn_of_earlier_run
     "Checkpoint directory .* exists and is not empty",
-    # rows are dictionaries in memory: workers would only cost
+    # rows are dictionaries in memory: workers would only add overhead
     ".*does not have many workers",
     # no validation rows
     "Total length of `list` across ranks is zero",
@@ -32,12 +32,12 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli")
     for name in ("lightning.pytorch.utilities.rank_zero", "DeepSpeed"):
         logger = logging.getLogger(name)
-        if _speaks_to_the_user not in logger.filters:
-            logger.addFilter(_speaks_to_the_user)
+        if _is_for_users not in logger.filters:
+            logger.addFilter(_is_for_users)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # "Loading weights" in a log file
 
 
-def _speaks_to_the_user(record: logging.LogRecord) -> bool:
+def _is_for_users(record: logging.LogRecord) -> bool:
     # an advertisement for an online service; DeepSpeed when another package imports it on a machine without a GPU
     return not any(words in record.getMessage() for words in ("litlogger", "Setting accelerator to CPU"))

@@ -179,7 +179,7 @@ def test_parts_of_something_else_are_refused(policy: Any, tmp_path: Path) -> Non
 
 def test_progress_is_told_from_none_to_all(policy: Any, tmp_path: Path) -> None:
     told: list[float] = []
-    calibrate(sweep(policy, tmp_path), METHOD, (8, 12), BINNING, 0.5, told=lambda name, done: told.append(done))
+    calibrate(sweep(policy, tmp_path), METHOD, (8, 12), BINNING, 0.5, progress=lambda name, done: told.append(done))
     assert told == sorted(told)
     assert told[0] < 1 < told[-1] == 4  # dense, two budgets, the schedule
 

@@ -15,13 +15,13 @@ from sparse_rl_lightning.corrections import off_policy_sequences
 class OPSM(RolloutCallback):
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556), at the loss of every micro-batch.
 
-    A sequence goes when its advantage is negative and mean_t(log pi_old - log pi) > delta, pi being the learner as it
-    is now. It counts as zeros: no divisor changes, whatever ``denominator`` says.
+    A sequence is left out when its advantage is negative and mean_t(log pi_old - log pi) > delta, where pi is the
+    current learner. It counts as zeros: no divisor changes, for any ``denominator``.
 
     Args:
-        delta: Largest mean difference of log-probs that stays; the paper gives none, the default is slime's.
-        reference: pi_old is the dense policy before the update (``old``, as in slime), or the ``sampler`` as in the
-            paper and in TRL: then the compression counts too, and ``delta`` must be above its mismatch
+        delta: Largest mean difference of log-probs to keep; the paper gives none, the default is slime's.
+        reference: Policy pi_old: the dense policy before the update (``old``, as in slime), or the ``sampler`` as in
+            the paper and in TRL: then the compression counts too, and ``delta`` must be above its mismatch
             (``mismatch/kl_k1``).
 
     Raises:
@@ -38,7 +38,7 @@ class OPSM(RolloutCallback):
         self.delta, self.reference = delta, reference
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Tell the module's objective."""
+        """Add the masking to the module's objective."""
         objective = getattr(pl_module, "objective", None)
         if objective is None:
             raise ValueError(f"OPSM needs a module with a policy objective, {type(pl_module).__name__} has none.")
