@@ -141,7 +141,7 @@ class RolloutSampler:
             with drawing(self.model):
                 key = self.engine_key(params, total, max(len(p) for p in prompts), before=self.memory_plan)
                 self.memory_plan = key.memory_plan
-                scheduler = self.scheduler(self._engine_for(key), params)
+                scheduler = self.scheduler(self._engine_for(key), params, key.size.num_slots)
                 self._warn_if_nothing_is_evicted(scheduler, [len(p) for p in prompts])
                 scheduler.add(prompts, sequence_keys(params.seed, numbers).tolist())
                 while scheduler.has_unfinished:
@@ -199,14 +199,15 @@ class RolloutSampler:
             g, size, params.for_drawing(), self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, plan
         )
 
-    def scheduler(self, engine: Engine, params: SamplingParams) -> Scheduler:
+    def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:
         """A rollout on this engine, without prompts yet.
 
         Raises:
             ValueError: If stop strings lack a tokenizer.
         """
         stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
-        return Scheduler(engine, params, stop, self.max_prefill_tokens, steps_per_look(engine.key.geometry.device))
+        check_every = steps_per_look(engine.key.geometry.device)
+        return Scheduler(engine, params, num_slots, stop, self.max_prefill_tokens, check_every)
 
     # ---------------------------------------------------------------- inside
 

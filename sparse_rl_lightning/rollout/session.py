@@ -51,7 +51,7 @@ class RolloutSession:
         with drawing(sampler.model):
             key = sampler.engine_key(params, sampler.num_slots, max_prompt_length, logs=VersionedLogs)
             self.engine = Engine(sampler.model, key)
-            self.scheduler = sampler.scheduler(self.engine, params)
+            self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots)
 
     def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
         """Queue prompts behind those that wait.

@@ -61,6 +61,7 @@ class Scheduler:
     Args:
         engine: Memory, weights and decode step, for this rollout alone until it has ended.
         params: How to draw.
+        num_slots: Slots to use; the engine may have more, from an earlier rollout.
         stop: Finds stop strings, where there are any.
         max_prefill_tokens: Prompt tokens in one forward pass.
         check_every: Decode steps between two looks at the device.
@@ -70,17 +71,18 @@ class Scheduler:
         self,
         engine: Engine,
         params: SamplingParams,
+        num_slots: int,
         stop: StopStrings | None = None,
         max_prefill_tokens: int = 16384,
         check_every: int = 1,
     ) -> None:
         self.engine, self.cache, self.logs, self.params = engine, engine.cache, engine.logs, params
+        self.num_slots = num_slots
         self.stop, self.max_prefill_tokens, self.check_every = stop, max_prefill_tokens, check_every
-        self.num_slots = engine.key.size.num_slots
         self.groups: dict[int, SequenceGroup] = {}  # by number of the prompt, until they are taken
         self.waiting: list[int] = []  # sequence numbers, next one last
         self.running: dict[int, RunningSequence] = {}  # by slot
-        self.free = list(range(self.num_slots))[::-1]
+        self.free = list(range(num_slots))[::-1]
         self.parked: dict[int, ParkedPrompt] = {}  # by number of the prompt
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
         self._rows: Rows | None = None  # of the slots in use, until these change
