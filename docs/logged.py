@@ -22,7 +22,7 @@ UPDATE: list[Row] = [
     ("sparse/...", "", "the same keys of the sparse term of `ReplayGRPO` with `replay_objective: mixed`"),
     ("empty_rollouts", "count", "rollouts so far of which the loss saw nothing: all rejected, unrewarded, or cut off"),
     ("grad_norm", "norm", "length of the gradient before it is clipped, of the last step that was not skipped"),
-    ("skipped_steps", "count", "optimiser steps so far that were skipped for a gradient that is not finite"),
+    ("skipped_steps", "count", "optimizer steps so far that were skipped for a gradient that is not finite"),
 ]
 REPLAY: list[Row] = [("time/replay", "seconds", "replayed log-probs (`ReplayGRPO`, `DistillSparse`)")]
 DISTILL: list[Row] = [

@@ -1,7 +1,7 @@
 """What memory the shipped recipes should take on H200s: predictions, no measurement.
 
 On one GPU weights, gradients and AdamW's two moments are float32; under DeepSpeed the weights are bfloat16, with
-float32 master weights in the optimiser. Keys and values are bfloat16. Activations of the learner, logits, buffers of
+float32 master weights in the optimizer. Keys and values are bfloat16. Activations of the learner, logits, buffers of
 communication and what the allocator loses are not in it.
 """
 
@@ -93,7 +93,7 @@ class Recipe:
         """Weights, gradients and AdamW's moments of one rank.
 
         Without sharding all are float32. Under DeepSpeed weights (2 bytes per parameter) and gradients (2) are
-        bfloat16; the optimiser has float32 weights (4), two moments (8) and, in its step, float32 gradients (4).
+        bfloat16; the optimizer has float32 weights (4), two moments (8) and, in its step, float32 gradients (4).
         Stage 2 shares all but the bfloat16 weights, stage 3 these too.
         """
         if stage == 0:

@@ -1,4 +1,4 @@
-"""Given texts fed through a compressed cache, token by token, with all logits: what eviction does to the same words.
+"""Teacher forcing through a compressed cache, token by token, with all logits: what eviction does to given texts.
 
 The rollout's own cache, decode step and compressions do the work; only the drawn token is replaced by the text's.
 """
@@ -32,7 +32,7 @@ class Clock:
     num_layers: int = 1
 
     def events_per_second(self, steps: int) -> float:
-        """Events per second, each with the running state of so many steps."""
+        """Events per second, each with the running state of ``steps`` steps."""
         return 1 / (median(self.cuts) + steps * self.num_layers * median(self.notes or [0.0]))
 
 
@@ -43,7 +43,7 @@ class TimedCompression(Compression):
     clock: Clock = field(default_factory=Clock)
 
     def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
-        """Cut and count."""
+        """Compress, and count the seconds."""
         start = time.perf_counter()
         super().compress(cache, slots, lengths, room)
         self.clock.cuts.append((time.perf_counter() - start) / len(slots))
@@ -53,7 +53,7 @@ class TimedCompression(Compression):
         self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
         weights: Tensor | None,
     ) -> None:  # fmt: skip
-        """Of every step and layer, where a compressor has state."""
+        """Note and count the seconds of a step in one layer."""
         start = time.perf_counter()
         super().note_step(cache, layer, slots, positions, probs, hidden, weights)
         self.clock.notes.append((time.perf_counter() - start) / len(slots))
