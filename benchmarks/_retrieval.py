@@ -48,10 +48,10 @@ def bench_retrieval(bench: Bench, dtype: torch.dtype, retriever: Retriever, leng
         pages, _ = ops.select_pages(
             pools, chosen, query, summaries, limits, r.page_size, r.num_first_pages, r.num_last_pages, reduction, width
         )
-        ops.attend_pages(pools, chosen, query, pages, r.page_size, dim**-0.5)
+        ops.page_attention(pools, chosen, query, pages, r.page_size, dim**-0.5)
 
     return bench.compare(
         f"{type(r).__name__}, {r.budget} of {length} tokens, {label(dtype)}", goal, step,
-        {"decode attention over all": lambda: ops.attend(pools, chosen, query, dim**-0.5, length)},
+        {"decode attention over all": lambda: ops.decode_attention(pools, chosen, query, dim**-0.5, length)},
         moved=pools.nbytes * r.budget // length + summaries.nbytes,
     )  # fmt: skip

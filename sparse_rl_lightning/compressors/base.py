@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
-from sparse_rl_lightning.ops.select import pinned_entries, select_entries
+from sparse_rl_lightning.ops.selection import pinned_entries, select_entries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 

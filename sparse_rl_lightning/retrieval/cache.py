@@ -11,8 +11,8 @@ from torch import Tensor
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import KVPools
-from sparse_rl_lightning.ops.pages import keep_pages, list_pages, page_counts
-from sparse_rl_lightning.ops.slot_pages import write_summaries
+from sparse_rl_lightning.ops.select_pages import keep_pages, list_pages, page_counts
+from sparse_rl_lightning.ops.summarize_pages import write_summaries
 from sparse_rl_lightning.page_record import PageRecord
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.retrievers import Retriever
@@ -87,7 +87,7 @@ class PageCache:
         if self.record is not None:
             index = layer - self.retriever.num_dense_layers
             self.record[self._places, index, self._positions, :, : pages.shape[2]] = pages.to(self.record.dtype)
-        return ops.attend_pages(pools, slots, query, pages, self.retriever.page_size, scale)
+        return ops.page_attention(pools, slots, query, pages, self.retriever.page_size, scale)
 
     def entries_read(self, lengths: Tensor) -> Tensor:
         """What a step reads in entries, one key and one value each, a mean over layers and heads.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from sparse_rl_lightning.ops.pages import PageReduction
+from sparse_rl_lightning.ops.select_pages import PageReduction
 
 
 def check_reduction(owner: object, group_reduction: PageReduction) -> PageReduction:

@@ -193,10 +193,10 @@ class SlotCache:
         if self.pages is not None and self.pages.reads(layer):
             out = self.pages.attend(layer, pools, slots, own, self.geometry.scale)
         elif probs is None:
-            out = ops.attend(pools, slots, own, self.geometry.scale, self.most_entries(layer))
+            out = ops.decode_attention(pools, slots, own, self.geometry.scale, self.most_entries(layer))
         else:
             used, out = slice(len(probs)), torch.zeros_like(own)
-            out[used] = ops.attend(
+            out[used] = ops.decode_attention(
                 pools, slots[used], own[used], self.geometry.scale, self.most_entries(layer), probs=probs
             )
         return out.to(query.dtype)
@@ -229,9 +229,9 @@ class SlotCache:
             offsets=(prompts.starts[:, None] + first)[None], capacities=self.pools.capacities[:1],
             lengths=lengths[None].contiguous(),
         )  # fmt: skip
-        ops.select_and_store(
+        ops.evict(
             self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
-            compressor.window, self.seen[:-1], source, self.death[layer : layer + 1],
+            compressor.window, self.seen[:-1], self.death[layer : layer + 1], source=source,
         )  # fmt: skip
         if self.pages is not None:
             self.pages.refresh(layer, self.layers[layer], slots)
@@ -262,7 +262,7 @@ class SlotCache:
         """
         chosen = torch.tensor(slots, device=self.key_pool.device)
         widest = max(layer.shape[-1] for layer in scores)
-        ops.select_and_compact(
+        ops.evict(
             self.pools, chosen, torch.stack([F.pad(layer, (0, widest - layer.shape[-1])) for layer in scores]),
             torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
         )  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl_lightning.ops.append import rotate
 from sparse_rl_lightning.ops.float8 import to_stored
-from sparse_rl_lightning.ops.slot_append import rotate
 from sparse_rl_lightning.rollout.cache.compression import Compression
 from sparse_rl_lightning.rollout.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
