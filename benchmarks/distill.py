@@ -1,6 +1,6 @@
 """The tail of the acceptance before and after DistillSparse, under one schedule and on the same held-out prompts.
 
-    python benchmarks/distill.py [--steps 480] [--threads 2] [--quick] [--save docs]
+    python -m benchmarks.distill [--steps 480] [--threads 2] [--quick] [--save docs]
 
 Every run is `configs/distill.yaml` with a schedule in place of its budget, and with what the adapter learns from
 changed. Its policy is measured three times: as it was at the start, as it is at the end without its adapter, and with
@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _pages import insert
-from _table import Table, machine
 
-from sparse_rl_lightning.acceptance import rollout_acceptance
+from benchmarks import ROOT
+from benchmarks.common.pages import insert, machine, mark, say
+from benchmarks.common.tables import Table
+from sparse_rl_lightning.acceptance import AcceptanceTail, rollout_acceptance
 from sparse_rl_lightning.cli import main as cli
-from sparse_rl_lightning.metrics import AcceptanceTail
 from sparse_rl_lightning.modules import DistillSparse
 from sparse_rl_lightning.rollout import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
 POLICY = ROOT / "runs" / "warmup" / "policy"
-BEGIN = "<!-- written by benchmarks/distill.py -->"
+BEGIN = mark("benchmarks.distill")
 SCHEDULE = {"class_path": "LengthSchedule", "init_args": {"starts": [0, 32, 40], "budgets": [22, 26, 30]}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "policy gradient + 0.001 KL (Sparrow)": {"kl_coef": 0.001, "policy_gradient": True},
@@ -74,10 +73,8 @@ def measure(module: DistillSparse, rows: list[dict[str, Any]], adapted: bool) ->
     _ = module.sparse_policy if adapted else module.dense_policy
     rollout = sampler.generate(module.encode(rows), params)
     lower, _ = rollout_acceptance(module.dense_policy.eval(), rollout)
-    metric = AcceptanceTail(num_bins=1)
-    metric.update(lower, rollout.completion_mask)
-    found = metric.compute()
-    return Tail(float(found["tail_all"]), float(found["mean"]), float(found["near_one"]), int(found["tokens"].sum()))
+    found = AcceptanceTail.of(lower, rollout.completion_mask)
+    return Tail(found.overall, found.mean, found.near_one, sum(found.tokens.values()))
 
 
 def train(sizes: Sizes, folder: Path, adapter: dict[str, Any]) -> Iterator[tuple[str, Tail]]:
@@ -117,7 +114,7 @@ def results(sizes: Sizes) -> Table:
     for name, adapter in VARIANTS.items():
         with tempfile.TemporaryDirectory() as folder:
             for state, tail in train(sizes, Path(folder), adapter):
-                print(f"{name}, {state}: {tail}", file=sys.stderr, flush=True)
+                say(f"{name}, {state}: {tail}")
                 table.add(name, state, *tail.cells())
     return table
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of ``concepts.md`` into ``docs/figures``: ``python docs/figures.py``.
+"""Draw the pictures of ``concepts.md`` into ``docs/figures``: ``python -m docs.figures``.
 
 What shows a rollout is a rollout, of a random model with two layers; what shows a rule is computed by the rule.
 """

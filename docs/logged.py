@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import docstrings
-
+from docs import docstrings
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, StepTimes, ZeroSharding
 from sparse_rl_lightning.metrics import rollout
 from sparse_rl_lightning.rollout.partial import PartialRollouts
@@ -108,7 +107,6 @@ HEALTHY = {
     "acceptance/p05": "above `acceptance/target`",
     "acceptance/p05/{bin}": "above `acceptance/target`",
     "acceptance/ceiling_p05": "near 1 in float32; 0.945 in Sparrow, whose sampler is another program",
-    "acceptance/beta_ks": "below 0.04 where the fit describes the tail",
     "guard/tail_margin": "positive",
     "guard/length_ratio": "above 0.6",
     "guard/raises": "0",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.heads import across_heads
+from sparse_rl_lightning.compressors.entries import shared_scores
 from sparse_rl_lightning.ops import window_importance
 from sparse_rl_lightning.records import LayerState
 
@@ -33,4 +33,4 @@ class TOVA(Compressor):
             group_reduction="mean",
             pooling="none",
         )
-        return across_heads(attention, layer.positions, layer.valid, "mean")
+        return shared_scores(attention, layer.positions, layer.valid, "mean")

@@ -129,6 +129,4 @@ def check_numbers(name: str, numbers: Tensor, limit: int | None = None) -> None:
     wrong = numbers[(numbers < 0) if limit is None else (numbers < 0) | (numbers >= limit)]
     if len(wrong):
         allowed = "0 or more" if limit is None else f"0 to {limit - 1}"
-        raise RuntimeError(
-            f"{name} is {int(wrong[0])}, expected {allowed}: a number that is negative or too large."
-        )
+        raise RuntimeError(f"{name} is {int(wrong[0])}, expected {allowed}: a number that is negative or too large.")

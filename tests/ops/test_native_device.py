@@ -80,7 +80,7 @@ def test_a_budget_beyond_the_capacity_is_cut(device: str) -> None:
     unused = torch.ones(len(case.pools.keys), dtype=torch.bool, device=device)
     unused[case.pools.offsets[:, used]] = False
     assert same_bits(case.pools.keys[unused], before.keys[unused])
-    with pytest.raises(RuntimeError, match=r"select_and_store left out slot [02]: a budget"):
+    with pytest.raises(RuntimeError, match=r"evict left out slot [02]: a budget"):
         case.pools.raise_errors()
 
 
@@ -89,8 +89,8 @@ def test_a_budget_beyond_the_capacity_is_cut(device: str) -> None:
     ("name", "spoil", "match"),
     [
         ("append", lambda case: case.seen.neg_(), "a position"),
-        ("select_and_compact", lambda case: case.budgets.fill_(-1), "a budget"),
-        ("select_and_compact", lambda case: case.pools.positions.fill_(10**6), "a position"),
+        ("evict", lambda case: case.budgets.fill_(-1), "a budget"),
+        ("evict", lambda case: case.pools.positions.fill_(10**6), "a position"),
         ("fork", lambda case: case.pools.capacities[:, 1].fill_(1), "the slot is full"),
         ("select_pages", lambda case: case.limits.fill_(-1), "a number of pages"),
         ("page_attention", lambda case: case.pages.fill_(5), "a number of pages"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,15 +102,28 @@ def package_version() -> Version:
 
 
 def test_version_fits_the_changelog() -> None:
-    """Between releases a .dev version above the newest release, and an empty Unreleased section after one."""
+    """The version is the newest release; with changes under Unreleased it is a .dev version above it."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## \[(.+?)\][^\n]*\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
-    assert sections[0][0] == "Unreleased"
-    releases = [Version(title) for title, _ in sections[1:]]
+    unreleased = [text for title, text in sections[:1] if title == "Unreleased"]
+    releases = [Version(title) for title, _ in sections[len(unreleased) :]]
+    assert releases
     assert releases == sorted(releases, reverse=True)
     version = package_version()
-    if re.search(r"^- ", sections[0][1], re.MULTILINE):
+    if any(re.search(r"^- ", text, re.MULTILINE) for text in unreleased):
         assert version.is_devrelease
-        assert all(release < version for release in releases)
+        assert version > releases[0]
     else:
         assert version == releases[0]
+
+
+def test_the_public_hosts_workflow_runs_what_there_is() -> None:
+    """Its steps call ``.ci/run`` and targets of the Makefile, nothing of their own."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    calls = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert calls == [".ci/run", "make dist"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    wanted = re.findall(r"\bmake ([a-z-]+)", "\n".join([*calls, script]))
+    assert {"dist", "test"} <= set(wanted)
+    assert set(wanted) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))

@@ -12,14 +12,13 @@ from torch import Tensor
 from sparse_rl_lightning.compressors import (
     H2O,
     RKV,
+    Combined,
     Compressor,
     FullKV,
     KNorm,
-    Protect,
     RandomEviction,
     SnapKV,
     StreamingLLM,
-    Union,
 )
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
 from sparse_rl_lightning.rollout.engine.logs import Tracks
@@ -33,7 +32,7 @@ COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "snap": lambda: SnapKV(**SIZES),
     "norm": lambda: KNorm(**SIZES),
     "sums": lambda: H2O(**SIZES),
-    "wrapped": lambda: Protect(Union(RKV(**SIZES)), prompt=False, token_ids=[3]),
+    "wrapped": lambda: Combined([RKV(**SIZES, protect_token_ids=[3])], across_heads="max"),
 }
 PROMPTS = [[5, 6, 7], list(range(8, 30))]
 

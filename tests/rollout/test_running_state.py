@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.compressors import H2O, Compressor, Mixture, SnapKV, Union
+from sparse_rl_lightning.compressors import H2O, Combined, Compressor, SnapKV
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
@@ -160,7 +160,7 @@ class Headless(Ledger):
 
 
 def test_wrappers_keep_the_numbers_of_their_parts_apart() -> None:
-    mixture = Mixture([Ledger(**SMALL), H2O(**SMALL), Union(Ledger(**SMALL))])
+    mixture = Combined([Ledger(**SMALL), H2O(**SMALL), Combined([Ledger(**SMALL)], across_heads="max")])
     assert mixture.head_state_fields(16) == {"0.count": 1, "0.keys": 16, "2.0.count": 1, "2.0.keys": 16}
     assert mixture.needs_attention
     policy = tiny_model(initializer_range=0.2, eos_token_id=None)

@@ -10,14 +10,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from sparse_rl_lightning.acceptance import tail_target
+from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
-from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.files import writable_folder
-from sparse_rl_lightning.metrics.rejection import rejection_rate
+from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import ScoredRollout
-from sparse_rl_lightning.retrievers import Retriever
 
 Mode = Literal["off", "warn", "raise", "stop"]
 MODES = ("off", "warn", "raise", "stop")
@@ -249,10 +248,10 @@ class TailGuard(RolloutCallback):
         self._told, self._judged = list(state_dict["told"]), state_dict["judged"]
 
 
-def _limited(module: Any) -> list[Compressor | Retriever]:
+def _limited(module: Any) -> list[Budgeted]:
     """What of the module's sampler has a budget: its compressor, its retriever, or both."""
-    evicting = [module.compressor] if module.compressor.evicts else []
-    return evicting if module.retriever is None else [*evicting, module.retriever]
+    parts: list[Budgeted | None] = [module.compressor, module.retriever]
+    return [part for part in parts if part is not None and part.is_limited]
 
 
 def _budget(module: Any, steps: int) -> int:
