@@ -91,6 +91,11 @@ def make_pools(
     )  # fmt: skip
 
 
+def uniform_pools(heads: tuple[int, ...], capacity: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> KVPools:
+    """Empty pools in which every head has the same capacity."""
+    return KVPools.ragged(torch.full(heads, capacity, dtype=torch.int32, device=device), dim, dtype)
+
+
 def make_keys(g: torch.Generator, rows: int, dim: int, kind: str) -> Tensor:
     keys = torch.randn(rows, dim, generator=g)
     if kind == "clustered":
@@ -217,6 +222,7 @@ class Case:
                 setattr(self, name, value.to(device) if isinstance(value, Tensor) else moved(value, device))
         self.layer = self.pools.layer(0)  # the same memory
         self.dense, self.positions, self.lengths = dense_heads_of(self.layer, CAPACITY, strided=True)
+        self.dense.nan_to_num_(0.25)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         ring, cos, sin, lse, probs, death, state = (

@@ -34,7 +34,7 @@ PARTS = ("attention", "redundancy", "eviction", "retrieval")
 def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 1) -> KVPools:
     """Full slots of random keys with some common direction, so that similarities are moderate."""
     slots, _, heads, dim, entries = shape
-    pools = KVPools.uniform((layers, slots, heads), entries, dim, dtype, device)
+    pools = KVPools.ragged(torch.full((layers, slots, heads), entries, dtype=torch.int32, device=device), dim, dtype)
     centres = torch.randn(64, dim, device=device)
     keys = centres[torch.randint(64, (len(pools.keys),), device=device)] + 0.8 * torch.randn(
         pools.keys.shape, device=device

@@ -31,7 +31,7 @@ def bench_retrieval(bench: Bench, dtype: torch.dtype, retriever: Retriever, leng
     """Summarise what the newest token completed, score all pages, read the best: against attention over everything."""
     slots, num_heads, heads, dim = SHAPE
     slots, r = GPU_SLOTS if bench.device == "cuda" else slots, retriever
-    pools = KVPools.uniform((slots, heads), length, dim, dtype, bench.device)
+    pools = KVPools.ragged(torch.full((slots, heads), length, dtype=torch.int32, device=bench.device), dim, dtype)
     pools.keys.normal_()
     pools.values.normal_()
     pools.lengths.fill_(length)

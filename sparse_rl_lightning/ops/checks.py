@@ -39,6 +39,8 @@ def check_arguments(op: str, args: tuple[Any, ...]) -> None:
     for name in [*first, *(name for name in given if name not in first)]:
         tensor, (*letters, kind) = given[name], SHAPES[name].split()
         _check_shape(name, tensor, letters if op in ON_ALL_LAYERS else [x for x in letters if x != "L"], sizes)
+        if "Hq" in letters and sizes["Hq"] % max(sizes["H"], 1):
+            raise ValueError(f"{name} has {sizes['Hq']} heads, expected a multiple of the {sizes['H']} KV heads.")
         dtype = types.get(kind) or getattr(torch, kind)
         if tensor.dtype != dtype:
             raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}.")
@@ -46,9 +48,6 @@ def check_arguments(op: str, args: tuple[Any, ...]) -> None:
             raise ValueError(f"{name} is on {tensor.device}, {like} is on {given[like].device}.")
         if name not in STRIDED and not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous, pass {name}.contiguous().")
-    if sizes.get("Hq", 0) % max(sizes.get("H", 1), 1):
-        name = "query" if "query" in given else "queries" if "queries" in given else "query_ring"
-        raise ValueError(f"{name} has {sizes['Hq']} heads, expected a multiple of the {sizes['H']} KV heads.")
 
 
 def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:

@@ -66,8 +66,9 @@ def reference(
     used = (slots >= 0).nonzero().squeeze(1)
     slots, width = slots[used], scores.shape[3]
     keys, values, starts, held = key_pool, value_pool, offsets[:, slots], lengths[:, slots]
-    in_place = source_keys is None or source_values is None or source_offsets is None or source_lengths is None
-    if not in_place:
+    in_place = source_keys is None or source_values is None
+    if source_keys is not None and source_values is not None:
+        assert source_offsets is not None and source_lengths is not None, "half a source"
         keys, values, starts, held = source_keys, source_values, source_offsets[:, used], source_lengths[:, used]
     check_runs(torch.arange(len(used), device=used.device), starts, held, width, len(keys))
     rows, live = gather_heads(starts, held, width)  # (L, B, H, N)

@@ -48,6 +48,8 @@ def key_redundancy(keys: Tensor, lengths: Tensor, threshold: float = 0.5) -> Ten
 def reference(keys: Tensor, lengths: Tensor, threshold: float, redundancy: Tensor, scratch: Tensor) -> None:
     """The op ``key_redundancy`` in PyTorch."""
     check_numbers("a head's number of entries", lengths, keys.shape[2] + 1)
+    if not redundancy.numel():
+        return
     valid = live_entries(lengths, keys.shape[2])
     live = keys.to(redundancy.dtype).masked_fill(~valid.unsqueeze(-1), 0.0)
     unit = live / (torch.linalg.vector_norm(live, dim=-1, keepdim=True) + 1e-8)

@@ -27,21 +27,6 @@ class KVPools:
     errors: Tensor | None = None  # (1) int32, where CUDA kernels say what they had to leave out
 
     @classmethod
-    def uniform(
-        cls, heads: tuple[int, ...], capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
-    ) -> Self:
-        """Empty pools in which every head has the same capacity.
-
-        Args:
-            heads: (L, S, H) or (S, H).
-            capacity: Entries per head.
-            head_dim: D.
-            dtype: Type of keys and values.
-            device: Where they live.
-        """
-        return cls.ragged(torch.full(heads, capacity, dtype=torch.int32, device=device), head_dim, dtype)
-
-    @classmethod
     def ragged(cls, capacities: Tensor, head_dim: int, dtype: torch.dtype) -> Self:
         """Empty pools on the device of ``capacities``, the heads one after the other in its order.
 

@@ -91,6 +91,8 @@ def reference(
 ) -> None:  # fmt: skip
     """The op ``window_importance`` in PyTorch."""
     check_numbers("a head's number of entries", lengths, keys.shape[2] + 1)
+    if not importance.numel():
+        return
     valid = live_entries(lengths, keys.shape[2])
     outside = live_entries(lengths - window, keys.shape[2])
     attended = outside if exclude_window else valid
@@ -118,8 +120,6 @@ def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: 
     Returns:
         (..., N), 0 where not ``inside``.
     """
-    assert pooling in ("max", "avg", "none"), pooling
-    assert kernel_size % 2 == 1, kernel_size
     if pooling == "none":
         return values.masked_fill(~inside, 0.0)
     rows = values.masked_fill(~inside, -torch.inf if pooling == "max" else 0.0).flatten(end_dim=-2)

@@ -24,7 +24,8 @@ ROOTS = {  # what is called by no name of its own
 NOT_CAPTURED = {
     "compression.py",  # steps with running state run eagerly
     "teacher_forcing.py",  # given texts too
-    "slot_pages.py:write_summaries",  # and retrievers without a kernel
+    "partial.py",  # draws rollouts, not tokens
+    "summarize_pages.py:write_summaries",  # and retrievers without a kernel
     "attention.py", "logprobs.py",  # of the learner
     "library.py",  # passes arguments on
 }  # fmt: skip
@@ -152,8 +153,9 @@ def test_the_rule_reads_all_of_a_step() -> None:
     captured = {name.split(":")[1] for name in reached(functions(sources()), ROOTS)}
     assert captured >= {
         "Step.draw", "draw", "truncate", "hash_uniform", "hash_bits", "Tracks.note_end", "SlotCache.append_and_attend",
-        "SlotCache.held", "append", "attend", "attend_pages", "select_pages", "summarize_pages", "PageCache.attend",
-        "PageCache.begin_step", "PageCache.refresh", "Decoder.logits", "Decoder._rotation", "list_pages",
+        "SlotCache.held", "append", "decode_attention", "page_attention", "select_pages", "summarize_pages",
+        "PageCache.attend", "PageCache.begin_step", "PageCache.refresh", "Decoder.logits",
+        "Decoder._rotation", "list_pages",
     }  # fmt: skip
 
 

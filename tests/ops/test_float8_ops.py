@@ -19,6 +19,7 @@ from native_cases import (
     pick_slots,
     recorded,
     reference,
+    uniform_pools,
 )
 from test_native_attention import turned
 from test_native_evict import make_scores, survivors, units
@@ -151,7 +152,7 @@ def test_append(way: Way, device: str, dtype: torch.dtype, turn: bool) -> None:
 def test_keys_are_rounded_to_the_type_of_the_queries_first(way: Way, device: str, dtype: torch.dtype) -> None:
     """As a prompt's are, whose keys come in that type."""
     g = torch.Generator().manual_seed(2)
-    pools = KVPools.uniform((200, 1), 1, 64, FLOAT8, "cpu")
+    pools = uniform_pools((200, 1), 1, 64, FLOAT8)
     key, angle = torch.randn(200, 1, 64, generator=g).to(dtype), torch.randn(200, 32, generator=g).repeat(1, 2)
     seen = torch.zeros(200, dtype=torch.int64)
     args = [key.clone(), key, key, angle.cos(), angle.sin(), torch.arange(200), seen, pools.offsets,
@@ -167,7 +168,7 @@ def test_every_number_is_read_exactly(way: Way, device: str, dtype: torch.dtype,
     """One entry per head: the result is its value."""
     every = torch.arange(512).to(torch.uint8).view(-1, dim)
     heads = len(every)
-    pools = KVPools.uniform((1, heads), 1, dim, FLOAT8, "cpu")
+    pools = uniform_pools((1, heads), 1, dim, FLOAT8)
     pools.values.copy_(every.view(FLOAT8))
     pools.lengths.fill_(1)
     query = torch.ones(1, heads, dim, dtype=dtype)

@@ -22,12 +22,12 @@ from native_cases import (
     shape_for,
     shapes,
     tolerance,
+    uniform_pools,
     without_kernels,
 )
 from torch import Tensor
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.ops import KVPools
 
 groups = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12])
 
@@ -168,7 +168,7 @@ def test_decode_attention_of_all_head_sizes(device: str, dim: int, group: int) -
 @on_each_device
 def test_the_exponential_is_exact_to_a_few_units_in_the_last_place(device: str) -> None:
     gaps = -torch.linspace(0, 80, 4001)  # logits of two entries with values 0 and 1: the result is a logistic function
-    pools = KVPools.uniform((len(gaps), 1), 2, 8, torch.float32, "cpu")
+    pools = uniform_pools((len(gaps), 1), 2, 8, torch.float32)
     pools.lengths.fill_(2)
     pools.keys[1::2, 0], pools.values[1::2] = gaps, 1.0
     query = torch.zeros(len(gaps), 1, 8)
@@ -184,7 +184,7 @@ def test_the_exponential_is_exact_to_a_few_units_in_the_last_place(device: str) 
 def test_results_round_to_the_nearest_even(device: str) -> None:
     unit = 2.0**-7  # of bfloat16 at 1
     pairs = 1 + unit * torch.tensor([[0, 1], [1, 2], [0, 3], [1, 4], [0, 2]])  # the means of all but the last are ties
-    pools = KVPools.uniform((5, 1), 2, 8, torch.bfloat16, "cpu")
+    pools = uniform_pools((5, 1), 2, 8, torch.bfloat16)
     pools.lengths.fill_(2)
     pools.values.copy_(pairs.view(-1, 1))
     query = torch.ones(5, 2, 8, dtype=torch.bfloat16)

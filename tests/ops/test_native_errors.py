@@ -24,12 +24,12 @@ from native_cases import (
     reference,
     same_bits,
     same_pools,
+    uniform_pools,
     without_kernels,
 )
 from torch import Tensor
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
@@ -170,7 +170,7 @@ def test_pools_that_do_not_fit_together_are_refused() -> None:
         ops.decode_attention(case.pools, case.slots, case.query, 0.3, CAPACITY)
     with pytest.raises(ValueError, match=r"offsets has shape .*, expected \(layers, slots, KV heads\)"):
         ops.fork(case.layer, case.sources, case.destinations)
-    doubles = KVPools.uniform((SLOTS, HEADS), 4, DIM, torch.float64, "cpu")  # the reference checks as well
+    doubles = uniform_pools((SLOTS, HEADS), 4, DIM, torch.float64)  # the reference checks as well
     with pytest.raises(ValueError, match=r"query is torch.float32, expected torch.float64"):
         ops.decode_attention(doubles, case.slots, case.query, 0.3, CAPACITY)
 
@@ -221,7 +221,7 @@ def test_kernels_refuse_types_they_do_not_have(name: str, dtype: torch.dtype, mo
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
 def test_heads_too_large_for_the_kernels_are_refused() -> None:
-    pools = KVPools.uniform((1, 1), 4, 520, torch.float32, "cpu")
+    pools = uniform_pools((1, 1), 4, 520, torch.float32)
     with pytest.raises(RuntimeError, match="head_dim is 520, the native kernels take 1 to 512"):
         ops.decode_attention(pools, torch.tensor([0]), torch.zeros(1, 1, 520), 1.0, 4)
 
@@ -266,7 +266,7 @@ def test_angles_wider_than_a_head_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
 def test_a_capacity_beyond_the_pool_is_refused() -> None:
-    pools = KVPools.uniform((2, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((2, 1), 4, 8, torch.float32)
     pools.lengths.fill_(4)
     pools.capacities.fill_(5)  # the last slot's fifth row would be the ninth of eight
     x = torch.zeros(1, 1, 8)
@@ -276,7 +276,7 @@ def test_a_capacity_beyond_the_pool_is_refused() -> None:
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
 def test_a_slot_listed_twice_does_not_grow_into_its_neighbour() -> None:
-    pools = KVPools.uniform((2, 1), 2, 8, torch.float32, "cpu")
+    pools = uniform_pools((2, 1), 2, 8, torch.float32)
     pools.lengths.fill_(1)
     x = torch.ones(2, 1, 8)
     ops.append(pools, torch.tensor([0, 0]), torch.tensor([1, 1]), x, x.clone(), x.clone())

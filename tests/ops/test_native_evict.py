@@ -17,6 +17,7 @@ from native_cases import (
     same_pools,
     shape_for,
     shapes,
+    uniform_pools,
 )
 from test_native_attention import both
 from torch import Tensor
@@ -209,7 +210,7 @@ def test_fork(device: str, seed: int, shape: dict, num_queries: int, state: bool
 @cpu_complaints
 @pytest.mark.parametrize("positions", [[0, 1, 9, 10], [-3, -2, 0, 1]])
 def test_a_death_beyond_the_record_is_an_error(positions: list[int]) -> None:
-    pools = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 1, 1), 4, 8, torch.float32)
     pools.lengths.fill_(4)
     pools.positions.copy_(torch.tensor(positions))
     with pytest.raises(RuntimeError, match="outside the death record of 5 tokens"):
@@ -221,8 +222,8 @@ def test_a_death_beyond_the_record_is_an_error(positions: list[int]) -> None:
 
 @cpu_complaints
 def test_storing_more_than_a_slot_holds_is_an_error() -> None:
-    source = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
-    pools = KVPools.uniform((1, 2, 1), 2, 8, torch.float32, "cpu")
+    source = uniform_pools((1, 1, 1), 4, 8, torch.float32)
+    pools = uniform_pools((1, 2, 1), 2, 8, torch.float32)
     source.lengths.fill_(4)
     before, budgets = copy(pools), torch.full((1, 1, 1), 3, dtype=torch.int32)
     seen = torch.tensor([4, 4])
@@ -232,9 +233,9 @@ def test_storing_more_than_a_slot_holds_is_an_error() -> None:
 
 
 def test_nothing_to_store_leaves_an_empty_slot() -> None:
-    pools = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 1, 1), 4, 8, torch.float32)
     pools.lengths.fill_(3)
-    source = KVPools.uniform((1, 1, 1), 0, 8, torch.float32, "cpu")
+    source = uniform_pools((1, 1, 1), 0, 8, torch.float32)
     budgets = torch.full((1, 1, 1), 3, dtype=torch.int32)
     ops.evict(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 2), budgets, 0, 0, torch.tensor([0]), source=source)
     assert pools.lengths.item() == 0
@@ -242,14 +243,14 @@ def test_nothing_to_store_leaves_an_empty_slot() -> None:
 
 @cpu_complaints
 def test_forking_onto_a_source_is_an_error() -> None:
-    pools = KVPools.uniform((1, 3, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 3, 1), 4, 8, torch.float32)
     with pytest.raises(RuntimeError, match="slot 1 is both"):
         ops.fork(pools, torch.tensor([0, 1]), torch.tensor([1, 2]))
 
 
 @cpu_complaints
 def test_forking_into_a_smaller_slot_is_an_error() -> None:
-    pools = KVPools.uniform((1, 2, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 2, 1), 4, 8, torch.float32)
     pools.lengths[0, 0], pools.capacities[0, 1] = 3, 2
     with pytest.raises(RuntimeError, match="a head holds 3 entries, allowed are 0 to the destination's capacity = 2"):
         ops.fork(pools, torch.tensor([0]), torch.tensor([1]))

@@ -20,6 +20,7 @@ from native_cases import (
     shape_for,
     shapes,
     tolerance,
+    uniform_pools,
     without_kernels,
 )
 from test_native_attention import both, groups
@@ -259,7 +260,7 @@ def test_what_finds_no_room_is_refused() -> None:
 
 @pytest.mark.parametrize(("num_first", "num_last", "page_size"), [(-1, 1, 2), (0, 0, 2), (1, 1, 0)])
 def test_numbers_out_of_range_are_refused(num_first: int, num_last: int, page_size: int) -> None:
-    pools = ops.KVPools.uniform((1, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 1), 4, 8, torch.float32)
     limits, room = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, 1, 3, 8)
     with pytest.raises(ValueError, match=f"got num_first={num_first}|page_size must be at least 1"):
         ops.select_pages(

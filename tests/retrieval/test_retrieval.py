@@ -254,7 +254,7 @@ def test_a_decode_step_makes_no_tensor_of_numbers_of_the_host() -> None:
     pages.begin_step(torch.tensor([0, 1, 2]), torch.tensor([18, 19, 35]))
     assert pages.limits.tolist() == 3 * [[3, 4, 6]]  # of each layer
     assert pages.limits.dtype == torch.int32
-    pools = KVPools.uniform((3, 2, 2), 40, g.head_dim, torch.float32, "cpu")
+    pools = KVPools.ragged(torch.full((3, 2, 2), 40, dtype=torch.int32), g.head_dim, torch.float32)
     pools.lengths.fill_(7)
     assert pages.attend(0, pools.layer(0), torch.tensor([0, 1, -1]), torch.ones(3, 4, 16), 1.0).shape == (3, 4, 16)
 
