@@ -66,17 +66,16 @@ def reference(
     used = (slots >= 0).nonzero().squeeze(1)
     slots, width = slots[used], scores.shape[3]
     keys, values, starts, held = key_pool, value_pool, offsets[:, slots], lengths[:, slots]
-    in_place = source_keys is None or source_values is None
-    if source_keys is not None and source_values is not None:
-        assert source_offsets is not None and source_lengths is not None, "half a source"
-        keys, values, starts, held = source_keys, source_values, source_offsets[:, used], source_lengths[:, used]
+    source = [t for t in (source_keys, source_values, source_offsets, source_lengths) if t is not None]
+    if source:
+        keys, values, starts, held = source[0], source[1], source[2][:, used], source[3][:, used]
     check_runs(torch.arange(len(used), device=used.device), starts, held, width, len(keys))
     rows, live = gather_heads(starts, held, width)  # (L, B, H, N)
     index = torch.arange(width, dtype=torch.int32, device=rows.device).expand_as(rows)
-    positions = position_pool[rows] if in_place else index
+    positions = index if source else position_pool[rows]
     keep = _keep(scores[:, used], budgets[:, used], num_sinks, window, live, positions)
     order, kept = compaction_order(keep)
-    if not in_place and bool((kept > capacities[:, slots]).any()):
+    if source and bool((kept > capacities[:, slots]).any()):
         raise RuntimeError("a budget exceeds the capacity of its slot.")
     stays = index < kept.unsqueeze(-1)
     place, entry = (offsets[:, slots].unsqueeze(-1) + index)[stays], rows.gather(-1, order)[stays]
