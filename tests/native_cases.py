@@ -93,7 +93,7 @@ def make_pools(
 
 def uniform_pools(heads: tuple[int, ...], capacity: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> KVPools:
     """Empty pools in which every head has the same capacity."""
-    return KVPools.ragged(torch.full(heads, capacity, dtype=torch.int32, device=device), dim, dtype)
+    return KVPools.ragged(torch.full(heads, capacity, dtype=torch.int32), dim, dtype, device)
 
 
 def make_keys(g: torch.Generator, rows: int, dim: int, kind: str) -> Tensor:

@@ -34,9 +34,9 @@ PARTS = ("attention", "redundancy", "eviction", "retrieval")
 def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 1) -> KVPools:
     """Full slots of random keys with some common direction, so that similarities are moderate."""
     slots, _, heads, dim, entries = shape
-    pools = KVPools.ragged(torch.full((layers, slots, heads), entries, dtype=torch.int32, device=device), dim, dtype)
-    centres = torch.randn(64, dim, device=device)
-    keys = centres[torch.randint(64, (len(pools.keys),), device=device)] + 0.8 * torch.randn(
+    pools = KVPools.ragged(torch.full((layers, slots, heads), entries, dtype=torch.int32), dim, dtype, device)
+    centers = torch.randn(64, dim, device=device)
+    keys = centers[torch.randint(64, (len(pools.keys),), device=device)] + 0.8 * torch.randn(
         pools.keys.shape, device=device
     )
     pools.keys.copy_(keys)

@@ -28,10 +28,10 @@ def retrieval_rows(bench: Bench, dtype: torch.dtype, quick: bool = False) -> lis
 
 
 def bench_retrieval(bench: Bench, dtype: torch.dtype, retriever: Retriever, length: int, goal: str) -> Row:
-    """Summarise what the newest token completed, score all pages, read the best: against attention over everything."""
+    """Summarize what the newest token completed, score all pages, read the best: against attention over everything."""
     slots, num_heads, heads, dim = SHAPE
     slots, r = GPU_SLOTS if bench.device == "cuda" else slots, retriever
-    pools = KVPools.ragged(torch.full((slots, heads), length, dtype=torch.int32, device=bench.device), dim, dtype)
+    pools = KVPools.ragged(torch.full((slots, heads), length, dtype=torch.int32), dim, dtype, bench.device)
     pools.keys.normal_()
     pools.values.normal_()
     pools.lengths.fill_(length)
