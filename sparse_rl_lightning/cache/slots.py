@@ -242,18 +242,6 @@ class SlotCache:
         own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
         key, value = (t.to(kind).contiguous() for t in (key, value))
         ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
-<<<<<<< HEAD:sparse_rl_lightning/rollout/cache/slots.py
-        if self.pages is not None and self.pages.reads(layer):
-            out = self.pages.attend(layer, pools, slots, own, self.geometry.scale)
-        elif probs is None:
-            out = ops.decode_attention(pools, slots, own, self.geometry.scale, self.most_entries(layer))
-        else:
-            used, out = slice(len(probs)), torch.zeros_like(own)
-            out[used] = ops.decode_attention(
-                pools, slots[used], own[used], self.geometry.scale, self.most_entries(layer), probs=probs
-            )
-        return out.to(query.dtype)
-=======
         return self._attend(layer, slots, own, probs).to(query.dtype)
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None) -> Tensor:
@@ -264,7 +252,6 @@ class SlotCache:
         used, out = slice(len(probs)), torch.zeros_like(query)
         out[used] = ops.decode_attention(pools, slots[used], query[used], scale, most, probs=probs)
         return out
->>>>>>> main:sparse_rl_lightning/cache/slots.py
 
     def store(
         self, layer: int, prompts: PackedPrompts, scores: Tensor, budgets: Tensor, compressor: Compressor
