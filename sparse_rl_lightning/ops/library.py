@@ -76,7 +76,7 @@ def call(name: str, like: torch.Tensor, *args: Any) -> None:
     if torch.compiler.is_compiling() or like.is_meta:
         op(*args)
         return
-    if not (has_kernel(name, like.device.type) and has_type(like) and not _wide_beside_float8(like, args)):
+    if not (has_kernel(name, like.device.type) and _serves(like, args)):
         REFERENCES[name](*args)
         return
     try:
@@ -97,19 +97,14 @@ def load() -> dict[str, str]:
     return {device: _load(name) for device, name in LIBRARIES.items()}
 
 
-def has_type(keys: torch.Tensor) -> bool:
-    """Whether compiled kernels for the device of the keys take their type and head size."""
+def _serves(keys: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether compiled kernels for the device of the keys take their type and head size, and the queries' type."""
     device = keys.device.type
     # CUDA kernels load 16 bytes at a time, and eight elements
     whole_words = device != "cuda" or keys.shape[-1] % max(8, 16 // keys.element_size()) == 0
-    return keys.dtype in NATIVE_DTYPES.get(device, ()) and whole_words
-
-
-def _wide_beside_float8(keys: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether float8 pools come with float64 queries, which no kernel takes."""
-    if keys.dtype != FLOAT8:
-        return False
-    return any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
+    # float8 pools go with queries of any type; no kernel computes in float64
+    wide = keys.dtype == FLOAT8 and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
+    return keys.dtype in NATIVE_DTYPES.get(device, ()) and whole_words and not wide
 
 
 @cache
