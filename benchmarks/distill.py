@@ -50,7 +50,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Tail:
-    """What a policy's rollouts say."""
+    """Acceptance of a policy's rollouts."""
 
     p05: float
     mean: float
@@ -58,7 +58,7 @@ class Tail:
     tokens: int
 
     def cells(self) -> tuple[str, ...]:
-        """For a row of the table."""
+        """Cells of a row of the table."""
         return f"{self.p05:.3f}", f"{self.mean:.4f}", f"{self.near_one:.3f}", f"{self.tokens:,}"
 
 
@@ -78,7 +78,7 @@ def measure(module: DistillSparse, rows: list[dict[str, Any]], adapted: bool) ->
 
 
 def train(sizes: Sizes, folder: Path, adapter: dict[str, Any]) -> Iterator[tuple[str, Tail]]:
-    """Fit, and measure before and after."""
+    """Tails before and after a fit."""
     arguments = {
         "num_threads": sizes.threads, "model.init_args.policy": sizes.policy,
         "model.init_args.compressor.init_args.budget": json.dumps(SCHEDULE),
@@ -105,7 +105,7 @@ def train(sizes: Sizes, folder: Path, adapter: dict[str, Any]) -> Iterator[tuple
 def results(sizes: Sizes) -> Table:
     """One row for every measurement."""
     note = (
-        f"{machine('cpu')}. {sizes.steps} optimiser steps of `configs/distill.yaml`, half of them the adapter's, R-KV "
+        f"{machine('cpu')}. {sizes.steps} optimizer steps of `configs/distill.yaml`, half of them the adapter's, R-KV "
         f"with budgets {SCHEDULE['init_args']['budgets']} from {SCHEDULE['init_args']['starts']} tokens on; "
         f"{sizes.num_prompts} held-out problems x 4 samples. Acceptance exact, of the policy as it is at that time."
     )
@@ -120,9 +120,9 @@ def results(sizes: Sizes) -> Table:
 
 
 def main() -> None:
-    """Run, print, save."""
+    """Train, measure, and print or save the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=480, help="optimiser steps, half of them the adapter's")
+    parser.add_argument("--steps", type=int, default=480, help="optimizer steps, half of them the adapter's")
     parser.add_argument("--policy", type=Path, default=POLICY, help="the policy that all runs start from")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="random weights, a few steps: numbers without meaning")

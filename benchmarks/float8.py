@@ -65,7 +65,7 @@ def measured(case: Case, table: Table) -> None:
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure, and print or save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stories", type=Path, default=default_stories(), help="a folder with stories260K")
     parser.add_argument("--length", type=int, help="completion tokens, for a quick look")

@@ -108,7 +108,7 @@ GROUPS: list[Group] = [
 ]
 
 CALLBACKS_INTRO = """\
-One behaviour each, switched on by a line under `trainer.callbacks`, or on the command line with
+One behavior each, switched on by a line under `trainer.callbacks`, or on the command line with
 `--trainer.callbacks+=TIS`. Callbacks that change what a rollout counts for run before those that only read it, whatever
 their order in the file. The numbers they log are explained with the others in [logged metrics](metrics.md)."""
 

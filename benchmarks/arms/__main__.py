@@ -31,7 +31,7 @@ TINY = json.dumps({"class_path": "TinyPolicy"})
 
 
 def execute(runs: Sequence[Run], only_read: bool = False) -> list[Found]:
-    """Run what is not finished, unless ``only_read``; read what is."""
+    """Results of all runs; what is not finished is run first, unless ``only_read``."""
     found = []
     for number, run in enumerate(runs, start=1):
         start, name = time.perf_counter(), run.folder.name
@@ -53,7 +53,7 @@ def note(settings: Settings, seeds: Sequence[int], remark: str) -> str:
     """How to read the tables."""
     own = settings.method["init_args"]
     return (
-        f"{machine('cpu')}. {remark}".strip() + f"\n\n{settings.steps} optimiser steps from the policy of "
+        f"{machine('cpu')}. {remark}".strip() + f"\n\n{settings.steps} optimizer steps from the policy of "
         f"`configs/warmup.yaml`, everything else as in `configs/quickstart.yaml`: R-KV with buffer {own['buffer']}, "
         f"sequences of about 47 tokens, the same prompts for all. Seeds: {', '.join(map(str, seeds))}, told apart by "
         f"a slash. Accuracies are greedy, on the same {settings.num_problems} held-out problems (±0.03), mean of the "
@@ -75,11 +75,11 @@ def pages(found: Sequence[Found], settings: Settings, text: str) -> dict[str, st
 
 
 def main() -> None:
-    """Run, print, save."""
+    """Run the comparison and print or save its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budgets", type=int, nargs="+", default=[30, 26], help="corrections run under the last")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=240, help="optimiser steps, two per rollout")
+    parser.add_argument("--steps", type=int, default=240, help="optimizer steps, two per rollout")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="labels of the arms to run; tables need no others")
     parser.add_argument("--policy", type=Path, default=POLICY, help="the policy that all runs start from")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "arms", help="folder of the runs")

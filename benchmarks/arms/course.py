@@ -68,7 +68,7 @@ class Course(RolloutCallback):
         self.record["seconds"] = counted
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write."""
+        """Write the record."""
         write_whole(Path(trainer.default_root_dir) / "course.json", json.dumps(self.record))
 
     def state_dict(self) -> dict[str, Any]:

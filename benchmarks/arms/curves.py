@@ -124,7 +124,7 @@ def table(found: Sequence[Found], arms: Sequence[Arm], budgets: Sequence[int], n
 
 
 def picture(found: Sequence[Found], budgets: Sequence[int], path: Path) -> None:
-    """A row of panels per budget, a colour per arm, a line per seed."""
+    """A row of panels per budget, a color per arm, a line per seed."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

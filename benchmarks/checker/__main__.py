@@ -83,7 +83,7 @@ def measure(found: Cases, checker: MathChecker) -> tuple[float, float, list[floa
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure, and print or save the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder of the published files")
     parser.add_argument("--workers", type=int, default=1, help="processes for math-verify")

@@ -1,10 +1,10 @@
-"""Coverage-guided fuzzing of the answer checker's extractor, normaliser and reader, for a bounded time.
+"""Coverage-guided fuzzing of the answer checker's extractor, normalizer and reader, for a bounded time.
 
     pip install "sparse-rl-lightning[fuzz]"
     python -m benchmarks.checker.fuzz [--seconds 120] [--corpus FOLDER]
 
 Texts are what a fuzzer makes of bytes: half of them read as UTF-8, lone surrogates included, half as indices into the
-words of LaTeX. Every text is searched for a box, normalised, read, and compared with a second one and with itself. It
+words of LaTeX. Every text is searched for a box, normalized, read, and compared with a second one and with itself. It
 ends with an error at the first text on which a function raises, takes more than a second of processor time, or does not
 find a text equal to itself. math-verify is never asked.
 ``tests/rewards/test_math_fuzz.py`` asks for the same of random texts without instrumentation.

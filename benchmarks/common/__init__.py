@@ -1,1 +1,1 @@
-"""What several benchmarks use: tables, pages, and lines for whoever waits."""
+"""Parts of several benchmarks: tables and pages."""

@@ -1,4 +1,4 @@
-"""Pages: where and when they were measured, and how a text gets into one."""
+"""Pages of results: date and machine of a measurement, and blocks of text between marks."""
 
 from __future__ import annotations
 

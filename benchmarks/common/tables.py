@@ -19,7 +19,7 @@ class Table:
     rows: list[Sequence[str]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
-        """One more row."""
+        """Add a row."""
         assert len(cells) == len(self.header), (cells, self.header)
         self.rows.append(cells)
 
@@ -36,15 +36,15 @@ class Table:
 
 
 def median_ratio(theirs: Sequence[float], own: Sequence[float]) -> float:
-    """Median over the rounds of their time over the own time."""
+    """Median over the rounds of ``theirs / own``."""
     return statistics.median(other / mine for other, mine in zip(theirs, own, strict=True))
 
 
 def met(value: float, goal: float) -> str:
-    """The column that says whether a goal was reached."""
+    """Cell of the column "met"."""
     return "yes" if value >= goal else "NO"
 
 
 def label(dtype: torch.dtype) -> str:
-    """float32, bfloat16."""
+    """Name of a type: float32, bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -34,7 +34,7 @@ TASKS: dict[str, Callable[..., Task]] = {"sums": sums, "stories": stories}
 
 
 def tasks(args: argparse.Namespace, sizes: Sizes) -> dict[str, Task]:
-    """Those whose models are there."""
+    """Tasks whose models are there."""
     found: dict[str, Task] = {}
     for (name, make), folder in zip(TASKS.items(), (args.policy, args.stories), strict=True):
         if args.quick:
@@ -50,7 +50,7 @@ def tasks(args: argparse.Namespace, sizes: Sizes) -> dict[str, Task]:
 
 
 def describe(task: Task) -> str:
-    """What a task was measured on, in a sentence."""
+    """A sentence about the texts and the model of a task."""
     sizes, parameters = task.sizes, sum(p.numel() for p in task.model.parameters())
     solved = f" and {len(task.problems.rows)} problems solved greedily" if task.problems else ""
     return (
@@ -67,7 +67,7 @@ def note(found: dict[str, Task], remark: str) -> str:
         f"{machine('cpu')}. {remark}".strip() + f"\n\n{what} All methods have these sizes, not those of their papers; "
         f"LagKV's chunks are a quarter of a slot, Pyramid has beta {PYRAMID_BETA}; statistics come from other texts of "
         "the same policy.\n\nIn every cell budgets of 25 / 50 / 75 % of the length. Acceptance is Σ min(p_dense, "
-        "p_sparse) over the vocabulary, per token; it, perplexity and the share of tokens with the same favourite "
+        "p_sparse) over the vocabulary, per token; it, perplexity and the share of tokens with the same favorite "
         "count tokens behind the first eviction of a slot of budget + buffer, which are others at every budget. An "
         "event cuts one sequence in all layers and heads; all sequences are cut together. H2O's rate includes its "
         f"sums at every step, not the attention probabilities they need. {MARK} marks what is not better than "
@@ -76,7 +76,7 @@ def note(found: dict[str, Task], remark: str) -> str:
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure, and print or save the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, default=default_policy(), help="the quickstart's policy")
     parser.add_argument("--stories", type=Path, default=default_stories(), help="a folder with stories260K")

@@ -1,4 +1,4 @@
-"""Given texts fed through a compressed cache, token by token, with all logits: what eviction does to the same words.
+"""Teacher forcing through a compressed cache, token by token, with all logits: what eviction does to given texts.
 
 The rollout's own cache, decode step and compressions do the work; only the drawn token is replaced by the text's.
 """
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.cache.compression import Compression
+from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.rollout.cache.compression import Compression
-from sparse_rl_lightning.rollout.cache.slots import SlotCache
-from sparse_rl_lightning.rollout.engine.decoder import Decoder
-from sparse_rl_lightning.rollout.engine.logs import Tracks
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.teacher_forcing import force
 
 
@@ -33,7 +32,7 @@ class Clock:
     num_layers: int = 1
 
     def events_per_second(self, steps: int) -> float:
-        """Events per second, each with the running state of so many steps."""
+        """Events per second, each with the running state of ``steps`` steps."""
         return 1 / (median(self.cuts) + steps * self.num_layers * median(self.notes or [0.0]))
 
 
@@ -44,19 +43,19 @@ class TimedCompression(Compression):
     clock: Clock = field(default_factory=Clock)
 
     def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
-        """Cut and count."""
+        """Compress, and count the seconds."""
         start = time.perf_counter()
         super().compress(cache, slots, lengths, room)
         self.clock.cuts.append((time.perf_counter() - start) / len(slots))
         self.clock.events += len(slots)
 
     def note_step(
-        self, cache: SlotCache, decoder: Decoder, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
-        hidden: Tensor,
+        self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
+        weights: Tensor | None,
     ) -> None:  # fmt: skip
-        """Of every step and layer, where a compressor has state."""
+        """Note and count the seconds of a step in one layer."""
         start = time.perf_counter()
-        super().note_step(cache, decoder, layer, slots, positions, probs, hidden)
+        super().note_step(cache, layer, slots, positions, probs, hidden, weights)
         self.clock.notes.append((time.perf_counter() - start) / len(slots))
 
 
@@ -93,7 +92,7 @@ def forced_logits(
     compression = TimedCompression(compressor, num_layers, Clock(num_layers=num_layers))
     kept = torch.zeros(count, length, model.config.vocab_size)
 
-    def note(tracks: Tracks, slots: Tensor, at: Tensor, logits: Tensor) -> None:
+    def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
         kept[slots, at] = logits
 
     params = SamplingParams(max_completion_length=length - prompt_length, seed=seed)

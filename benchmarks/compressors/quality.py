@@ -63,7 +63,7 @@ class Quality:
     budget: int
     acceptance: float  # mean over tokens of sum_v min(p_dense, p_sparse)
     acceptance_p05: float  # its 5th percentile
-    agreement: float  # share of tokens for which both caches have the same favourite
+    agreement: float  # share of tokens for which both caches have the same favorite
     perplexity: float
     events_per_second: float  # nan for the full cache
     accuracy: float  # nan where there are no problems

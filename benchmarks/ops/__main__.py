@@ -36,8 +36,8 @@ def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: 
     """Full slots of random keys with some common direction, so that similarities are moderate."""
     slots, _, heads, dim, entries = shape
     pools = KVPools.uniform((layers, slots, heads), entries, dim, dtype, device)
-    centres = torch.randn(64, dim, device=device)
-    keys = centres[torch.randint(64, (len(pools.keys),), device=device)] + 0.8 * torch.randn(
+    centers = torch.randn(64, dim, device=device)
+    keys = centers[torch.randint(64, (len(pools.keys),), device=device)] + 0.8 * torch.randn(
         pools.keys.shape, device=device
     )
     pools.keys.copy_(keys)

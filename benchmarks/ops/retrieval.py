@@ -28,7 +28,7 @@ def retrieval_rows(bench: Bench, dtype: torch.dtype, quick: bool = False) -> lis
 
 
 def bench_retrieval(bench: Bench, dtype: torch.dtype, retriever: Retriever, length: int, goal: str) -> Row:
-    """Summarise what the newest token completed, score all pages, read the best: against attention over everything."""
+    """Summarize what the newest token completed, score all pages, read the best: against attention over everything."""
     slots, num_heads, heads, dim = SHAPE
     slots, r = GPU_SLOTS if bench.device == "cuda" else slots, retriever
     pools = KVPools.uniform((slots, heads), length, dim, dtype, bench.device)

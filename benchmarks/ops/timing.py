@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common.tables import Table
+from benchmarks.common.tables import Table, median_ratio
 
 Call = Callable[[], object]
 SHAPES = {"large": (16, 28, 4, 128, 640), "small": (16, 8, 2, 64, 640)}  # slots, heads, KV heads, head size, entries
@@ -95,20 +95,11 @@ class Bench:
                 if turn >= 2:
                     times[name].append(taken)
         middle = {name: 1e3 * statistics.median(values) for name, values in times.items()}
-        ratios = {
-            name: statistics.median(theirs / mine for theirs, mine in zip(times[name], times["own"], strict=True))
-            for name in calls
-        }
+        ratios = {name: median_ratio(theirs, times["own"]) for name, theirs in times.items()}
         floor = 1e3 * moved / H200_BANDWIDTH if moved else None
-        return Row(
-            what,
-            goal,
-            middle["own"],
-            {name: (middle[name], ratios[name]) for name in rivals},
-            ratios.get(STREAM),
-            floor,
-            GPU_SHARE if self.device == "cuda" and stream is not None else 0.0,
-        )
+        least = GPU_SHARE if self.device == "cuda" and stream is not None else 0.0
+        found = {name: (middle[name], ratios[name]) for name in rivals}
+        return Row(what, goal, middle["own"], found, ratios.get(STREAM), floor, least)
 
     def copy(self, count: int) -> Call:
         """Read ``count`` bytes and write as many."""

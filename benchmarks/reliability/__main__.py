@@ -93,7 +93,7 @@ def one_trial(number: int, fault: Fault, seed: int, work: Path, setting: Setting
 def tables(trials: list[dict[str, Any]]) -> str:
     """Survived and lost by kind, and where faults hit."""
     minutes = sum(trial["seconds"] for trial in trials) / 60
-    note = f"{machine('cpu')}. Runs of {STEPS} optimiser steps; all trials took {minutes:.0f} minutes."
+    note = f"{machine('cpu')}. Runs of {STEPS} optimizer steps; all trials took {minutes:.0f} minutes."
     note += " Not hit: runs whose fault came too late to matter, which are no trials."
     table = Table("Survived and lost", ("fault", "a run survives if it", "faults", "survived", "lost", "not hit"), note)
     kinds = [(fault.name, fault.criterion, [t for t in trials if t["fault"] == fault.name]) for fault in FAULTS]
@@ -109,7 +109,7 @@ def tables(trials: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run what is not finished, print, save."""
+    """Run what is not finished, and print or save the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

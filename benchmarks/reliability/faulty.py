@@ -20,13 +20,13 @@ from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.records import ScoredRollout
 
 STEPS = 10
-STRETCHES = ("start", "rollout", "scoring", "micro-batch", "optimiser step", "saving", "end")
-MARK = struct.Struct("<BdI")  # a stretch begins, at a time of the machine's clock, after so many optimiser steps
+STRETCHES = ("start", "rollout", "scoring", "micro-batch", "optimizer step", "saving", "end")
+MARK = struct.Struct("<BdI")  # number of the stretch that begins, time of the machine's clock, optimizer steps done
 marks: int | None = None  # where a forked run writes them
 
 
 class Marks(RolloutCallback):
-    """Tells the parent process where the run is."""
+    """Marks for the parent process: where the run is."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A rollout, or a micro-batch of it."""
@@ -42,7 +42,7 @@ class Marks(RolloutCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """The optimizer moves."""
-        _mark(trainer, "optimiser step")
+        _mark(trainer, "optimizer step")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is written."""
@@ -59,10 +59,10 @@ def _mark(trainer: Trainer, stretch: str) -> None:
 
 
 class FullDisk(Callback):
-    """The system refuses to let files grow beyond a size during some optimiser steps, as a full disk does.
+    """The system refuses to let files grow beyond a size during some optimizer steps, as a full disk does.
 
     Args:
-        first: Optimiser steps done when the disk fills up.
+        first: Optimizer steps done when the disk fills up.
         last: When there is room again.
         size: Bytes that still fit.
     """
@@ -83,10 +83,10 @@ class FullDisk(Callback):
 
 
 class NanGradient(Callback):
-    """Spoils one gradient of an optimiser step, and sees what the step does.
+    """Spoils one gradient of an optimizer step, and sees what the step does.
 
     Args:
-        step: Optimiser steps done before.
+        step: Optimizer steps done before.
     """
 
     def __init__(self, step: int) -> None:
@@ -159,12 +159,12 @@ def spelled(name: str, **init_args: Any) -> dict[str, Any]:
 def write_config(
     folder: Path, model: dict[str, Any] | None = None, every: int = 1, ranks: int = 1, callbacks: Sequence[Any] = ()
 ) -> None:
-    """A run of ten optimiser steps that takes seconds: three per rollout, six per epoch.
+    """A run of ten optimizer steps that takes seconds: three per rollout, six per epoch.
 
     Args:
         folder: Gets ``config.yaml``.
         model: Other settings of the module.
-        every: Optimiser steps between checkpoints.
+        every: Optimizer steps between checkpoints.
         ranks: Processes.
         callbacks: Further ones.
     """

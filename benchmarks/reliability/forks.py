@@ -31,7 +31,7 @@ class Event(NamedTuple):
 
     stretch: str
     time: float  # seconds of the machine's clock
-    step: int  # optimiser steps done
+    step: int  # optimizer steps done
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Run:
         return self.events[-1]
 
     def _read(self, patience: float) -> bool:
-        """Take in what the run says; False at its end, or if nothing comes for some time."""
+        """Read marks and output of the run; False at its end, or if nothing comes for some time."""
         ready, _, _ = select.select(list(self._open), [], [], patience) if self._open else ([], [], [])
         for place in ready:
             data = os.read(place, faulty.MARK.size if place == self._marks else 65536)
@@ -114,7 +114,7 @@ class Run:
 
 
 def rank_variables(count: int) -> list[dict[str, str]]:
-    """Who each rank is, as a launcher says it."""
+    """Environment variables by which a launcher tells each rank its number."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -20,7 +20,7 @@ FIT = ("fit", "--config", "config.yaml")
 RESUME = (*FIT, "--ckpt_path=last")
 PREEMPT = (signal.SIGTERM, signal.SIGUSR1)
 NOTICED = 5  # seconds after a rank's death until the others have stopped
-INSIDE = ("rollout", "scoring", "micro-batch", "optimiser step")
+INSIDE = ("rollout", "scoring", "micro-batch", "optimizer step")
 
 
 class Lost(Exception):
@@ -68,7 +68,7 @@ class Setting:
         return where
 
     def compare(self, folder: Path, where: str) -> None:
-        """Whether weights and optimiser are bitwise those of the run that nothing happened to."""
+        """Whether weights and optimizer are bitwise those of the run that nothing happened to."""
         own = final(folder)
         if own is None:
             raise Lost(where, "it did not come to its last step")
@@ -77,13 +77,13 @@ class Setting:
 
 
 def last_step(folder: Path) -> int:
-    """Optimiser steps of ``last.ckpt``, 0 if it is not there."""
+    """Optimizer steps of ``last.ckpt``, 0 if it is not there."""
     last = folder / "checkpoints" / "last.ckpt"
     return int(torch.load(last, weights_only=True)["global_step"]) if last.exists() else 0
 
 
 def final(folder: Path) -> dict[str, torch.Tensor] | None:
-    """The final weights and the optimiser's state, None if the run has not come to its last step."""
+    """The final weights and the optimizer's state, None if the run has not come to its last step."""
     if last_step(folder) != STEPS:
         return None
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
@@ -161,7 +161,7 @@ def preempted(folder: Path, dice: random.Random, setting: Setting) -> str:
         setting.compare(folder, hit.stretch)
         raise NotHit
     end_well(runs, hit.stretch)
-    latest = hit.step + 1 + (hit.stretch == "optimiser step")  # may come right after the run has looked for signals
+    latest = hit.step + 1 + (hit.stretch == "optimizer step")  # may come right after the run has looked for signals
     if not hit.step < (step := last_step(folder)) <= latest:
         raise Lost(hit.stretch, f"told to stop after step {hit.step}, it has saved step {step}")
     return setting.judge(folder, hit.stretch, step)
@@ -238,11 +238,11 @@ def reward_hangs(folder: Path, dice: random.Random, one: Setting) -> str:
 def nan_gradient(folder: Path, dice: random.Random, one: Setting) -> str:
     """One gradient is no number."""
     write_config(folder, callbacks=[faulty.spelled("NanGradient", step=dice.randrange(STEPS))])
-    end_well(one.start(folder), "optimiser step")
+    end_well(one.start(folder), "optimizer step")
     found = [*lines(folder / "moved"), *lines(folder / "counted")]
     if found != ["False", "1 True"] or final(folder) is None:
-        raise Lost("optimiser step", f"moved, skipped, finite: {found}")
-    return "optimiser step"
+        raise Lost("optimizer step", f"moved, skipped, finite: {found}")
+    return "optimizer step"
 
 
 def lines(path: Path) -> list[str]:
@@ -261,7 +261,7 @@ class Fault:
     ranks: int = 1
 
 
-SAME = "ends with bitwise the weights and optimiser of the unbroken run"
+SAME = "ends with bitwise the weights and optimizer of the unbroken run"
 KEPT = "has every checkpoint that it had finished"
 STOPS = "with 0 after the step it was in, with its checkpoint"
 COUNTS = "goes on to its last step, counts exactly the samples that failed"

@@ -27,7 +27,7 @@ class Bound:
     bandwidth: float  # bytes per second
 
     def seconds(self, read_bytes: float) -> float:
-        """Of a step that reads so many bytes of keys and values."""
+        """Seconds of a step that reads ``read_bytes`` of keys and values."""
         return self.product_seconds + read_bytes / self.bandwidth
 
 

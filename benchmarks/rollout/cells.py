@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from benchmarks.common.pages import say
 from benchmarks.common.tables import Table, label, met
 from benchmarks.rollout.bound import bandwidth, wait
+from benchmarks.rollout.clock import Clock
 from benchmarks.rollout.policies import SHAPES, Countdown, random_policy, random_prompts, spread, weight_bytes
 from benchmarks.rollout.tail import SIGMA
 from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout import Progress
-from sparse_rl_lightning.rollout.cache.memory import MemoryPlan, SlotBytes, plan_slots, slot_bytes
-from sparse_rl_lightning.rollout.cache.slots import CacheSize
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, SlotBytes, plan_slots, slot_bytes
 
 FLOOR_GOAL, RATIO_GOAL = 0.6, 2.3
 GOAL_CELL = ("1.5B", 16384, 256)  # where the ratio has a goal
@@ -63,36 +63,6 @@ class Step:
     seconds: float
     floor: float
     kv_bytes: int
-
-
-class Clock:
-    """Time between two steps of a rollout, taken on the device without waiting for it; give it as ``progress``."""
-
-    def __init__(self, first: int, last: int, device: str) -> None:
-        self.first, self.last, self.on_gpu = first, last, device == "cuda"
-        self.marks: list[tuple[int, float | torch.cuda.Event]] = []
-
-    def __call__(self, progress: Progress) -> None:
-        """After a step, or after a few."""
-        wanted = self.first if not self.marks else self.last
-        if len(self.marks) < 2 and progress.step >= wanted:
-            self.marks.append((progress.step, self._now()))
-
-    def _now(self) -> float | torch.cuda.Event:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @property
-    def seconds(self) -> float:
-        """Of one step."""
-        (first, start), (last, end) = self.marks
-        if isinstance(start, float) or isinstance(end, float):
-            return (end - start) / (last - first)  # type: ignore[operator]  # both are
-        end.synchronize()
-        return 1e-3 * start.elapsed_time(end) / (last - first)
 
 
 def compressors(budgets: tuple[int, ...]) -> dict[str, Compressor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.common.tables import Table, label
+from benchmarks.rollout.clock import Clock
 from benchmarks.rollout.policies import Shape, random_policy, random_prompts
 from benchmarks.rollout.speed import FULL, SPARSE, Setting
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
 from sparse_rl_lightning.records import LayerState
-from sparse_rl_lightning.rollout import Progress
 
 PRODUCTS, ATTENTION, EVICTION = "matrix products", "attention and append", "eviction"
 LAYERS, SAMPLING, BOOKKEEPING = "norms, rotation, activation", "sampling", "bookkeeping"
@@ -36,40 +35,9 @@ class Scored(SnapKV):
     """SnapKV whose work shows in a profile."""
 
     def score(self, layer: LayerState) -> Tensor:
-        """As SnapKV."""
+        """SnapKV's scores, in a range of the profiler."""
         with record_function(SCORE):
             return super().score(layer)
-
-
-@dataclass
-class Window:
-    """Times the steps between two marks of a rollout, and profiles them if wanted; give it as ``progress``."""
-
-    first: int
-    last: int
-    profiler: profile | None = None
-    marks: list[tuple[int, float]] = field(default_factory=list)
-
-    def __call__(self, progress: Progress) -> None:
-        """After a step."""
-        if len(self.marks) == 0 and progress.step >= self.first:
-            if self.profiler is not None:
-                self.profiler.start()
-            self.marks.append((progress.step, time.perf_counter()))
-        elif len(self.marks) == 1 and progress.step >= self.last:
-            self.marks.append((progress.step, time.perf_counter()))
-            if self.profiler is not None:
-                self.profiler.stop()
-
-    @property
-    def steps(self) -> int:
-        """Between the marks."""
-        return self.marks[1][0] - self.marks[0][0]
-
-    @property
-    def milliseconds(self) -> float:
-        """Of one step."""
-        return 1e3 * (self.marks[1][1] - self.marks[0][1]) / self.steps
 
 
 @dataclass(frozen=True)
@@ -88,18 +56,18 @@ def split(shape: Shape, dtype: torch.dtype, compressor: Compressor, prompts: lis
     params = SamplingParams(max_completion_length=steps + 2 * WARM_UP)
     plain, profiled = [], []
     for _ in range(ROLLOUTS):
-        plain.append(Window(WARM_UP, WARM_UP + steps))
+        plain.append(Clock(WARM_UP, WARM_UP + steps))
         profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-        profiled.append(Window(WARM_UP, WARM_UP + steps, profiler))
-        for window in (plain[-1], profiled[-1]):
-            sampler.generate(prompts, params, progress=window)
-    best = min(profiled, key=lambda window: window.milliseconds)
+        profiled.append(Clock(WARM_UP, WARM_UP + steps, profiler=profiler))
+        for clock in (plain[-1], profiled[-1]):
+            sampler.generate(prompts, params, progress=clock)
+    best = min(profiled, key=lambda clock: clock.milliseconds)
     assert best.profiler is not None
     times = dict.fromkeys(KINDS, 0.0)
     for kind, microseconds in attribute(best.profiler.events(), shape):
         times[kind] += 1e-3 * microseconds / best.steps
     times[REST] = best.milliseconds - sum(times.values())
-    return Split(times, best.milliseconds, min(window.milliseconds for window in plain))
+    return Split(times, best.milliseconds, min(clock.milliseconds for clock in plain))
 
 
 def attribute(events: Any, shape: Shape) -> Iterator[tuple[str, float]]:

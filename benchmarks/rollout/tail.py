@@ -40,7 +40,7 @@ class Tail:
 def rollout_lengths(
     sampler: RolloutSampler, prompts: list[list[int]], tail: Tail, prompts_per_call: int
 ) -> tuple[float, Tensor]:
-    """Seconds and lengths of a rollout in calls of so many prompts; the numbering makes the lengths the same."""
+    """Seconds and lengths of a rollout in calls of ``count`` prompts; the numbering makes the lengths the same."""
     params = SamplingParams(num_generations=tail.num_generations, max_completion_length=tail.longest + 8)
     lengths, start = [], time.perf_counter()
     for first in range(0, len(prompts), prompts_per_call):

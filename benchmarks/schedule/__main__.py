@@ -186,7 +186,7 @@ def page(own: Plan, outcomes: Sequence[Outcome], steps: int, settings: dict[str,
     note = (
         f"R-KV, buffer {settings['buffer']}: a fixed budget of {own.fixed}, which reads {own.entries['fixed']:.1f} "
         f"entries per token, against {schedule}, which reads {own.entries['schedule']:.1f} and was picked for a 5th "
-        f"percentile of {own.target:.3f}. {steps} optimiser steps of the quickstart. Collapsed: the reward of the last "
+        f"percentile of {own.target:.3f}. {steps} optimizer steps of the quickstart. Collapsed: the reward of the last "
         f"{LAST} rollouts is below {COLLAPSED:g} of the run's best {LAST} in a row. {machine('cpu')}."
     )
     table = Table(
@@ -218,10 +218,10 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 def main() -> None:
-    """Calibrate, train, tell."""
+    """Calibrate, train, and print or save the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=240, help="optimiser steps of every run")
+    parser.add_argument("--steps", type=int, default=240, help="optimizer steps of every run")
     parser.add_argument("--fixed", type=int, default=30, help="the fixed budget, as in the quickstart")
     parser.add_argument("--folder", type=Path, default=Path("runs/schedule"))
     parser.add_argument("--calibration", type=Path, default=Path("runs/calibrate"), help="done there, or made there")

@@ -44,7 +44,7 @@ def warm_up(folder: Path, tasks: Collection[str]) -> None:
 
 
 def execute(runs: Sequence[Run], jobs: int) -> None:
-    """Run what is not finished, so many at once; say what is left and how long it will take."""
+    """Run what is not finished, ``jobs`` runs at once; print what is left and how long it will take."""
     waiting = [run for run in runs if not run.is_finished]
     say(f"{len(runs) - len(waiting)} of {len(runs)} runs were finished before")
     minutes: list[float] = []
@@ -87,7 +87,7 @@ def note(scale: Scale, found: Sequence[Found], planned: int, remark: str) -> str
     rounded = f"at most {max(rounding):.1g} in any rollout measured" if rounding else "not measured"
     return (
         f"{machine('cpu')}. {len(found)} of {planned} runs, seeds {seeds}. {remark}".strip()
-        + f"\n\n{scale.steps} optimiser steps, two per rollout of 16 × 8 sequences, from the policies of "
+        + f"\n\n{scale.steps} optimizer steps, two per rollout of 16 × 8 sequences, from the policies of "
         f"`configs/warmup.yaml` and `configs/warmup_reduction.yaml`. Accuracies are greedy, on {scale.num_problems} "
         "held-out problems at the end (standard error 0.03 from the problems alone). One seed or two stand as they "
         "are; of more, the mean and after ± half the width of its 95 % interval (Student's t). k3, a geometric mean, "
@@ -113,10 +113,10 @@ def _marker(name: str) -> str:
 
 
 def main() -> None:
-    """Warm up, run, print, save."""
+    """Run the study and print or save its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=Scale.steps, help="optimiser steps, two per rollout")
+    parser.add_argument("--steps", type=int, default=Scale.steps, help="optimizer steps, two per rollout")
     parser.add_argument("--short", action="store_true", help="minutes, not hours: who collapses and who does not")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability", help="folder of the runs")

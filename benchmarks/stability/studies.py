@@ -41,7 +41,7 @@ def warmed(folder: Path, config: str) -> Path:
 class Scale:
     """How large the study is."""
 
-    steps: int = 200  # optimiser steps, two per rollout
+    steps: int = 200  # optimizer steps, two per rollout
     num_problems: int = 256
     every_n_rollouts: int = 25
 

@@ -27,7 +27,7 @@ from sparse_rl_lightning.rewards import reward_counters, reward_names
 from sparse_rl_lightning.rewards.base import reward_batch, reward_table, weighted_rewards
 from sparse_rl_lightning.rewards.guarded import GuardedReward
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.cache.memory import MemoryPlan
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.options import SamplerOptions
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 

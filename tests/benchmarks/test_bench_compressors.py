@@ -95,7 +95,7 @@ def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert len({line.count("|") for line in rows}) == 1
     dense = next(line for line in rows if line.startswith("| FullKV"))
-    assert dense.count("1.000 / 1.000 / 1.000") == 5  # acceptance, its tail and the favourite
+    assert dense.count("1.000 / 1.000 / 1.000") == 5  # acceptance, its tail and the favorite
     assert f"torch {torch.__version__}" in page
     assert (tmp_path / "compressors.png").stat().st_size > 20_000
 

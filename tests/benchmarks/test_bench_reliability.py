@@ -35,7 +35,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     hit = dict(
         line.strip("| ").split(" | ") for line in printed.split("Where signals hit")[1].splitlines() if " | " in line
     )
-    assert sum(int(hit[name]) > 0 for name in ("rollout", "scoring", "micro-batch", "optimiser step", "saving")) >= 4
+    assert sum(int(hit[name]) > 0 for name in ("rollout", "scoring", "micro-batch", "optimizer step", "saving")) >= 4
 
 
 def test_finished_trials_are_kept(tmp_path: Path) -> None:

@@ -14,12 +14,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.cache.slots import SlotCache, as_range
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.float8 import to_computed, to_stored
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
 from sparse_rl_lightning.records import StateUpdate
-from sparse_rl_lightning.rollout.cache.slots import SlotCache
-from sparse_rl_lightning.rollout.engine.decoder import Decoder
 
 BLOCK_NUMBERS = {"cpu": 2**19}  # of a block of a prompt: what stays in a CPU's cache
 BLOCK_NUMBERS_ON_DEVICE = 2**24
@@ -37,17 +36,17 @@ class Piece:
 
 
 def follow_prompt(
-    compressor: Compressor, cache: SlotCache, decoder: Decoder, layer: int, piece: Piece, numbers: Tensor
+    compressor: Compressor, cache: SlotCache, layer: int, piece: Piece, numbers: Tensor, weights: Tensor | None
 ) -> None:
-    """Let a compressor write down what the tokens of a piece tell, block by block.
+    """Update a compressor's running numbers by the tokens of a piece, block by block.
 
     Args:
         compressor: One with running state.
-        cache: Where the prompt's slot and the numbers of its heads are.
-        decoder: Knows the output projections.
+        cache: With the prompt's slot and the numbers of its heads.
         layer: Layer index.
         piece: Any piece of the prompt, in order.
         numbers: (H, T', C) of all the prompt's tokens, written in place.
+        weights: (Hq, D, E), the layer's output projection, where the compressor needs it.
     """
     g, device, own = cache.geometry, numbers.device, slice(piece.slot, piece.slot + 1)
     before = len(piece.keys) - len(piece.query)
@@ -61,27 +60,27 @@ def follow_prompt(
         if compressor.needs_attention:
             asked["mass"] = _paid(piece.query[first:last], piece.keys[:stop], g.scale)
         _update(
-            compressor, cache, decoder, layer, own, numbers[None, :, :stop], cache.head_state[layer, own],
+            compressor, cache, weights, layer, own, numbers[None, :, :stop], cache.head_state[layer, own],
             torch.full((1, g.num_kv_heads), stop, dtype=torch.int32, device=device),
             torch.arange(new.start, new.stop, device=device)[None], keys, values, piece.hidden[None, first:last], asked,
         )  # fmt: skip
 
 
 def follow_step(
-    compressor: Compressor, cache: SlotCache, decoder: Decoder, layer: int, slots: list[int], positions: Tensor,
-    probs: Tensor | None, hidden: Tensor,
+    compressor: Compressor, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
+    hidden: Tensor, weights: Tensor | None,
 ) -> None:  # fmt: skip
-    """Let a compressor write down what the tokens of a decode step tell.
+    """Update a compressor's running numbers by the tokens of a decode step.
 
     Args:
         compressor: One with running state.
         cache: With the step's keys and values of this layer in it.
-        decoder: Knows the output projections.
         layer: Layer index.
-        slots: Those in use, in the order of the rows.
+        slots: Slots in use, in the order of the rows.
         positions: (S,) of the tokens.
         probs: (S, Hq, N) attention that was paid, where it is needed.
         hidden: (S, E).
+        weights: (Hq, D, E), the layer's output projection, where it is needed.
     """
     g, pools, own = cache.geometry, cache.layers[layer], as_range(slots)
     lengths = pools.lengths[own]
@@ -96,7 +95,7 @@ def follow_step(
         mass = probs.view(len(slots), g.num_kv_heads, -1, probs.shape[2]).sum(dim=2)
         asked["mass"] = mass[:, :, None, : numbers.shape[2]].to(torch.float32)
     _update(
-        compressor, cache, decoder, layer, own, numbers, head_numbers, lengths, positions[:, None], keys, values,
+        compressor, cache, weights, layer, own, numbers, head_numbers, lengths, positions[:, None], keys, values,
         hidden[:, None], asked,
     )  # fmt: skip
     if rows is not None and valid is not None and cache.state_pool is not None:
@@ -114,7 +113,7 @@ def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple
     """
     pools = cache.layers[layer]
     if cache.state_pool is None:
-        return cache.head_state.new_zeros(*pools.lengths[own].shape, cache.most_entries(layer), 0), None, None
+        return cache.head_state.new_zeros(*pools.lengths[own].shape, cache.most_entries[layer], 0), None, None
     if cache.arenas is None:
         return cache.by_slot(cache.state_pool, layer)[own], None, None
     lengths = pools.lengths[own]
@@ -133,21 +132,15 @@ def head_columns(numbers: Tensor, fields: Sequence[tuple[str, int]]) -> dict[str
     return {name: numbers[..., start:end] for (name, _), (start, end) in zip(fields, pairwise(ends), strict=True)}
 
 
-def as_range(slots: list[int]) -> slice | list[int]:
-    """The same slots as a slice where they are neighbours in order, so that indexing makes no copy."""
-    neighbours = slots == list(range(slots[0], slots[0] + len(slots)))
-    return slice(slots[0], slots[0] + len(slots)) if neighbours else slots
-
-
 # ---------------------------------------------------------------- inside
 
 
 def _update(
-    compressor: Compressor, cache: SlotCache, decoder: Decoder, layer: int, own: slice | list[int], numbers: Tensor,
-    head_numbers: Tensor, lengths: Tensor, positions: Tensor, keys: Tensor, values: Tensor, hidden: Tensor,
-    asked: dict[str, Tensor],
+    compressor: Compressor, cache: SlotCache, weights: Tensor | None, layer: int, own: slice | list[int],
+    numbers: Tensor, head_numbers: Tensor, lengths: Tensor, positions: Tensor, keys: Tensor, values: Tensor,
+    hidden: Tensor, asked: dict[str, Tensor],
 ) -> None:  # fmt: skip
-    size, weights = cache.size, decoder.output_weights[layer] if compressor.needs_output_norms else None
+    size = cache.size
     with torch.autocast(numbers.device.type, enabled=False):  # mixed-precision training would round sums to bf16
         if compressor.needs_hidden_states:
             asked["hidden_states"] = hidden.to(torch.float32)
@@ -179,6 +172,6 @@ def _paid(query: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _blocks(count: int, numbers: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Pieces of ``count`` tokens, each of which takes so many numbers."""
+    """First and last token of the pieces of ``count`` tokens, each of which takes ``numbers`` numbers."""
     size = max(1, BLOCK_NUMBERS.get(device.type, BLOCK_NUMBERS_ON_DEVICE) // numbers)
     return ((first, min(first + size, count)) for first in range(0, count, size))

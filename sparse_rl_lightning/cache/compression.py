@@ -1,4 +1,10 @@
-"""Compression: what a compressor sees of the cache, and what its verdict does to it."""
+"""Compression: when a slot is full and to how much it is cut, what a compressor sees of it, and what becomes of it.
+
+When is the host's part. A decode step adds one entry to every head and a compression leaves the budget of the
+sequence's length, so a slot's room follows from that length alone and nobody has to ask the device. Which entries go
+is the compressor's part; it sees :class:`~sparse_rl_lightning.records.LayerState`, views of the pools where the slots
+are neighbors, and answers with scores and budgets. Moving entries is the cache's part.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +16,99 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl_lightning.cache.running_state import columns, entry_numbers, follow_step, head_columns
+from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache, as_range
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.float8 import to_computed
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.records import LayerState
-from sparse_rl_lightning.rollout.cache.slots import PackedPrompts, SlotCache
-from sparse_rl_lightning.rollout.cache.trigger import Trigger
-from sparse_rl_lightning.rollout.engine.decoder import Decoder
-from sparse_rl_lightning.rollout.engine.running_state import as_range, columns, entry_numbers, follow_step, head_columns
+
+ENDLESS = torch.iinfo(torch.int64).max
+"""Room of a slot that is never compressed."""
+
+
+class Trigger:
+    """The lengths at which a compressor's slots are compressed.
+
+    A layer is full when it holds ``budget(t) + buffer`` entries, t being the tokens fed to the sequence. The first full
+    layer has all layers of its slot compressed, each to its budget at t. Entries of a layer are a mean over its heads.
+    It takes the compressor's schedule as it is now; L stands for layers.
+
+    Args:
+        compressor: Schedule, budget rule and buffer.
+        num_layers: L.
+
+    Raises:
+        ValueError: If the rule leaves a head less than sinks and window at some length.
+    """
+
+    def __init__(self, compressor: Compressor, num_layers: int) -> None:
+        c = compressor
+        self.evicts, self.buffer, self.compress_prompt = c.evicts, c.buffer, c.compress_prompt
+        self.schedule, self.num_layers = c.schedule, num_layers
+        self._levels = [c.layer_budgets(num_layers, budget) for budget in c.schedule.budgets]
+        self._by_layer = list(zip(*self._levels, strict=True))  # (L) of the budgets at all levels
+
+    def budgets(self, length: int) -> list[int]:
+        """(L) what a sequence of ``length`` tokens is compressed to."""
+        return self._levels[self.schedule.level(length)]
+
+    def capacities(self, longest_prompt: int, max_length: int) -> tuple[int, ...]:
+        """(L) entries per slot and KV head that sequences of any length need, or of ``max_length`` without eviction."""
+        if not self.evicts:
+            return (max_length,) * self.num_layers
+        held = 0 if self.compress_prompt else longest_prompt
+        return tuple(max(*own, held) + self.buffer for own in self._by_layer)
+
+    def limits(self, prompt_length: int) -> list[int]:
+        """(L) lengths of a prompt from which on it is compressed at the end of its prefill."""
+        if not self.evicts:
+            return [ENDLESS] * self.num_layers
+        held = 0 if self.compress_prompt else prompt_length
+        return [max(budget, held) + self.buffer for budget in self.budgets(prompt_length)]
+
+    def evicted_from_prompt(self, prompt_length: int) -> tuple[int, ...]:
+        """(L) tokens of a fresh prompt that its slot does not hold."""
+        pairs = zip(self.limits(prompt_length), self.budgets(prompt_length), strict=True)
+        return tuple(prompt_length - budget if prompt_length >= limit else 0 for limit, budget in pairs)
+
+    def evicted(self, length: int, before: Sequence[int]) -> tuple[int, ...]:
+        """(L) tokens that a sequence has lost after a compression at ``length``.
+
+        Args:
+            length: Tokens fed.
+            before: (L) what it had lost before.
+        """
+        return tuple(max(b, length - own) for b, own in zip(before, self.budgets(length), strict=True))
+
+    def room(self, length: int, evicted: Sequence[int], prompt_length: int | None = None) -> int:
+        """Tokens that may still be fed to a slot before it must be compressed.
+
+        Args:
+            length: Tokens fed so far.
+            evicted: (L) how many of them are lost.
+            prompt_length: Of a sequence that has not been compressed since its prefill: a prompt that is stored whole
+                has the buffer to itself before it is compressed for the first time.
+        """
+        if not self.evicts:
+            return ENDLESS
+        floor = 0 if prompt_length is None or self.compress_prompt else prompt_length
+        layers = set(zip(evicted, self._by_layer, strict=True))  # most are alike
+        return min(self._full_at(length, lost, own, floor) for lost, own in layers) - length
+
+    def _full_at(self, length: int, lost: int, budgets: Sequence[int], floor: int) -> int:
+        """The first length from ``length + 1`` on at which a layer is full."""
+        starts = self.schedule.starts
+        for level in range(self.schedule.level(length + 1), len(starts)):
+            full = max(max(budgets[level], floor) + self.buffer + lost, starts[level], length + 1)
+            if level + 1 == len(starts) or full < starts[level + 1]:
+                return full
+        raise AssertionError("the last level has no end")
 
 
 @dataclass(frozen=True)
 class Compression:
-    """A compressor at work on a cache."""
+    """A compressor at work on a cache: everything that is cut, is cut here."""
 
     compressor: Compressor
     num_layers: int
@@ -32,13 +118,13 @@ class Compression:
         """When slots are compressed and to how much."""
         return Trigger(self.compressor, self.num_layers)
 
-    # ---------------------------------------------------------------- at work
-
     def store_prompts(self, cache: SlotCache, layer: int, prompts: PackedPrompts) -> None:
         """Take one layer of prompts into their slots, compressed where they reach their limit.
 
+        Prompts below it are stored whole: their budget is their length, so that any score will do.
+
         Args:
-            cache: Where they go; their last queries are in its ring.
+            cache: The slots; the prompts' last queries are in its ring.
             layer: Layer index.
             prompts: What was read.
         """
@@ -58,8 +144,8 @@ class Compression:
         """Cut every layer and head of these slots to its budget, so that the next tokens find room.
 
         Args:
-            cache: Where they are.
-            slots: Each once.
+            cache: The slots' cache.
+            slots: Slot indices, each once.
             lengths: Tokens fed to the sequence in each slot.
             room: Tokens that each slot takes before it is compressed again.
         """
@@ -78,22 +164,22 @@ class Compression:
         return list(torch.tensor(rows, device=device).T)
 
     def note_step(
-        self, cache: SlotCache, decoder: Decoder, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
-        hidden: Tensor,
+        self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
+        weights: Tensor | None,
     ) -> None:  # fmt: skip
-        """In a step, let a compressor with running state write down what the new tokens tell of a layer.
+        """Update running numbers by the tokens of a decode step, one layer at a time.
 
         Args:
             cache: With the step's keys and values of this layer in it.
-            decoder: That feeds the tokens.
             layer: Layer index.
-            slots: The rows of the step that are in use, the first ones.
+            slots: Slots of the rows in use, which are the first ones.
             positions: (R,) of the tokens.
             probs: (n, Hq, N) attention paid by the rows in use, where it is needed.
             hidden: (R, E), what attention reads.
+            weights: (Hq, D, E), the layer's output projection, where it is needed.
         """
         n = len(slots)
-        follow_step(self.compressor, cache, decoder, layer, slots, positions[:n], probs, hidden[:n])
+        follow_step(self.compressor, cache, layer, slots, positions[:n], probs, hidden[:n], weights)
 
 
 def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
@@ -108,7 +194,7 @@ def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
             cache.by_slot(pool, layer)[own] for pool in (pools.keys, pools.values, pools.positions)
         )
         valid = torch.arange(keys.shape[2], device=keys.device) < lengths.unsqueeze(-1)
-    numbers, _, _ = entry_numbers(cache, layer, own)
+    numbers = entry_numbers(cache, layer, own)[0] if cache.size.state_fields else None
     return _state(cache, layer, slots, keys, values, positions.long(), valid, numbers)
 
 
@@ -116,10 +202,10 @@ def prompt_state(cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: l
     """The chosen prompts as a compressor sees a slot, padded to the longest of them.
 
     Args:
-        cache: Where they go.
+        cache: The cache that they go into.
         layer: Layer index.
         prompts: What was read.
-        chosen: Which of them.
+        chosen: Indices of the prompts.
     """
     slots, lengths = [prompts.slots[i] for i in chosen], [prompts.lengths[i] for i in chosen]
     index = torch.arange(max(lengths), device=prompts.keys.device)
@@ -147,7 +233,7 @@ def _state(
         prompt_keys=cache.prompt_keys[own],
         layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
         state={} if numbers is None else columns(numbers, size.state_fields),
-        head_state=head_columns(cache.head_state[layer, own], size.head_state_fields),
+        head_state=head_columns(cache.head_state[layer, own], size.head_state_fields) if size.has_state else {},
     )  # fmt: skip
 
 
