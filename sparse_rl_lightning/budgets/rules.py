@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.select import rank_entries
+from sparse_rl_lightning.ops.selection import rank_entries
 from sparse_rl_lightning.ranges import check_number
 
 

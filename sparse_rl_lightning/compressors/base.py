@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
-from sparse_rl_lightning.ops.select import pinned_entries, select_entries
+from sparse_rl_lightning.ops.selection import pinned_entries, select_entries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 
@@ -161,7 +161,7 @@ class Compressor(Budgeted):
         return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
 
     def plan_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``select_and_compact`` takes them.
+        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``evict`` takes them.
 
         Args:
             layer: One layer's cache.
@@ -191,7 +191,7 @@ class Compressor(Budgeted):
         return scores, budgets
 
     def select(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> Tensor:
-        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``select_and_compact``.
+        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``evict``.
 
         Args:
             layer: One layer's cache.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.random import hash_uniform
+from sparse_rl_lightning.ops.keyed_random import hash_uniform
 from sparse_rl_lightning.records import LayerState
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.snapkv import SnapKV
-from sparse_rl_lightning.ops import KVPools, score_redundancy
+from sparse_rl_lightning.ops import key_redundancy
 from sparse_rl_lightning.records import LayerState
 
 
@@ -56,8 +56,6 @@ class RKV(SnapKV):
     def score(self, layer: LayerState) -> Tensor:
         """Weighted importance minus weighted redundancy: (S, H, N)."""
         importance = super().score(layer)
-        pools = KVPools.from_dense(layer.keys, layer.keys, layer.valid.sum(dim=-1))
-        slots = torch.arange(len(layer.lengths), device=layer.keys.device)
-        redundancy = score_redundancy(pools, slots, layer.keys.shape[2], self.similarity_threshold)
+        redundancy = key_redundancy(layer.keys, layer.lengths, self.similarity_threshold)
         share = redundancy.masked_fill(~layer.valid, -torch.inf).softmax(dim=-1).masked_fill(~layer.valid, 0.0)
         return self.mix_lambda * importance - (1 - self.mix_lambda) * share

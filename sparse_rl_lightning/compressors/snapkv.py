@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops import KVPools, score_importance
-from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
+from sparse_rl_lightning.ops.window_importance import GroupReduction, Pooling, window_importance
 from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.records import LayerState
 
@@ -65,14 +63,13 @@ class SnapKV(Compressor):
 
     def score(self, layer: LayerState) -> Tensor:
         """Pooled attention of the last queries: (S, H, N), 0 in the window."""
-        pools = KVPools.from_dense(layer.keys, layer.keys, layer.valid.sum(dim=-1), layer.positions)
-        return score_importance(
-            pools,
-            torch.arange(len(layer.lengths), device=layer.keys.device),
-            layer.queries.to(layer.keys.dtype).contiguous(),
-            layer.query_positions.contiguous(),
+        return window_importance(
+            layer.queries.to(layer.keys.dtype),
+            layer.query_positions,
+            layer.keys,
+            layer.lengths,
+            layer.positions,
             layer.scale,
-            layer.keys.shape[2],
             window=self.window,
             exclude_window=self.variant == "decode",
             group_reduction=self.group_reduction,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.learner.loss import Items
 from sparse_rl_lightning.learner.packing import pack, token_counts, trimmed
-from sparse_rl_lightning.ops.random import hash_bits
+from sparse_rl_lightning.ops.keyed_random import hash_bits
 from sparse_rl_lightning.records import Rollout
 
 

@@ -14,8 +14,8 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.pages import keep_pages, list_pages, page_counts
-from sparse_rl_lightning.ops.slot_pages import write_summaries
+from sparse_rl_lightning.ops.select_pages import keep_pages, list_pages, page_counts
+from sparse_rl_lightning.ops.summarize_pages import write_summaries
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import EvictionRecord
 from sparse_rl_lightning.retrievers import Retriever
@@ -115,7 +115,9 @@ class PagedCache(SlotCache):
             return super()._attend(layer, slots, query, probs)
         self._refresh(layer, slots, newest_only=True)
         pages = self.choose(layer, slots, query)
-        return ops.attend_pages(self.layers[layer], slots, query, pages, self.retriever.page_size, self.geometry.scale)
+        return ops.page_attention(
+            self.layers[layer], slots, query, pages, self.retriever.page_size, self.geometry.scale
+        )
 
     def choose(self, layer: int, slots: Tensor, query: Tensor) -> Tensor:
         """(R, H, K) int32 pages that (R, Hq, D) queries read."""

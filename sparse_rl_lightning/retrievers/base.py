@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
-from sparse_rl_lightning.ops.pages import PageReduction
+from sparse_rl_lightning.ops.select_pages import PageReduction
 
 
 class Retriever(Budgeted):

@@ -10,7 +10,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.random import hash_bits, hash_uniform
+from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
 from sparse_rl_lightning.ranges import check_seed
 
 

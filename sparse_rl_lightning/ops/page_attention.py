@@ -1,17 +1,18 @@
-"""page_attention: what one new token per slot reads from some pages of the slot."""
+"""page_attention: attention of one new token per slot over some pages of the slot."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.checks import check_runs
+from sparse_rl_lightning.ops.decode_attention import attend_rows
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, check_runs
-from sparse_rl_lightning.ops.slot_attention import attend_rows
-from sparse_rl_lightning.ops.slot_pages import refuse_float8
+from sparse_rl_lightning.ops.pools import KVPools
+from sparse_rl_lightning.ops.summarize_pages import check_pages
 
 
-def attend_pages(
+def page_attention(
     pools: KVPools,
     slots: Tensor,
     query: Tensor,
@@ -23,8 +24,8 @@ def attend_pages(
 ) -> Tensor:
     """Attention of one query token per slot over the live entries of the pages listed, each KV head its own.
 
-    With all pages listed it is :func:`~sparse_rl_lightning.ops.attend`, in the CPU kernels bit for bit. A row's result
-    depends on nothing but its own slot. ``SPARSE_RL_ATTENTION`` does not matter here.
+    With all pages listed it is :func:`~sparse_rl_lightning.ops.decode_attention`, in the CPU kernels bit for bit. A
+    row's result depends on nothing but its own slot.
 
     Args:
         pools: One layer, (S, H).
@@ -43,27 +44,16 @@ def attend_pages(
         RuntimeError: If a list names a page that is not there, by ``pools.raise_errors`` on a GPU; on the CPU too if it
             does not ascend.
     """
+    check_pages(pools, page_size)
     out = torch.empty_like(query)
-
-    def check_all() -> None:
-        refuse_float8(pools)
-        pools.check(2)
-        check("slots", slots, pools.keys, torch.int64, (None,))
-        check("query", query, pools.keys, pools.keys.dtype, (len(slots), None, pools.keys.shape[1]))
-        check_groups("query", query, pools)
-        check("pages", pages, pools.keys, torch.int32, (len(slots), pools.offsets.shape[1], None))
-        check("lse", lse, pools.keys, accumulation_dtype(query.dtype), query.shape[:2])
-        if page_size < 1:
-            raise ValueError(f"page_size must be at least 1 entry, got page_size={page_size}.")
-
     call(
-        "page_attention", pools.keys, check_all, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths,
-        pages, page_size, scale, out, lse, pools.errors,
+        "page_attention", pools.keys, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, pages,
+        page_size, scale, out, lse, pools.errors,
     )  # fmt: skip
     return out
 
 
-def page_attention_reference(
+def reference(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor,
     pages: Tensor, page_size: int, scale: float, out: Tensor, lse: Tensor | None,
     errors: Tensor | None = None,
@@ -86,4 +76,4 @@ def page_attention_reference(
         lse.copy_(total)
 
 
-register("page_attention", page_attention_reference)
+register("page_attention", reference)

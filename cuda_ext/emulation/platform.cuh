@@ -5,6 +5,8 @@
 // nothing about speed.
 #pragma once
 
+#include "checks.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -266,3 +268,14 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   for (int i = 0; i < 4; ++i) result |= (both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return result;
 }
+
+#define SPARSE_RL_KEY CPU
+
+namespace sparse_rl {
+
+template <class Args>
+void enqueue(void (*kernel)(Args), dim3 grid, int threads, const Tensor&, const Args& args) {
+  emulation::launch(kernel, grid, static_cast<unsigned>(threads), args);
+}
+
+}  // namespace sparse_rl

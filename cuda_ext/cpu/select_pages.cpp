@@ -1,39 +1,14 @@
-// summarize_pages, select_pages: what is kept of every page of a slot, and which pages a new token reads.
+// select_pages: which pages a new token reads.
 
 #include "backend.h"
+#include "choice.h"
 #include "dots.h"
-#include "op_pages.h"
-#include "select.h"
+#include "select_pages.h"
 
 #include <algorithm>
 
 namespace sparse_rl {
 namespace {
-
-// The mean of some keys, or their largest and smallest elements.
-template <class T, bool Bounds>
-SPARSE_RL_CLONES void summarize(const T* keys, int64_t count, int64_t dim, T* first, T* second) {
-  float top[kMaxHeadDim], bottom[kMaxHeadDim];
-  for (int64_t at = 0; at < dim; at += kBlock) {
-    Vec a, b;
-    load_part(keys, at, dim, a, b);
-    Vec x = a, y = b;  // the sums, or the largest and the smallest
-    for (int64_t j = 1; j < count; ++j) {
-      Vec c, d;
-      load_part(keys + j * dim, at, dim, c, d);
-      if constexpr (Bounds) {
-        a = c > a ? c : a, b = d > b ? d : b;
-        x = c < x ? c : x, y = d < y ? d : y;
-      } else {
-        a += c, b += d;
-      }
-    }
-    store_block(top + at, a, b);
-    store_block(bottom + at, x, y);
-  }
-  pack_row(top, Bounds ? 1.0f : 1 / static_cast<float>(count), dim, first);
-  if constexpr (Bounds) pack_row(bottom, 1.0f, dim, second);
-}
 
 // Query heads of a group as rows for dots, split into what meets the first and the second vector of a page.
 struct Wanted {
@@ -119,28 +94,7 @@ struct Unit {
   }
 };
 
-struct Summarizing : Cpu {
-  template <class T>
-  static void run(const Summary<T>& op, const Tensor&) {
-    check_runs(op.heads, op.kept.num_pages * op.page_size, "those of the pages of summaries", op.pool_rows);
-    for_heads(op.heads, [&](int64_t b, int64_t h) {
-      if (op.heads.slots[b] < 0) return;
-      const int64_t i = op.heads.index(b, h), length = op.heads.lengths[i];
-      const T* keys = op.key_pool + op.heads.offsets[i] * op.kept.dim;
-      for (int64_t p = op.begin(length); p < op.end(length); ++p) {
-        const T* page = keys + p * op.page_size * op.kept.dim;
-        T* first = op.kept.at(i, 0, p);
-        if (op.kept.num_vectors == 2) {
-          summarize<T, true>(page, op.page_size, op.kept.dim, first, op.kept.at(i, 1, p));
-        } else {
-          summarize<T, false>(page, op.page_size, op.kept.dim, first, nullptr);
-        }
-      }
-    });
-  }
-};
-
-struct Selecting : Cpu {
+struct Kernel : Cpu {
   template <class T>
   static void run(const Selection<T>& op, const Tensor&) {
     const int64_t room = op.kept.num_pages * op.page_size;
@@ -155,15 +109,12 @@ struct Selecting : Cpu {
             count <= op.width, "a row reads ", count, " pages, more than the ", op.width, " that there is room for");
       }
     }
-    for_heads(op.heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); });
+    for_heads(op.heads.num_rows, op.heads.num_heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); });
   }
 };
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) {
-  m.impl("summarize_pages", TORCH_BOX(&summarize_pages<Summarizing>));
-  m.impl("select_pages", TORCH_BOX(&select_pages<Selecting>));
-}
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("select_pages", TORCH_BOX(&select_pages<Kernel>)); }
 
 }  // namespace sparse_rl

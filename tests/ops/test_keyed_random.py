@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparse_rl_lightning.ops.random import hash_bits, hash_uniform
+from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
 
 MASK = 2**64 - 1
 INT64 = st.integers(-(2**63), 2**63 - 1)

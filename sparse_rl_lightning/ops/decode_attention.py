@@ -1,17 +1,16 @@
-"""decode_attention: what one new token per slot reads from the slot's live entries."""
+"""decode_attention: attention of one new token per slot over the slot's live entries."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.backends import flash_attention, overload_for
-from sparse_rl_lightning.ops.float8 import computing_dtype
+from sparse_rl_lightning.ops.checks import check_runs
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, check_runs, gather_heads
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, gather_heads
 
 
-def attend(
+def decode_attention(
     pools: KVPools,
     slots: Tensor,
     query: Tensor,
@@ -24,7 +23,7 @@ def attend(
     """Attention of one query token per slot over all live entries, with grouped KV heads and float32 sums.
 
     A head without entries gives zeros (and a log-sum-exp of -inf). A row's result depends on nothing but its own slot,
-    bit for bit. ``SPARSE_RL_ATTENTION`` in the environment chooses what computes it (``ops/backends.py``).
+    bit for bit.
 
     Args:
         pools: One layer, (S, H).
@@ -44,32 +43,19 @@ def attend(
     """
     out = torch.empty_like(query)
     call(
-        "decode_attention", pools.keys, lambda: _check(pools, slots, query, max_length, lse, probs), query, pools.keys,
-        pools.values, slots, pools.offsets, pools.lengths, scale, max_length, out, lse, probs, pools.errors,
-        overload=overload_for(pools.keys, probs),
+        "decode_attention", pools.keys, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, scale,
+        max_length, out, lse, probs, pools.errors,
     )  # fmt: skip
     return out
 
 
-def _check(
-    pools: KVPools, slots: Tensor, query: Tensor, max_length: int, lse: Tensor | None, probs: Tensor | None
-) -> None:
-    pools.check(2)
-    check("slots", slots, pools.keys, torch.int64, (None,))
-    dtype = computing_dtype(pools.keys.dtype, query.dtype)
-    check("query", query, pools.keys, dtype, (len(slots), None, pools.keys.shape[1]))
-    check_groups("query", query, pools)
-    check("lse", lse, pools.keys, accumulation_dtype(query.dtype), query.shape[:2])
-    check("probs", probs, pools.keys, accumulation_dtype(query.dtype), (*query.shape[:2], None))
-    if probs is not None and probs.shape[2] < max_length:
-        raise ValueError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
-
-
-def attention_reference(
+def reference(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, scale: float,
     max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``decode_attention`` in PyTorch."""
+    if probs is not None and probs.shape[2] < max_length:
+        raise ValueError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
     check_runs(slots, offsets, lengths, max_length, len(key_pool))
     held = lengths[slots.clamp(min=0)] * (slots >= 0)[:, None]  # (B, H)
     width = int(held.max()) if held.numel() else 0
@@ -103,4 +89,4 @@ def attend_rows(
     return result.flatten(1, 2), total.flatten(1), shares.flatten(1, 2)
 
 
-register("decode_attention", attention_reference, flash=flash_attention)
+register("decode_attention", reference)

@@ -1,10 +1,10 @@
-// select_and_compact, select_and_store: keep the best entries of each head in their order, record when the others died.
+// evict: keep the best entries of each head in their order, record when the others died.
 //
 // One block per (layer, row, KV head) walks over the entries in chunks of 256. In place an entry never moves up, so a
 // batch of rows is loaded by all threads, and after a barrier stored: it overwrites only what has been read.
 
 #include "choice.cuh"
-#include "op_select.h"
+#include "evict.h"
 
 namespace sparse_rl {
 namespace {
@@ -53,7 +53,7 @@ SPARSE_RL_DEVICE void move_state(uint32_t* state, const int (&kept)[kThreads], i
   }
 }
 
-__global__ void __launch_bounds__(kThreads) select_kernel(Event op) {
+__global__ void __launch_bounds__(kThreads) evict_kernel(Eviction op) {
   __shared__ Shared shared;
   const auto rows = static_cast<unsigned>(op.num_rows), heads = static_cast<unsigned>(op.num_heads);
   const int64_t layer = blockIdx.x / heads / rows, b = blockIdx.x / heads % rows, h = blockIdx.x % heads;
@@ -117,19 +117,16 @@ __global__ void __launch_bounds__(kThreads) select_kernel(Event op) {
 }
 
 struct Kernel : Device {
-  static void run(const Event& op, const Tensor& on) {
+  static void run(const Eviction& op, const Tensor& on) {
     check_aligned("value_pool", op.value_pool);
     check_aligned("source_keys", op.source_keys);
     check_aligned("source_values", op.source_values);
-    launch(select_kernel, op.num_layers * op.num_rows * op.num_heads, 1, kThreads, on, op);
+    launch(evict_kernel, op.num_layers * op.num_rows * op.num_heads, 1, kThreads, on, op);
   }
 };
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) {
-  m.impl("select_and_compact", TORCH_BOX(&select_and_compact<Kernel>));
-  m.impl("select_and_store", TORCH_BOX(&select_and_store<Kernel>));
-}
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("evict", TORCH_BOX(&evict<Kernel>)); }
 
 }  // namespace sparse_rl

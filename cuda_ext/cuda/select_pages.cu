@@ -1,42 +1,13 @@
-// summarize_pages, select_pages: what is kept of every page of a slot, and which pages a new token reads.
+// select_pages: which pages a new token reads.
 //
-// Summaries: blocks of a (row, KV head) share its pages out. Selection: one block per (row, KV head) scores the pages
-// that compete, a group of lanes to a page, and picks by radix selection as eviction does.
+// One block per (row, KV head) scores the pages that compete, a group of lanes to a page, and picks by radix selection
+// as eviction does.
 
 #include "choice.cuh"
-#include "op_pages.h"
+#include "select_pages.h"
 
 namespace sparse_rl {
 namespace {
-
-constexpr int kPageBlocks = 64;  // blocks of a head when all of its pages are summarised
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, 1) summarize_kernel(Summary<T> op) {
-  const auto heads = static_cast<unsigned>(op.heads.num_heads);
-  const int64_t room = op.kept.num_pages * op.page_size;
-  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, room, op.pool_rows);
-  if (run.slot < 0) return;
-  const int64_t dim = op.kept.dim;
-  const T* keys = op.key_pool + run.start * dim;
-  for (int64_t p = op.begin(run.length) + blockIdx.y; p < op.end(run.length); p += gridDim.y) {
-    const T* page = keys + p * op.page_size * dim;
-    for (int64_t d = threadIdx.x; d < dim; d += kThreads) {
-      float sum = 0, top = kNothing, bottom = -kNothing;
-      for (int64_t j = 0; j < op.page_size; ++j) {
-        const float x = static_cast<float>(page[j * dim + d]);
-        sum += x;
-        top = fmaxf(top, x), bottom = fminf(bottom, x);
-      }
-      if (op.kept.num_vectors == 1) {
-        op.kept.at(run.head, 0, p)[d] = narrow<T>(sum / static_cast<float>(op.page_size));
-      } else {
-        op.kept.at(run.head, 0, p)[d] = narrow<T>(top);
-        op.kept.at(run.head, 1, p)[d] = narrow<T>(bottom);
-      }
-    }
-  }
-}
 
 // What meets the first and the second vector of a page: the query, or its positive and its negative elements. One query
 // head, or the mean over all heads of the group.
@@ -124,21 +95,9 @@ __global__ void __launch_bounds__(kThreads, 1) select_pages_kernel(Selection<T> 
   if (one && listed > op.width) complain(report, Fault::pages, slot);
 }
 
-struct Summarizing : Device {
-  template <class T>
-  static void run(const Summary<T>& op, const Tensor& on) {
-    const int64_t many = op.kept.num_pages < kPageBlocks ? op.kept.num_pages : kPageBlocks;
-    launch(summarize_kernel<T>, op.heads.num_rows * op.heads.num_heads, op.newest_only ? 1 : many, kThreads, on, op);
-  }
-};
-
-struct Selecting : Device {
+struct Kernel : Device {
   template <class T>
   static void run(const Selection<T>& op, const Tensor& on) {
-    STD_TORCH_CHECK(
-        op.kept.dim % 8 == 0, "head_dim is ", op.kept.dim,
-        ", the CUDA kernels take multiples of 8: call the .reference overload");
-    check_aligned("summaries", op.kept.data);
     const int64_t blocks = op.heads.num_rows * op.heads.num_heads, dim = op.kept.dim;
     if (dim <= 64) return launch(select_pages_kernel<T, 8>, blocks, 1, kThreads, on, op);
     if (dim <= 128) return launch(select_pages_kernel<T, 16>, blocks, 1, kThreads, on, op);
@@ -148,9 +107,6 @@ struct Selecting : Device {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) {
-  m.impl("summarize_pages", TORCH_BOX(&summarize_pages<Summarizing>));
-  m.impl("select_pages", TORCH_BOX(&select_pages<Selecting>));
-}
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("select_pages", TORCH_BOX(&select_pages<Kernel>)); }
 
 }  // namespace sparse_rl

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.float8 import computing_dtype
+from sparse_rl_lightning.ops.checks import check_runs, check_slots
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, check, check_runs, check_slots, gather_heads
+from sparse_rl_lightning.ops.pools import KVPools, gather_heads
 
 
 def fork(
@@ -33,25 +33,13 @@ def fork(
         ValueError: If a tensor has the wrong shape, type, device or layout.
         RuntimeError: On the CPU, if a destination is a source too or too small.
     """
-
-    def check_all() -> None:
-        pools.check(3)
-        check("sources", sources, pools.keys, torch.int64, (None,))
-        check("destinations", destinations, pools.keys, torch.int64, sources.shape)
-        layers, slots, heads = pools.offsets.shape
-        if query_ring is not None:
-            kind = computing_dtype(pools.keys.dtype, query_ring.dtype)
-            check("query_ring", query_ring, pools.keys, kind, (layers, slots, None, None, pools.keys.shape[1]))
-        check("death", death, pools.keys, torch.int32, (layers, slots, heads, None))
-        check("state_pool", state_pool, pools.keys, torch.float32, (pools.keys.shape[0], None))
-
     call(
-        "fork", pools.keys, check_all, sources, destinations, pools.offsets, pools.capacities, pools.keys,
+        "fork", pools.keys, sources, destinations, pools.offsets, pools.capacities, pools.keys,
         pools.values, pools.positions, pools.lengths, query_ring, death, state_pool, pools.errors,
     )  # fmt: skip
 
 
-def fork_reference(
+def reference(
     sources: Tensor, destinations: Tensor, offsets: Tensor, capacities: Tensor, key_pool: Tensor, value_pool: Tensor,
     position_pool: Tensor, lengths: Tensor, query_ring: Tensor | None, death: Tensor | None, state_pool: Tensor | None,
     errors: Tensor | None = None,
@@ -78,4 +66,4 @@ def fork_reference(
             tensor[:, destinations] = tensor[:, sources]
 
 
-register("fork", fork_reference)
+register("fork", reference)

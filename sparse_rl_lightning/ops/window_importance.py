@@ -1,12 +1,16 @@
-"""How much attention the most recent queries pay to every cached key."""
+"""window_importance: how much attention the most recent queries pay to every cached key."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sparse_rl_lightning.ops.checks import check_numbers
+from sparse_rl_lightning.ops.library import call, register
+from sparse_rl_lightning.ops.pools import accumulation_dtype, dense_heads, live_entries
 
 GroupReduction = Literal["max", "mean"]
 QueryReduction = Literal["mean", "sum"]
@@ -17,7 +21,7 @@ def window_importance(
     queries: Tensor,
     query_positions: Tensor,
     keys: Tensor,
-    valid: Tensor,
+    lengths: Tensor,
     positions: Tensor,
     scale: float,
     *,
@@ -28,7 +32,7 @@ def window_importance(
     pooling: Pooling = "max",
     kernel_size: int = 7,
 ) -> Tensor:
-    """Attention from the recent queries to the entries before the observation window, pooled over neighbours.
+    """Attention from the recent queries to the entries before the observation window, pooled over neighbors.
 
     In the order of the operations: logits; ``group_reduction="max"`` over the query heads of a group; softmax; mean
     or sum over the queries; pooling; ``group_reduction="mean"``. A query sees the entries at its own position and
@@ -36,10 +40,10 @@ def window_importance(
 
     Args:
         queries: (S, Hq, A, D) post-RoPE, in any order; Hq is a multiple of H, the heads of a group are adjacent.
-        query_positions: (S, A) their positions, -1 for an absent query, whose content is not used.
-        keys: (S, H, N, D) post-RoPE, in the order of their positions, live ones first.
-        valid: (S, H, N) bool, live entries.
-        positions: (S, H, N) true token positions.
+        query_positions: (S, A) int64 positions of the queries, -1 for an absent query, whose content is not used.
+        keys: (S, H, N, D) post-RoPE, in the order of their positions, live ones first; a view will do.
+        lengths: (S, H) live entries.
+        positions: (S, H, N) int64 true token positions.
         scale: Factor on q.k before the softmax.
         window: The last ``window`` live entries of a row are the observation window. They get 0 and do not take
             part in the pooling.
@@ -52,10 +56,45 @@ def window_importance(
 
     Returns:
         (S, H, N), 0 in the window and in free memory; float64 if the keys are, else float32.
+
+    Raises:
+        ValueError: If a tensor has the wrong shape, type or device, or an option is unknown.
     """
-    assert group_reduction in ("max", "mean"), group_reduction
-    assert query_reduction in ("mean", "sum"), query_reduction
-    outside = valid & (torch.arange(valid.shape[-1], device=valid.device) < valid.sum(-1, keepdim=True) - window)
+    _check_options(window, group_reduction, query_reduction, pooling, kernel_size)
+    dtype, shape = accumulation_dtype(keys.dtype), keys.shape[:3]
+    importance = torch.empty(shape, dtype=dtype, device=keys.device)
+    num_rows = queries.shape[2] + 1 if queries.dim() == 4 else 1
+    scratch = torch.empty(*shape[:2], num_rows, shape[-1], dtype=dtype, device=keys.device)
+    call(
+        "window_importance", keys, queries.contiguous(), query_positions.contiguous(), dense_heads(keys),
+        dense_heads(positions), lengths.to(torch.int32).contiguous(), scale, window, exclude_window, group_reduction,
+        query_reduction, pooling, kernel_size, importance, scratch,
+    )  # fmt: skip
+    return importance
+
+
+def _check_options(window: int, group: str, query: str, pooling: str, kernel_size: int) -> None:
+    options = (("group_reduction", group, GroupReduction), ("query_reduction", query, QueryReduction))
+    for name, value, allowed in (*options, ("pooling", pooling, Pooling)):
+        if value not in get_args(allowed):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {name}={value!r}.")
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
+    if window < 0:
+        raise ValueError(f"window must be 0 or more entries, got window={window}.")
+
+
+def reference(
+    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, lengths: Tensor, scale: float,
+    window: int, exclude_window: bool, group_reduction: GroupReduction, query_reduction: QueryReduction,
+    pooling: Pooling, kernel_size: int, importance: Tensor, scratch: Tensor,
+) -> None:  # fmt: skip
+    """The op ``window_importance`` in PyTorch."""
+    check_numbers("a head's number of entries", lengths, keys.shape[2] + 1)
+    if not importance.numel():
+        return
+    valid = live_entries(lengths, keys.shape[2])
+    outside = live_entries(lengths - window, keys.shape[2])
     attended = outside if exclude_window else valid
     visible = attended.unsqueeze(2) & (positions.unsqueeze(2) <= query_positions[:, None, :, None])  # (S, H, A, N)
     logits = group_logits(queries, keys, scale)  # (S, H, G, A, N)
@@ -66,7 +105,7 @@ def window_importance(
     paid = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).masked_fill(hidden, 0.0).sum(dim=3)  # (S, H, G, N)
     if query_reduction == "mean":
         paid = paid / (query_positions >= 0).sum(dim=-1).clamp(min=1)[:, None, None, None]
-    return pool_entries(paid, outside.unsqueeze(2), pooling, kernel_size).mean(dim=2)
+    importance.copy_(pool_entries(paid, outside.unsqueeze(2), pooling, kernel_size).mean(dim=2))
 
 
 def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: int) -> Tensor:
@@ -81,8 +120,6 @@ def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: 
     Returns:
         (..., N), 0 where not ``inside``.
     """
-    assert pooling in ("max", "avg", "none"), pooling
-    assert kernel_size % 2 == 1, kernel_size
     if pooling == "none":
         return values.masked_fill(~inside, 0.0)
     rows = values.masked_fill(~inside, -torch.inf if pooling == "max" else 0.0).flatten(end_dim=-2)
@@ -100,3 +137,6 @@ def group_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     with torch.autocast(keys.device.type, enabled=False):  # mixed-precision training would round them to bf16
         logits = torch.matmul(stacked, keys.to(dtype).mT) * scale
     return logits.view(slots, heads, group, num_queries, num_entries)
+
+
+register("window_importance", reference)

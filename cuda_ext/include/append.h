@@ -28,7 +28,7 @@ void append(
     const Tensor& capacities, const Tensor& key_pool, const Tensor& value_pool, const Tensor& position_pool,
     const Tensor& lengths, const std::optional<Tensor>& query_ring,
     const std::optional<Tensor>& errors) {
-  const PoolShape pool = Backend::check_pool(key_pool);
+  const PoolShape pool = check_pool<Backend>(key_pool);
   const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::append);
   const int64_t B = heads.num_rows, H = heads.num_heads, S = heads.num_slots, D = pool.dim;
   const int64_t Hq = query.dim() == 3 ? query.size(1) : 0;

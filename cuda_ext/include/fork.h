@@ -22,7 +22,7 @@ void fork(
     const Tensor& key_pool, const Tensor& value_pool, const Tensor& position_pool, const Tensor& lengths,
     const std::optional<Tensor>& query_ring, const std::optional<Tensor>& death,
     const std::optional<Tensor>& state_pool, const std::optional<Tensor>& errors) {
-  const PoolShape pool = Backend::check_pool(key_pool);
+  const PoolShape pool = check_pool<Backend>(key_pool);
   const auto [L, S, H] = check_layers(offsets, key_pool);
   const int64_t B = sources.dim() == 1 ? sources.size(0) : 0;
   check_tensor("sources", sources, key_pool, ScalarType::Long, {B});

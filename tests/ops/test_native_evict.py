@@ -1,4 +1,4 @@
-"""select_and_compact, select_and_store and fork: kernel = reference = a sorted list per head, bit for bit."""
+"""evict and fork: kernel = reference = a sorted list per head, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from native_cases import (
     same_pools,
     shape_for,
     shapes,
+    uniform_pools,
 )
-from test_native_attention import both_overloads
+from test_native_attention import both
 from torch import Tensor
 
 from sparse_rl_lightning import ops
@@ -67,7 +68,7 @@ def survivors(scores: Tensor, positions: Tensor, budget: int, num_sinks: int, wi
     seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6),
     full=st.booleans(), recorded=st.booleans(),
 )  # fmt: skip
-def test_select_and_compact(
+def test_evict_in_place(
     device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int, full: bool, recorded: bool
 ) -> None:
     shape = shape_for(device, shape)
@@ -80,9 +81,10 @@ def test_select_and_compact(
     budgets = torch.randint(0, shape["capacity"] + 2, (layers, rows, heads), generator=g).int()
     death = torch.full((layers, slots, heads, tokens), NEVER, dtype=torch.int32)
     state = torch.randn(len(pools.keys), 2, generator=g)
-    args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.keys, pools.values,
-            pools.positions, pools.lengths, *((death, state) if recorded else (None, None))]  # fmt: skip
-    native, reference = both_overloads("select_and_compact", args, device)
+    args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.capacities,
+            pools.keys, pools.values, pools.positions, pools.lengths, *((death, state) if recorded else (None, None)),
+            *[None] * 4]  # fmt: skip
+    native, reference = both("evict", args, device)
     want, want_state, want_death = copy(pools), state.clone(), death.clone()
     untouched = torch.ones(len(pools.keys), dtype=torch.bool)
     for layer, b, slot, h in units(layers, chosen, heads):
@@ -97,36 +99,37 @@ def test_select_and_compact(
         want_death[layer, slot, h, pools.positions[live][gone].long()] = seen[slot].int()
         untouched[live] = False
     for result in (native, reference):
-        assert same_bits(result[10], want.lengths)
+        assert same_bits(result[11], want.lengths)
         for layer, slot, h in torch.ones(layers, slots, heads).nonzero().tolist():
             live = head_rows(want, layer, slot, h)  # what lies behind the survivors may be anything
-            for index, pool in ((7, want.keys), (8, want.values), (9, want.positions), (12, want_state)):
+            for index, pool in ((8, want.keys), (9, want.values), (10, want.positions), (13, want_state)):
                 assert result[index] is None or same_bits(result[index][live], pool[live])
-            assert (result[9][live].diff() > 0).all()
-        assert result[11] is None or same_bits(result[11], want_death)
-    assert same_bits(native[7][untouched], pools.keys[untouched])
-    assert same_bits(native[8][untouched], pools.values[untouched])
+            assert (result[10][live].diff() > 0).all()
+        assert result[12] is None or same_bits(result[12], want_death)
+    assert same_bits(native[8][untouched], pools.keys[untouched])
+    assert same_bits(native[9][untouched], pools.values[untouched])
 
 
 @on_each_device
 @pytest.mark.parametrize("kind", ["random", "ties", "equal"])
 @pytest.mark.parametrize(("dim", "dtype"), [(8, torch.bfloat16), (136, torch.float32)])
-def test_select_and_compact_of_long_rows(device: str, dim: int, dtype: torch.dtype, kind: str) -> None:
+def test_evict_in_place_of_long_rows(device: str, dim: int, dtype: torch.dtype, kind: str) -> None:
     g = torch.Generator().manual_seed(6)
     pools = make_pools(g, layers=2, slots=2, heads=2, dim=dim, capacity=1100, dtype=dtype, kind="random", full=True)
     scores = make_scores(g, (2, 2, 2, 1100), kind)
     budgets = (torch.rand(2, 2, 2, generator=g) * pools.lengths).int()
     budgets[0, 0, 0] = 5  # fewer than are pinned
-    args = [scores, budgets, 4, 8, torch.tensor([1, 0]), torch.tensor([7000, 8000]), pools.offsets, pools.keys,
-            pools.values, pools.positions, pools.lengths, torch.full((2, 2, 2, 2200), NEVER, dtype=torch.int32),
-            torch.randn(len(pools.keys), 3, generator=g)]  # fmt: skip
-    native, reference = both_overloads("select_and_compact", args, device)
-    assert same_bits(native[10], reference[10])
+    args = [scores, budgets, 4, 8, torch.tensor([1, 0]), torch.tensor([7000, 8000]), pools.offsets, pools.capacities,
+            pools.keys, pools.values, pools.positions, pools.lengths,
+            torch.full((2, 2, 2, 2200), NEVER, dtype=torch.int32),
+            torch.randn(len(pools.keys), 3, generator=g), *[None] * 4]  # fmt: skip
+    native, reference = both("evict", args, device)
     assert same_bits(native[11], reference[11])
-    kept = KVPools(*native[7:10], pools.offsets, pools.capacities, native[10])
+    assert same_bits(native[12], reference[12])
+    kept = KVPools(*native[8:11], pools.offsets, pools.capacities, native[11])
     for layer, slot, h in torch.ones(2, 2, 2).nonzero().tolist():
         live = head_rows(kept, layer, slot, h)
-        assert all(same_bits(native[i][live], reference[i][live]) for i in (7, 8, 9, 12))
+        assert all(same_bits(native[i][live], reference[i][live]) for i in (8, 9, 10, 13))
         assert kept.lengths[layer, slot, h] == budgets[layer, 1 - slot, h].minimum(pools.lengths[layer, slot, h])
 
 
@@ -135,7 +138,7 @@ def test_select_and_compact_of_long_rows(device: str, dim: int, dtype: torch.dty
 @given(
     seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6)
 )
-def test_select_and_store(device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int) -> None:
+def test_evict_from_a_source(device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int) -> None:
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape)
@@ -147,10 +150,10 @@ def test_select_and_store(device: str, seed: int, shape: dict, kind: str, num_si
     room = pools.capacities[:, chosen.clamp(min=0)]
     budgets = (torch.rand(room.shape, generator=g) * (room + 1)).int()
     death = torch.full((layers, slots, heads, width + 1), NEVER, dtype=torch.int32)
-    args = [scores, budgets, num_sinks, window, source.keys, source.values, source.offsets, source.lengths, chosen,
-            seen, pools.offsets, pools.capacities, pools.keys, pools.values, pools.positions, pools.lengths,
-            death]  # fmt: skip
-    for result in both_overloads("select_and_store", args, device):
+    args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
+            pools.positions, pools.lengths, death, None, source.keys, source.values, source.offsets,
+            source.lengths]  # fmt: skip
+    for result in both("evict", args, device):
         want, want_death = copy(pools), death.clone()
         for layer, b, slot, h in units(layers, chosen, heads):
             live = head_rows(source, layer, b, h)
@@ -162,11 +165,11 @@ def test_select_and_store(device: str, seed: int, shape: dict, kind: str, num_si
             want.positions[there] = torch.tensor(keep, dtype=torch.int32)
             want.lengths[layer, slot, h] = len(keep)
             want_death[layer, slot, h, sorted(set(range(length)) - set(keep))] = seen[slot].int()
-        assert same_bits(result[15], want.lengths)
-        assert same_bits(result[16], want_death)
-        assert same_bits(result[12], want.keys)
-        assert same_bits(result[13], want.values)
-        assert same_bits(result[14], want.positions)
+        assert same_bits(result[11], want.lengths)
+        assert same_bits(result[12], want_death)
+        assert same_bits(result[8], want.keys)
+        assert same_bits(result[9], want.values)
+        assert same_bits(result[10], want.positions)
 
 
 @on_each_device
@@ -199,7 +202,7 @@ def test_fork(device: str, seed: int, shape: dict, num_queries: int, state: bool
                 for index in (4, 5, 6, 10):
                     if args[index] is not None:
                         expected[index][to : to + live.stop - live.start] = args[index][live]
-    for result in both_overloads("fork", args, device):
+    for result in both("fork", args, device):
         for got, want in zip(result, expected, strict=True):
             assert got is want is None or same_bits(got, want)
 
@@ -207,11 +210,11 @@ def test_fork(device: str, seed: int, shape: dict, num_queries: int, state: bool
 @cpu_complaints
 @pytest.mark.parametrize("positions", [[0, 1, 9, 10], [-3, -2, 0, 1]])
 def test_a_death_beyond_the_record_is_an_error(positions: list[int]) -> None:
-    pools = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 1, 1), 4, 8, torch.float32)
     pools.lengths.fill_(4)
     pools.positions.copy_(torch.tensor(positions))
     with pytest.raises(RuntimeError, match="outside the death record of 5 tokens"):
-        ops.select_and_compact(
+        ops.evict(
             pools, torch.tensor([0]), torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), 1, dtype=torch.int32), 0, 0,
             torch.tensor([11]), torch.zeros(1, 1, 1, 5, dtype=torch.int32),
         )  # fmt: skip
@@ -219,35 +222,35 @@ def test_a_death_beyond_the_record_is_an_error(positions: list[int]) -> None:
 
 @cpu_complaints
 def test_storing_more_than_a_slot_holds_is_an_error() -> None:
-    source = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
-    pools = KVPools.uniform((1, 2, 1), 2, 8, torch.float32, "cpu")
+    source = uniform_pools((1, 1, 1), 4, 8, torch.float32)
+    pools = uniform_pools((1, 2, 1), 2, 8, torch.float32)
     source.lengths.fill_(4)
     before, budgets = copy(pools), torch.full((1, 1, 1), 3, dtype=torch.int32)
     seen = torch.tensor([4, 4])
     with pytest.raises(RuntimeError, match="a head holds 3 entries, allowed are 0 to its capacity = 2"):
-        ops.select_and_store(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 4), budgets, 0, 0, seen, source)
+        ops.evict(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 4), budgets, 0, 0, seen, source=source)
     assert same_pools(pools, before)
 
 
 def test_nothing_to_store_leaves_an_empty_slot() -> None:
-    pools = KVPools.uniform((1, 1, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 1, 1), 4, 8, torch.float32)
     pools.lengths.fill_(3)
-    source = KVPools.uniform((1, 1, 1), 0, 8, torch.float32, "cpu")
+    source = uniform_pools((1, 1, 1), 0, 8, torch.float32)
     budgets = torch.full((1, 1, 1), 3, dtype=torch.int32)
-    ops.select_and_store(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 2), budgets, 0, 0, torch.tensor([0]), source)
+    ops.evict(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 2), budgets, 0, 0, torch.tensor([0]), source=source)
     assert pools.lengths.item() == 0
 
 
 @cpu_complaints
 def test_forking_onto_a_source_is_an_error() -> None:
-    pools = KVPools.uniform((1, 3, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 3, 1), 4, 8, torch.float32)
     with pytest.raises(RuntimeError, match="slot 1 is both"):
         ops.fork(pools, torch.tensor([0, 1]), torch.tensor([1, 2]))
 
 
 @cpu_complaints
 def test_forking_into_a_smaller_slot_is_an_error() -> None:
-    pools = KVPools.uniform((1, 2, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 2, 1), 4, 8, torch.float32)
     pools.lengths[0, 0], pools.capacities[0, 1] = 3, 2
     with pytest.raises(RuntimeError, match="a head holds 3 entries, allowed are 0 to the destination's capacity = 2"):
         ops.fork(pools, torch.tensor([0]), torch.tensor([1]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.float8 import computing_dtype, to_stored
+from sparse_rl_lightning.ops.checks import check_numbers, check_runs
+from sparse_rl_lightning.ops.float8 import to_stored
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_numbers, check_runs
+from sparse_rl_lightning.ops.pools import KVPools
 
 
 def append(
@@ -42,33 +43,9 @@ def append(
         RuntimeError: If a slot is full; on a GPU by ``pools.raise_errors``, the token is dropped.
     """
     call(
-        "append", pools.keys, lambda: _check(pools, slots, seen, query, key, value, query_ring, cos, sin), query, key,
-        value, cos, sin, slots, seen, pools.offsets, pools.capacities, pools.keys, pools.values, pools.positions,
-        pools.lengths, query_ring, pools.errors,
+        "append", pools.keys, query, key, value, cos, sin, slots, seen, pools.offsets, pools.capacities, pools.keys,
+        pools.values, pools.positions, pools.lengths, query_ring, pools.errors,
     )  # fmt: skip
-
-
-def _check(
-    pools: KVPools, slots: Tensor, seen: Tensor, query: Tensor, key: Tensor, value: Tensor, query_ring: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None,
-) -> None:  # fmt: skip
-    pools.check(2)
-    check("slots", slots, pools.keys, torch.int64, (None,))
-    (num_slots, num_heads), dim, rows = pools.offsets.shape, pools.keys.shape[1], len(slots)
-    dtype = computing_dtype(pools.keys.dtype, query.dtype)
-    check("seen", seen, pools.keys, torch.int64, (num_slots,))
-    check("query", query, pools.keys, dtype, (rows, None, dim))
-    check("key", key, pools.keys, dtype, (rows, num_heads, dim))
-    check("value", value, pools.keys, dtype, (rows, num_heads, dim))
-    check("query_ring", query_ring, pools.keys, dtype, (num_slots, query.shape[1], None, dim))
-    if (cos is None) != (sin is None):
-        raise ValueError("give both cos and sin, or neither.")
-    if cos is None:
-        return
-    check("cos", cos, pools.keys, accumulation_dtype(dtype), (rows, None))
-    check("sin", sin, pools.keys, accumulation_dtype(dtype), cos.shape)
-    if cos.shape[1] % 2 or cos.shape[1] > dim:
-        raise ValueError(f"cos has {cos.shape[1]} columns, expected an even number up to head_dim = {dim}.")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,12 +57,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([(wide * cos[:, None] + turned * sin[:, None]).to(x.dtype), rest], dim=-1)
 
 
-def append_reference(
+def reference(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None, slots: Tensor, seen: Tensor,
     offsets: Tensor, capacities: Tensor, key_pool: Tensor, value_pool: Tensor, position_pool: Tensor, lengths: Tensor,
     query_ring: Tensor | None, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``append`` in PyTorch."""
+    if (cos is None) != (sin is None):
+        raise ValueError("give both cos and sin, or neither.")
+    if cos is not None and (cos.shape[1] % 2 or cos.shape[1] > query.shape[2]):
+        most = query.shape[2]
+        raise ValueError(f"cos has {cos.shape[1]} columns, expected an even number up to head_dim = {most}.")
     check_runs(slots, offsets, lengths, capacities, len(key_pool))
     rows = (slots >= 0).nonzero().squeeze(1)
     slots = slots[rows]
@@ -105,4 +87,4 @@ def append_reference(
         query_ring[slots, :, seen[slots] % query_ring.shape[2]] = query[rows]
 
 
-register("append", append_reference)
+register("append", reference)

@@ -1,11 +1,11 @@
-// select_and_compact, select_and_store: keep the best entries of each head in their order, record when the others died.
+// evict: keep the best entries of each head in their order, record when the others died.
 //
-// The first closes ranks in place: an entry never moves up, so one pass from the front overwrites only what was read.
-// The second copies the survivors of freshly read prompts into their slots.
+// In place the survivors close ranks: an entry never moves up, so one pass from the front overwrites only what was
+// read. With a source they are copied from there.
 
 #include "backend.h"
-#include "op_select.h"
-#include "select.h"
+#include "choice.h"
+#include "evict.h"
 
 #include <algorithm>
 #include <atomic>
@@ -15,11 +15,11 @@ namespace {
 
 // One KV head of one layer and row b of the call.
 struct Unit {
-  const Event& op;
+  const Eviction& op;
   int64_t slot, head, row;  // head (layer, slot, KV head) of the state, row (layer, b, KV head) of the call
   int64_t base, from, length;  // first row of the destination and of the source, live entries of the source
 
-  Unit(const Event& op_, int64_t layer, int64_t b, int64_t h) : op(op_), slot(op.slots[b]) {
+  Unit(const Eviction& op_, int64_t layer, int64_t b, int64_t h) : op(op_), slot(op.slots[b]) {
     head = (layer * op.num_slots + slot) * op.num_heads + h;
     row = (layer * op.num_rows + b) * op.num_heads + h;
     base = op.offsets[head];
@@ -79,7 +79,7 @@ struct Unit {
 };
 
 struct Kernel : Cpu {
-  static void run(const Event& op, const Tensor&) {
+  static void run(const Eviction& op, const Tensor&) {
     const int64_t heads = op.num_heads, units = op.num_layers * op.num_rows * heads;
     auto unit = [&](int64_t u) { return Unit(op, u / (op.num_rows * heads), u / heads % op.num_rows, u % heads); };
     for (int64_t b = 0; b < op.num_rows; ++b) check_slot(op.slots[b], op.num_slots);
@@ -99,9 +99,6 @@ struct Kernel : Cpu {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) {
-  m.impl("select_and_compact", TORCH_BOX(&select_and_compact<Kernel>));
-  m.impl("select_and_store", TORCH_BOX(&select_and_store<Kernel>));
-}
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("evict", TORCH_BOX(&evict<Kernel>)); }
 
 }  // namespace sparse_rl
