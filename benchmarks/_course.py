@@ -13,7 +13,6 @@ from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.modules.generation import completion_ids
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards import arithmetic_reward
 
@@ -90,12 +89,12 @@ class Course(RolloutCallback):
 
 def accuracy(module: Any, rows: list[dict[str, Any]], cache: Compressor) -> float:
     """Share of arithmetic problems that the module's policy solves greedily under a cache."""
-    sampler = module.sampler_options.sampler(module.dense_policy, module.tokenizer, cache)
+    sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)
     try:
-        rollout = sampler.generate(module.encode(rows), module.val_sampling)
+        rollout = sampler.generate(module.generator.encode(rows), module.val_sampling)
     finally:
         sampler.release()
-    texts = module.tokenizer.batch_decode(completion_ids(rollout), skip_special_tokens=True)
+    texts = module.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
     columns = {name: [row[name] for row in rows] for name in ("answer", "task")}
     rewards = arithmetic_reward([row["prompt"] for row in rows], texts, [], **columns)
     return sum(reward or 0.0 for reward in rewards) / len(rows)

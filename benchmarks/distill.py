@@ -66,14 +66,17 @@ class Tail:
 @torch.no_grad()
 def measure(module: DistillSparse, rows: list[dict[str, Any]], adapted: bool) -> Tail:
     """The acceptance of rollouts under the module's compressor, with or without the adapter."""
-    sampler = module.sampler()
-    vocabulary = int(module.dense_policy.config.vocab_size)
+    sampler = module.generator.sampler()
+    vocabulary = int(module.policy.config.vocab_size)
     params = SamplingParams(
-        num_generations=4, max_completion_length=module.sampling.max_completion_length, top_logprobs=vocabulary, seed=1
+        num_generations=4,
+        max_completion_length=module.generator.sampling.max_completion_length,
+        top_logprobs=vocabulary,
+        seed=1,
     )
-    _ = module.sparse_policy if adapted else module.dense_policy
-    rollout = sampler.generate(module.encode(rows), params)
-    lower, _ = rollout_acceptance(module.dense_policy.eval(), rollout)
+    _ = module.sparse_policy if adapted else module.policy
+    rollout = sampler.generate(module.generator.encode(rows), params)
+    lower, _ = rollout_acceptance(module.policy.eval(), rollout)
     metric = AcceptanceTail(num_bins=1)
     metric.update(lower, rollout.completion_mask)
     found = metric.compute()

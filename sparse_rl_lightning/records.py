@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor
 from sparse_rl_lightning.evictions import NEVER as NEVER
 from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
 from sparse_rl_lightning.page_record import PageRecord as PageRecord
+
+Rows: TypeAlias = list[dict[str, Any]]
+"""Rows of a data set, a prompt each."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,12 @@ class Rollout:
         return self.completion_mask.sum(dim=1)
 
     @property
+    def completion_ids(self) -> list[list[int]]:
+        """Token ids of every completion, without prompt and padding."""
+        pairs = zip(self.sequences, self.completion_mask, strict=True)
+        return [sequence[mask].tolist() for sequence, mask in pairs]
+
+    @property
     def sparse_logprobs(self) -> Tensor:
         """(B, T) of the sparse policy, which xi divides by: replayed where they are known, else the sampler's own."""
         return self.sampler_logprobs if self.replay_logprobs is None else self.replay_logprobs
@@ -247,7 +256,7 @@ class ScoredRollout:
     """A rollout with the text and the rewards around it: what rollout callbacks read and edit."""
 
     rollout: Rollout
-    rows: list[dict[str, Any]]  # one row of the data set per prompt
+    rows: Rows  # one row of the data set per prompt
     completions: list[str]  # B decoded completions, hostile text
     reward_table: dict[str, Tensor]  # (B,) per reward function, NaN where it does not apply
     index: int  # number of this rollout since the start of training

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Trainer
 
 from sparse_rl_lightning.callbacks.outputs.worst_completions import LONGEST_TEXT
+from sparse_rl_lightning.records import Rows
+from sparse_rl_lightning.rewards.scoring import Rewards
+from sparse_rl_lightning.rollout import Generator, SamplingParams
 from sparse_rl_lightning.text import prompt_text, shortened
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.generation import GenerationModule
-
-Rows = list[dict[str, Any]]
 
 
 @dataclass
@@ -26,19 +24,24 @@ class HeldOutResults:
     samples: list[dict[str, Any]] = field(default_factory=list)  # of the cache that was evaluated last
 
 
-def evaluate(module: GenerationModule, rows: Rows, batch_size: int, num_samples: int) -> HeldOutResults:
+def evaluate(
+    generator: Generator, judge: Rewards, sampling: SamplingParams, rows: Rows, batch_size: int, num_samples: int
+) -> HeldOutResults:
     """Mean reward of one greedy completion per row, by cache; the same on every rank.
 
     Args:
-        module: Draws and judges, by the first of its reward functions.
+        generator: Draws.
+        judge: Its first reward function counts.
+        sampling: Limits of the completions.
         rows: Problems.
         batch_size: Problems completed at the same time.
         num_samples: Completions to keep.
     """
     found = HeldOutResults()
-    for cache in ("dense", "sparse") if module.rolls_out_sparse else ("dense",):
+    for cache in ("dense", "sparse") if generator.is_sparse else ("dense",):
         found.samples = []
-        judged = _judged(module, rows, cache, batch_size, found.samples, num_samples)
+        greedy = replace(sampling, num_generations=1, temperature=0.0)
+        judged = _judged(generator, judge, greedy, rows, cache, batch_size, found.samples, num_samples)
         rewards = [reward for reward in judged if not math.isnan(reward)]
         found.is_binary = found.is_binary and set(rewards) <= {0.0, 1.0}
         if rewards:
@@ -47,21 +50,27 @@ def evaluate(module: GenerationModule, rows: Rows, batch_size: int, num_samples:
 
 
 def _judged(
-    module: GenerationModule, rows: Rows, cache: str, batch_size: int, samples: list[dict[str, Any]], num_samples: int
+    generator: Generator,
+    judge: Rewards,
+    greedy: SamplingParams,
+    rows: Rows,
+    cache: str,
+    batch_size: int,
+    samples: list[dict[str, Any]],
+    num_samples: int,
 ) -> list[float]:
     """The first reward function's word on every completion; the first completions become the samples."""
     rewards: list[float] = []
-    greedy = replace(module.val_sampling, num_generations=1, temperature=0.0)
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
-        scored = module.generate(batch, greedy, dense=cache == "dense")
-        module.reward(scored)
+        scored = generator.generate(batch, greedy, dense=cache == "dense")
+        judge(scored)
         new = next(iter(scored.reward_table.values())).tolist()
         for row, text, reward in zip(batch, scored.completions, new, strict=True):
             if len(samples) < num_samples:
                 samples.append(_sample(cache, row, text, reward))
         rewards += new
-    module.sampler(dense=cache == "dense").release()  # the memory back, and training's pool gets its own size
+    generator.sampler(dense=cache == "dense").release()  # the memory back, and training's pool gets its own size
     return rewards
 
 

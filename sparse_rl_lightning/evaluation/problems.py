@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.evaluation.tables import row_number
-from sparse_rl_lightning.modules.generation import Rows
+from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.rollout import SamplingParams
 
 ROWS_NAMED = 10

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch import Tensor
 
 from sparse_rl_lightning.metrics import ConfidenceInterval, accuracy
 from sparse_rl_lightning.records import ScoredRollout
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.generation import GenerationModule
 
 
 class ValidationScores:
@@ -26,11 +23,11 @@ class ValidationScores:
         """Forget the batches of a validation that was interrupted."""
         self._intervals.clear()
 
-    def log(self, module: GenerationModule, scored: ScoredRollout, key: str, by_benchmark: bool) -> None:
+    def log(self, log: Callable[..., None], scored: ScoredRollout, key: str, by_benchmark: bool) -> None:
         """Log a batch.
 
         Args:
-            module: Who logs.
+            log: Lightning's ``log`` of the module.
             scored: The batch.
             key: Name of a metric, with ``{}`` where its measure goes.
             by_benchmark: Whether to log every benchmark beside the whole.
@@ -42,15 +39,15 @@ class ValidationScores:
             chosen = correct[[a and name in (None, other) for a, other in zip(applies, names, strict=True)]]
             own = key if name is None else key.format(f"{name}/{{}}")
             for k, value in accuracy(chosen if len(chosen) else correct).pass_at.items():  # of none: has no weight
-                module.log(own.format(f"pass@{k}"), value, batch_size=len(chosen), sync_dist=True)
+                log(own.format(f"pass@{k}"), value, batch_size=len(chosen), sync_dist=True)
             self._interval(own, first).update(chosen.double().mean(dim=1))
 
-    def log_intervals(self, module: GenerationModule) -> None:
+    def log_intervals(self, log: Callable[..., None]) -> None:
         """Log both bounds of 95 % confidence of every mean, over all batches and ranks."""
         for key, interval in self._intervals.items():
             low, high = interval.compute()
             for bound, value in (("low", low), ("high", high)):
-                module.log(key.format(f"pass@1_{bound}"), value, sync_dist=True)
+                log(key.format(f"pass@1_{bound}"), value, sync_dist=True)
         self.begin()
 
     def _interval(self, key: str, like: Tensor) -> ConfidenceInterval:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.modules.generation import Rows
-from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.records import Rollout, Rows
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import Convention, MathChecker, extract_answer
 from sparse_rl_lightning.text import printable, prompt_text

@@ -1,7 +1,8 @@
 """The LightningModules: what happens to a batch of prompts between the loader and the loss."""
 
 from sparse_rl_lightning.distributed import deepspeed as deepspeed  # its names are known to trainers from now on
-from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.learner.forward import LearnerOptions
+from sparse_rl_lightning.learner.loss import GRPOLoss
 from sparse_rl_lightning.modules.distill import DistillSparse, SparseAdapter
 from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
@@ -9,16 +10,19 @@ from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
 from sparse_rl_lightning.policies.lora import LoraPolicy
 from sparse_rl_lightning.policies.source import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
+from sparse_rl_lightning.rollout.options import RolloutOptions
 
 __all__ = [
     "DistillSparse",
     "Evaluation",
-    "Learner",
+    "GRPOLoss",
+    "LearnerOptions",
     "LoadedPolicy",
     "LoraPolicy",
     "PolicySource",
     "PretrainedPolicy",
     "ReplayGRPO",
+    "RolloutOptions",
     "SparseAdapter",
     "SparseGRPO",
     "SupervisedWarmup",

@@ -35,23 +35,23 @@ from sparse_rl_lightning.evaluation.time_left import TimeLeft
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy, mean_accuracy
-from sparse_rl_lightning.modules.base import default_optimizer
-from sparse_rl_lightning.modules.generation import GenerationModule, Rows
+from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.policies.geometry import context_length
 from sparse_rl_lightning.policies.source import PolicySource
+from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
 from sparse_rl_lightning.rewards.math.checker import known_convention
-from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.options import SamplerOptions, as_texts
+from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.options import as_texts
 from sparse_rl_lightning.text import prompt_text, say
 
 SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
 MAX_SAMPLES = 1000  # of a problem, whose sequences begin at another multiple of it
 
 
-class Evaluation(GenerationModule):
+class Evaluation(PolicyModule):
     """Accuracy of a policy with the full cache and with any compressors, on ``MathBenchmarks`` (``sparse-rl test``).
 
     Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and taken up by a later run of
@@ -127,17 +127,18 @@ class Evaluation(GenerationModule):
         samples = {"num_samples": num_samples, **{f"num_samples_of[{k}]": n for k, n in (num_samples_of or {}).items()}}
         if too_many := {name: number for name, number in samples.items() if number > MAX_SAMPLES}:
             raise ValueError(f"Evaluation draws at most {MAX_SAMPLES} samples per problem, got {too_many}: lower them.")
-        super().__init__(
-            policy, FullKV(), MathReward(check_workers), None,
-            SamplingParams(
-                num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
-                top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
-                stop_strings=as_texts(stop_strings), seed=seed,
-            ),
-            SamplerOptions(num_slots, as_texts(end_tokens), memory_limit, kv_dtype, cuda_graphs=cuda_graphs),
-            val_sampling=None, chat_template_kwargs=chat_template_kwargs, optimizer=default_optimizer,
-            lr_scheduler=None, disable_dropout=True,
+        super().__init__(policy)
+        self.sampling = SamplingParams(
+            num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
+            top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+            stop_strings=as_texts(stop_strings, "stop_strings"), seed=seed,
         )  # fmt: skip
+        options = RolloutOptions(
+            num_slots, as_texts(end_tokens, "end_tokens"), memory_limit, kv_dtype, cuda_graphs=cuda_graphs,
+            chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        self.generator = Generator(FullKV(), self.sampling, options)
+        self.reward = MathReward(check_workers)
         self.answers = known_convention(answers)
         self.num_samples_of = dict(num_samples_of or {})
         self.max_completion_length_of = dict(max_completion_length_of or {})
@@ -145,6 +146,10 @@ class Evaluation(GenerationModule):
         self.results: list[BenchmarkResult] = []
         self._clock: TimeLeft | None = None
         self._part_way = Expendable("A finished benchmark")
+
+    def on_policy_loaded(self) -> None:
+        """Hand the policy to the generator."""
+        self.generator.bind(self.policy, self.tokenizer)
 
     def params(self, benchmark: str) -> SamplingParams:
         """How a benchmark's completions are drawn."""
@@ -162,7 +167,7 @@ class Evaluation(GenerationModule):
         writable_folder(self.folder.path, "trainer.default_root_dir")
         self.trainer.test_loop.verbose = False  # Lightning's own table would say the same again, less readably
         self.results, self._clock = [], None
-        self._digest = weights_digest(self.dense_policy)
+        self._digest = weights_digest(self.policy)
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """One benchmark under every cache."""
@@ -214,12 +219,12 @@ class Evaluation(GenerationModule):
         for arm in self.arms:
             with self.caching(arm) as sampler:
                 for part, ids in self._parts(rows, params, batch_idx):
-                    texts = self.texts(sampler.generate(self.encode(part), params, sequence_ids=ids))
+                    texts = self.generator.texts(
+                        sampler.generate(self.generator.encode(part), params, sequence_ids=ids)
+                    )
                     for n, row in enumerate(part):
                         row.setdefault("completions", {})[arm] = texts[n * count : (n + 1) * count]
         return rows
-
-    on_predict_epoch_end = on_validation_epoch_end = GenerationModule.on_validation_epoch_end
 
     # ---------------------------------------------------------------- inside
 
@@ -231,11 +236,9 @@ class Evaluation(GenerationModule):
     @contextmanager
     def caching(self, arm: str) -> Iterator[RolloutSampler]:
         """A sampler with one of the caches, whose memory is given back afterwards."""
-        policy = self.dense_policy
-        assert self.tokenizer is not None
         cache = self.arms[arm]
         pair = (cache, None) if isinstance(cache, Compressor) else (FullKV(), cache)
-        sampler = self.sampler_options.sampler(policy, self.tokenizer, *pair)
+        sampler = self.generator.options.sampler(self.policy, self.tokenizer, *pair)
         try:
             yield sampler
         finally:
@@ -251,8 +254,8 @@ class Evaluation(GenerationModule):
 
     def _problems(self, rows: Rows) -> Problems:
         """A benchmark's rows, apart from those that its limits and the model's context leave no room for."""
-        name, context = benchmark_name(rows), context_length(self.dense_policy.config)
-        return with_room(name, rows, self.encode(rows), self.params(name), context)
+        name, context = benchmark_name(rows), context_length(self.policy.config)
+        return with_room(name, rows, self.generator.encode(rows), self.params(name), context)
 
     def _evaluate_benchmark(self, problems: Problems, arm: str) -> BenchmarkResult:
         name = problems.name
@@ -263,10 +266,10 @@ class Evaluation(GenerationModule):
         with self.caching(arm) as sampler:
             for part, ids in self._parts(problems.sampled, params, benchmark_number(name)):
                 report = self._report(f"{name}, {arm}", params)
-                rollout = sampler.generate(self.encode(part), params, sequence_ids=ids, progress=report)
+                rollout = sampler.generate(self.generator.encode(part), params, sequence_ids=ids, progress=report)
                 assert self._clock is not None
                 self._clock.finished(len(rollout), params.max_completion_length)
-                tables.append(completion_table(part, rollout, self.texts(rollout), checker))
+                tables.append(completion_table(part, rollout, self.generator.texts(rollout), checker))
         columns = joined(tables)
         peak = max(columns.pop("kv_peak_bytes"))
         everything = joined([columns, unsampled_table(problems.too_long, params.num_generations)])
@@ -309,8 +312,8 @@ class Evaluation(GenerationModule):
             questions.append([[row_number(row, n) for n, row in enumerate(problems.all)], len(problems.sampled)])
         return fingerprint(
             weights=self._digest, cache=self.arms[arm], params=self.params(problems.name), questions=questions,
-            end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype,
-            chat_template_kwargs=self.chat_template_kwargs,
+            end_tokens=self.generator.options.end_tokens, kv_dtype=self.generator.options.kv_dtype,
+            chat_template_kwargs=self.generator.options.chat_template_kwargs or {},
             version=version("sparse-rl-lightning"),
         )  # fmt: skip
 
@@ -326,6 +329,4 @@ class Evaluation(GenerationModule):
         return len(problems.sampled) * params.num_generations * params.max_completion_length
 
     def _checker(self) -> MathChecker:
-        (reward,) = self.reward_funcs
-        assert isinstance(reward, MathReward)
-        return reward.checker
+        return self.reward.checker

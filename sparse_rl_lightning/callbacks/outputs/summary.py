@@ -6,7 +6,7 @@ import json
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,18 +23,14 @@ from sparse_rl_lightning.callbacks.outputs.run_facts import (
     versions,
 )
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions
+from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.evaluation.held_out import evaluate, held_out_rows
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
 from sparse_rl_lightning.text import say
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.block_module import BlockModule
-    from sparse_rl_lightning.modules.generation import GenerationModule
-
 
 ROW_KEYS = (
     "time/",
@@ -112,11 +108,7 @@ class RunSummary(RolloutCallback):
         """Find out before training that the folder can be written, and begin a new record."""
         if stage != "fit":
             return
-        if not hasattr(pl_module, "reward"):
-            raise ValueError(
-                f"RunSummary: {type(pl_module).__name__} does not generate. Use it with SparseGRPO, or remove it from "
-                "trainer.callbacks."
-            )
+        rollout_module(pl_module, "RunSummary")
         if trainer.is_global_zero:
             writable_folder(self._folder(trainer), "RunSummary: folder")
         if trainer.global_step == 0:
@@ -125,28 +117,28 @@ class RunSummary(RolloutCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, unless an earlier part of the run did."""
         if not self.record.before:
-            self.record.before = self._evaluate(trainer, cast("GenerationModule", pl_module))
-        self._describe(trainer, cast("GenerationModule", pl_module))
+            self.record.before = self._evaluate(trainer, rollout_module(pl_module))
+        self._describe(trainer, rollout_module(pl_module))
         self._start = time.monotonic() - self.record.seconds
         self._trained, self._is_open = "not", True
         self._write_progress(trainer)
 
-    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+    def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Complete the row of the rollout before by what training on it logged."""
         self._complete_row(trainer)
         if time.monotonic() >= self._next_progress:
             self._write_progress(trainer)
 
-    def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Note which rollout it is, for warnings of callbacks that see it scored before this one."""
         self._rollout = scored.index
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Keep the rollout's numbers."""
         self._trained = "not"
         metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
         self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
-        self.worst.see(scored, cast("GenerationModule", module).tokenizer)
+        self.worst.see(scored, module.generator.tokenizer)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
         """Keep it with the rollout it was said at."""
@@ -156,7 +148,7 @@ class RunSummary(RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """What was logged in training now speaks of the newest rollout; callbacks after this one are yet to log."""
-        self._trained = "wholly" if cast("BlockModule", pl_module).starts_rollout else "partly"
+        self._trained = "wholly" if rollout_module(pl_module).starts_rollout else "partly"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep its accuracies, those before training and of a trial apart."""
@@ -182,7 +174,7 @@ class RunSummary(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate again, print and write."""
-        module, record = cast("GenerationModule", pl_module), self.record
+        module, record = rollout_module(pl_module), self.record
         record.after = self._evaluate(trainer, module)
         self._describe(trainer, module)
         record.state = "finished"
@@ -222,7 +214,7 @@ class RunSummary(RolloutCallback):
 
     # ---------------------------------------------------------------- details
 
-    def _describe(self, trainer: Trainer, module: GenerationModule) -> None:
+    def _describe(self, trainer: Trainer, module: RolloutModule) -> None:
         record = self.record
         record.settings, record.config, record.versions = describe(module), configuration(trainer), versions(module)
         record.title = self.title or default_title(module)
@@ -255,7 +247,7 @@ class RunSummary(RolloutCallback):
         self._try(lambda: write_whole(self._folder(trainer) / PROGRESS, numbers))
         self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
 
-    def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
+    def _evaluate(self, trainer: Trainer, module: RolloutModule) -> dict[str, float]:
         """Mean reward of greedy completions by cache."""
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed
             rows = held_out_rows(trainer, self.num_problems)
@@ -263,7 +255,10 @@ class RunSummary(RolloutCallback):
             rank_zero_warn("RunSummary: there are no validation rows, so nothing is evaluated before and after.")
         if rows and trainer.is_global_zero:
             say(f"Evaluating on {len(rows)} held-out problems ...")
-        record, found = self.record, evaluate(module, rows, self.batch_size, self.num_samples)
+        record, found = (
+            self.record,
+            evaluate(module.generator, module.rewards, module.val_sampling, rows, self.batch_size, self.num_samples),
+        )
         record.num_problems, record.samples = len(rows), found.samples
         was_accuracy = not record.before or record.measure == "accuracy"
         record.measure = "accuracy" if found.means and found.is_binary and was_accuracy else "reward"
