@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, retrievers, rewards
+from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, policies, retrievers, rewards
 from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
-from sparse_rl_lightning.cli.calibrate import calibrate, hardware
+from sparse_rl_lightning.cli.calibrate import calibrate, hardware, statistics
 from sparse_rl_lightning.distributed import deepspeed as strategies
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -33,12 +33,15 @@ data:
 trainer: {max_steps: 100}
 ```
 
+A file that begins with `base: other.yaml` has the keys of that file, found beside it, and overrides them with its own:
+mappings are merged, lists replaced, and `callbacks+` appends ([example](quickstart.md#change-something)). Without a
+`logger`, `CSVLogger` writes `metrics.csv` into a `version_*` folder of `trainer.default_root_dir`.
+
 Beside them there are two keys of the whole process: `seed_everything` (default 0), and `num_threads`, the CPU threads
 of torch (default: torch's own choice). A class of yours is named by its import path and has its own keys."""
 
 COMPRESSORS = [getattr(compressors, name) for name in compressors.__all__ if name != "QueryStatistics"]
-WRAPPERS = [compressors.Union, compressors.Mixture, compressors.Protect]
-METHODS = [c for c in COMPRESSORS if c is not compressors.Compressor and c not in WRAPPERS]
+METHODS = [c for c in COMPRESSORS if c not in (compressors.Compressor, compressors.Combined)]
 
 GROUPS: list[Group] = [
     (
@@ -57,7 +60,7 @@ GROUPS: list[Group] = [
     (
         "Policies",
         "`model.init_args.policy`. A text is short for `PretrainedPolicy` with that path.",
-        [modules.PretrainedPolicy, modules.LoraPolicy, modules.TinyPolicy],
+        [policies.PretrainedPolicy, policies.LoraPolicy, policies.TinyPolicy],
     ),
     (
         "Compressors",
@@ -65,7 +68,7 @@ GROUPS: list[Group] = [
         "listed under a method come on top. [Compressors](compressors.md) has formulas and measurements.",
         [compressors.Compressor, *METHODS],
     ),
-    ("Wrappers", "They take other compressors and have the sizes of these.", WRAPPERS),
+    ("Combining compressors", "It takes other compressors and has the sizes of these.", [compressors.Combined]),
     (
         "Budget rules",
         "`budget_rule` of a compressor or retriever.",
@@ -100,13 +103,14 @@ GROUPS: list[Group] = [
     ),
     (
         "Calibration",
-        "The keys of `sparse-rl calibrate --config FILE`, and of `sparse-rl calibrate --hardware`.",
-        [calibrate, hardware],
+        "The keys of `sparse-rl calibrate --config FILE`, of `sparse-rl calibrate --hardware` and of "
+        "`sparse-rl statistics`.",
+        [calibrate, hardware, statistics],
     ),
 ]
 
 CALLBACKS_INTRO = """\
-One behaviour each, switched on by a line under `trainer.callbacks`, or on the command line with
+One behavior each, switched on by a line under `trainer.callbacks`, or on the command line with
 `--trainer.callbacks+=TIS`. Callbacks that change what a rollout counts for run before those that only read it, whatever
 their order in the file. The numbers they log are explained with the others in [logged metrics](metrics.md)."""
 

@@ -1,10 +1,10 @@
-"""Numbers as users give them: finite, and in the range of their argument."""
+"""Values as users give them: numbers in the range of their argument, words out of a list."""
 
 from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import cast
+from typing import Any, cast, get_args
 
 
 def check_number(
@@ -43,6 +43,24 @@ def check_number(
     wanted = said if is_number else f"a finite number, {said}".rstrip(", ")
     given = f"{name.rpartition('.')[2]}={value}"
     raise ValueError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
+
+
+def check_choice(name: str, value: object, choices: Any, owner: str = "") -> None:
+    """Refuse a value that is none of a ``Literal``'s.
+
+    Args:
+        name: Name of the argument.
+        value: Value that was given for it.
+        choices: The ``Literal``.
+        owner: Class whose argument it is, where the name alone does not tell.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    allowed = get_args(choices)
+    if value not in allowed:
+        owner = f"{owner}: " if owner else ""
+        raise ValueError(f"{owner}{name} must be one of {', '.join(allowed)}, got {name}={value!r}.")
 
 
 def check_seed(value: object, name: str = "seed") -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparse_rl_lightning.calibration.sweep import Sweep
-from sparse_rl_lightning.compressors import KNorm, Protect, QFilters, TriAttention
+from sparse_rl_lightning.compressors import Combined, KNorm, QFilters, TriAttention
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
 from sparse_rl_lightning.fingerprints import WHOLE, fingerprint, weights_digest
 from sparse_rl_lightning.rollout import SamplingParams
@@ -46,8 +46,8 @@ METHODS: dict[str, tuple[Any, Any]] = {
         lambda: QFilters(**SIZES, statistics=statistics(1)),
     ),
     "wrapped": (
-        lambda: Protect(TriAttention(**SIZES, statistics=statistics(0))),
-        lambda: Protect(TriAttention(**SIZES, statistics=statistics(1))),
+        lambda: Combined([TriAttention(**SIZES, statistics=statistics(0))]),
+        lambda: Combined([TriAttention(**SIZES, statistics=statistics(1))]),
     ),
     "a network": (Learned, lambda: Learned(seed=1)),
     "a network's number": (Learned, lambda: Learned(factor=2.0)),

@@ -1,7 +1,7 @@
 """Calibration: what compressors know of queries, the schedule that holds the tail, and what rollouts cost."""
 
 from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work, entries_read
-from sparse_rl_lightning.calibration.query_statistics import gather_statistics, main, pad, read_texts
+from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import H200, SHAPES, Hardware, ModelShape
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Work",
     "entries_read",
     "gather_statistics",
-    "main",
     "pad",
     "read_texts",
 ]

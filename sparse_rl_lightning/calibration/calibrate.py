@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparse_rl_lightning.acceptance import tail_target
-from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.calibration.sweep import Method, Sweep
-from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of, tail
+from sparse_rl_lightning.acceptance import percentile, tail_target
+from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
+from sparse_rl_lightning.calibration.sweep import Sweep
+from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.retrievers import Retriever
@@ -127,7 +127,7 @@ class Calibration:
 
 def calibrate(
     sweep: Sweep,
-    method: Method,
+    method: Budgeted,
     budgets: Sequence[int],
     binning: Binning,
     target: float | None = None,
@@ -155,10 +155,10 @@ def calibrate(
     methods = {budget: method.with_budget(budget) for budget in _checked(method, budgets)}
     sweep.claim(method)
     found: dict[str, Acceptances] = {}
-    swept: dict[str, Method] = {DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}
+    swept: dict[str, Budgeted] = {DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}
     for done, (name, own) in enumerate(swept.items()):
         found[name] = _acceptances(sweep, name, own, done, told)
-    ceiling = tail(found[DENSE].lower)
+    ceiling = percentile(found[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
         raise ValueError(
@@ -183,7 +183,7 @@ def _cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | N
     return cells(found, b.bin_size, num_bins, b.min_tokens, b.resamples, b.seed)
 
 
-def _acceptances(sweep: Sweep, name: str, method: Method, done: int, told: Told | None) -> Acceptances:
+def _acceptances(sweep: Sweep, name: str, method: Budgeted, done: int, told: Told | None) -> Acceptances:
     found = sweep.acceptances(name, method, None if told is None else lambda share: told(name, done + share))
     if told is not None:
         told(name, done + 1)
@@ -194,8 +194,8 @@ def _name(budget: int) -> str:
     return f"budget_{budget}"
 
 
-def _checked(method: Method, budgets: Sequence[int]) -> list[int]:
-    if not getattr(method, "evicts", True):
+def _checked(method: Budgeted, budgets: Sequence[int]) -> list[int]:
+    if not method.is_limited:
         raise ValueError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
     if not budgets or min(budgets) < 1:
         raise ValueError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")

@@ -2,16 +2,14 @@
 
 From the shell, for text that the policy wrote or should write (``sparse-rl predict`` writes such a file)::
 
-    python -m sparse_rl_lightning.calibration runs/warmup/policy predictions.jsonl statistics.safetensors
+    sparse-rl statistics runs/warmup/policy predictions.jsonl statistics.safetensors
 
 or in Python, from a rollout: ``gather_statistics(model, rollout.sequences, lengths).save(path)``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.pretrained import load_pretrained
-from sparse_rl_lightning.rollout.checks import eval_mode
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 
@@ -110,30 +107,3 @@ def pad(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = torch.tensor(text)
     return ids, lengths
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: read texts, gather statistics, write the file.
-
-    Args:
-        arguments: Those of the process by default.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m sparse_rl_lightning.calibration",
-        description="Gather the query statistics that TriAttention and QFilters need, from a policy's own text.",
-    )
-    parser.add_argument("policy", help="a Hugging Face folder or hub name")
-    parser.add_argument("texts", help="JSONL file, rows with prompt and (better) completion")
-    parser.add_argument("statistics", help="safetensors file to write")
-    parser.add_argument("--max_length", type=int, default=4096, help="tokens of a text to read (default: 4096)")
-    parser.add_argument("--batch_size", type=int, default=8, help="texts per forward pass (default: 8)")
-    given = parser.parse_args(arguments)
-    try:
-        model, tokenizer = load_pretrained(given.policy)
-        ids, lengths = pad(read_texts(given.texts, tokenizer, given.max_length))
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model.to(device)  # type: ignore[arg-type]  # transformers wraps the signature away
-        gather_statistics(model, ids, lengths, given.batch_size).save(given.statistics)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    print(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {given.statistics}")

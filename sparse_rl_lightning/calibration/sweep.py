@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.acceptance import rollout_acceptance
+from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_files, write_whole
@@ -26,8 +27,6 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 
 FINGERPRINT = "fingerprint.json"
-Method = Compressor | Retriever
-"""What has a budget."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Sweep:
         """Tokens of the longest sequence there can be."""
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
-    def claim(self, method: Method) -> None:
+    def claim(self, method: Budgeted) -> None:
         """Say whose sweep the folder holds, or find that it is the same.
 
         Args:
@@ -97,7 +96,7 @@ class Sweep:
                 "this one."
             )
 
-    def acceptances(self, name: str, method: Method, progress: Callable[[float], None] | None = None) -> Acceptances:
+    def acceptances(self, name: str, method: Budgeted, progress: Callable[[float], None] | None = None) -> Acceptances:
         """Every token that is drawn under a method, from files where there are any.
 
         Args:
@@ -125,9 +124,10 @@ class Sweep:
             )
         return found
 
-    def _sampler(self, method: Method) -> RolloutSampler:
+    def _sampler(self, method: Budgeted) -> RolloutSampler:
         if isinstance(method, Compressor):
             return RolloutSampler(self.model, method, **self.sampler_options)
+        assert isinstance(method, Retriever)
         return RolloutSampler(self.model, self.keeps, retriever=method, **self.sampler_options)
 
     def _draw(self, sampler: RolloutSampler, part: int, told: Callable[[float], None] | None) -> Acceptances:
@@ -156,7 +156,7 @@ class Sweep:
     def _file(self, name: str, part: int) -> Path:
         return self.folder / name / f"part_{part:04d}.safetensors"
 
-    def _fingerprint(self, method: Method) -> dict[str, str]:
+    def _fingerprint(self, method: Budgeted) -> dict[str, str]:
         """What must be the same for parts to belong together."""
         settings = {name: self.sampler_options.get(name) for name in ("end_token_ids", "kv_dtype")}
         any_budget = method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1))

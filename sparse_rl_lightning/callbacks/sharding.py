@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
-from sparse_rl_lightning.distributed.sharding import ShadowPolicy, is_sharded, own_bytes
+from sparse_rl_lightning.policies.sharding import ShadowPolicy, is_sharded, own_bytes
 from sparse_rl_lightning.records import ScoredRollout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,4 +1,4 @@
-"""The command line: ``sparse-rl fit|validate|test|predict|export``, a LightningCLI, ``calibrate`` and ``report``."""
+"""The command line: ``sparse-rl fit|validate|test|predict|export``, a LightningCLI, and commands with own parsers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -29,29 +29,37 @@ from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.cli import doctor
 from sparse_rl_lightning.cli.calibrate import main as calibrate
+from sparse_rl_lightning.cli.calibrate import statistics_main
 from sparse_rl_lightning.cli.checks import (
     check_callbacks,
     check_checkpoint,
     check_folders,
     check_launch,
     check_process_seed,
+    name_logger,
     warn_of_earlier_run,
 )
 from sparse_rl_lightning.cli.export import ExportingTrainer
 from sparse_rl_lightning.cli.launch import follow_launcher, network_error
-from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, is_own, own_error
+from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, own_error
 from sparse_rl_lightning.cli.quiet import quiet
 from sparse_rl_lightning.cli.report import main as report
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.modules import Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
-from sparse_rl_lightning.rollout import Generator
 from sparse_rl_lightning.text import say
 
 OTHERS = (
-    "Beside these: calibrate (a schedule of budgets for a policy), report (the page of a run, or of several side by "
-    "side) and doctor (what runs natively here, and what is missing)."
+    "Beside these: calibrate (a schedule of budgets for a policy), statistics (what QFilters and TriAttention need to "
+    "know of a policy), report (the page of a run, or of several side by side) and doctor (what runs natively here, "
+    "and what is missing)."
 )
+COMMANDS: dict[str, Callable[[list[str]], object]] = {
+    "calibrate": calibrate, "statistics": statistics_main, "report": report,
+}  # fmt: skip
+"""Commands with parsers of their own, called with the arguments that follow."""
 
 
 class SparseRLCLI(LightningCLI):
@@ -84,6 +92,7 @@ class SparseRLCLI(LightningCLI):
                 is listed twice, or strategy and processes do not fit together.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
+        name_logger(config)
         check_callbacks(config)
         check_launch(config)
         check_folders(config)
@@ -128,7 +137,7 @@ class SparseRLCLI(LightningCLI):
         say(f"Written: {len(rows)} completions to {path}")
 
     def _check_generates(self) -> None:
-        if not isinstance(getattr(self.model, "generator", None), Generator):
+        if not isinstance(self.model, (SparseGRPO, Evaluation)):
             raise ValueError(
                 f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
                 f"model={type(self.model).__name__}. Use fit or validate."
@@ -195,30 +204,26 @@ def console() -> None:
     """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
-    ``sparse-rl doctor`` is answered before any parser is built, ``sparse-rl calibrate`` and
-    ``sparse-rl report`` by parsers of their own.
+    ``sparse-rl doctor`` is answered before anything else could fail.
     """
     if sys.argv[1:2] == ["doctor"]:
         doctor.main()
         return
     follow_launcher()
     try:
-        if sys.argv[1:2] == ["calibrate"]:
-            with _prepared():
-                calibrate(sys.argv[2:])
+        command = COMMANDS.get(next(iter(sys.argv[1:]), ""))
+        if command is None:
+            main()
             return
-        if sys.argv[1:2] == ["report"]:
-            report(sys.argv[2:])
-            return
-        main()
+        with _prepared():
+            command(sys.argv[2:])
     except torch.distributed.DistNetworkError as error:
         if _wants_traceback():
             raise
         _end(network_error(error))
     except Exception as error:
         said = error if isinstance(error, MisconfigurationException) else first_error(error)
-        is_message = isinstance(said, MisconfigurationException) or (isinstance(said, ValueError) and is_own(said))
-        if _wants_traceback() or not is_message:
+        if _wants_traceback() or not isinstance(said, (MisconfigurationException, UserError)):
             raise
         _end(str(said))
 

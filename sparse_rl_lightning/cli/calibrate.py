@@ -1,4 +1,4 @@
-"""``sparse-rl calibrate``: from prompts to the cheapest schedule of budgets that holds the tail of the acceptance."""
+"""``sparse-rl calibrate`` and ``sparse-rl statistics``: from texts to schedules of budgets, and to query statistics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibrati
 from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
 from sparse_rl_lightning.calibration.picture import draw
+from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
-from sparse_rl_lightning.calibration.sweep import Method, Sweep
+from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.files import writable_folder
+from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
@@ -104,7 +106,7 @@ def calibrate(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    method: Method | None = retriever or compressor
+    method: Compressor | Retriever | None = retriever or compressor
     if method is None:
         raise ValueError("calibrate: give a compressor or a retriever, whose budget is to be found.")
     place = writable_folder(folder, "folder")
@@ -169,6 +171,43 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
     )
 
 
+def statistics(
+    policy: str, texts: str, statistics: str, max_length: PositiveInt = 4096, batch_size: PositiveInt = 8
+) -> None:
+    """Gather the query statistics that TriAttention and QFilters need, from a policy's own text.
+
+    Args:
+        policy: Hugging Face folder or hub name.
+        texts: JSONL file, rows with prompt and (better) completion.
+        statistics: The safetensors file to write.
+        max_length: Tokens of a text to read.
+        batch_size: Texts per forward pass.
+
+    Raises:
+        ValueError: If the policy or the texts cannot be read, or the file cannot be written.
+    """
+    try:
+        model, tokenizer = load_pretrained(policy)
+        ids, lengths = pad(read_texts(texts, tokenizer, max_length))
+        model.to(_default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
+        gather_statistics(model, ids, lengths, batch_size).save(statistics)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    say(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {statistics}")
+
+
+def statistics_main(args: Sequence[str]) -> None:
+    """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``.
+
+    Args:
+        args: What follows ``statistics``.
+
+    Raises:
+        ValueError: As :func:`statistics`.
+    """
+    auto_cli(statistics, args=list(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
+
+
 def with_file(args: Sequence[str]) -> list[str]:
     """``--hardware`` may stand alone; then it writes ``hardware.json``."""
     given = list(args)
@@ -223,7 +262,9 @@ def _tell(found: Calibration, folder: Path, title: str) -> None:
     say(f"Written: {', '.join(written[:-1])} and {written[-1]} to {folder}")
 
 
-def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Hardware, sweep: Sweep) -> None:
+def _predict(
+    found: Calibration, method: Compressor | Retriever, shape: ModelShape, machine: Hardware, sweep: Sweep
+) -> None:
     """What the cost model expects of the schedule and of the fixed budget that would be needed in its place."""
     if isinstance(method, Retriever) and sweep.keeps is not None and sweep.keeps.evicts:
         say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
@@ -248,5 +289,5 @@ def _predict(found: Calibration, method: Method, shape: ModelShape, machine: Har
     )
 
 
-def _costed(method: Method) -> Compressor | Pages:
+def _costed(method: Compressor | Retriever) -> Compressor | Pages:
     return Pages.of(method) if isinstance(method, Retriever) else method

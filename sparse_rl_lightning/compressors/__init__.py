@@ -1,6 +1,7 @@
 """Compressors: which entries of the KV cache a sparse rollout keeps."""
 
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.combined import Combined
 from sparse_rl_lightning.compressors.cur import CUR
 from sparse_rl_lightning.compressors.expected_attention import ExpectedAttention
 from sparse_rl_lightning.compressors.full import FullKV
@@ -8,8 +9,6 @@ from sparse_rl_lightning.compressors.h2o import H2O
 from sparse_rl_lightning.compressors.keydiff import KeyDiff
 from sparse_rl_lightning.compressors.knorm import KNorm
 from sparse_rl_lightning.compressors.lagkv import LagKV
-from sparse_rl_lightning.compressors.mixture import Mixture
-from sparse_rl_lightning.compressors.protect import Protect
 from sparse_rl_lightning.compressors.qfilters import QFilters
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
 from sparse_rl_lightning.compressors.random_eviction import RandomEviction
@@ -18,26 +17,23 @@ from sparse_rl_lightning.compressors.snapkv import SnapKV
 from sparse_rl_lightning.compressors.streaming import StreamingLLM
 from sparse_rl_lightning.compressors.tova import TOVA
 from sparse_rl_lightning.compressors.triattention import TriAttention
-from sparse_rl_lightning.compressors.union import Union
 
 __all__ = [
     "CUR",
     "H2O",
     "RKV",
     "TOVA",
+    "Combined",
     "Compressor",
     "ExpectedAttention",
     "FullKV",
     "KNorm",
     "KeyDiff",
     "LagKV",
-    "Mixture",
-    "Protect",
     "QFilters",
     "QueryStatistics",
     "RandomEviction",
     "SnapKV",
     "StreamingLLM",
     "TriAttention",
-    "Union",
 ]

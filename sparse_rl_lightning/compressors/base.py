@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from abc import ABC, abstractmethod
-from typing import Any, Self, get_args
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
+from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
 from sparse_rl_lightning.ops.select import pinned_entries, select_entries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 
-class Compressor(ABC):
+class Compressor(Budgeted):
     """Decides which ``budget`` entries of a full slot survive; subclasses only write :meth:`score`.
 
     A slot holds ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
@@ -35,6 +33,9 @@ class Compressor(ABC):
         compress_prompt: Compress a prompt that does not fit the slot at the end of its prefill. With False the
             slot grows to ``max(budget, longest prompt) + buffer`` and the prompt competes from the first trigger on.
         budget_rule: How layers and heads share the budget, null for equally.
+        protect_prompt: Never evict tokens of the prompt. ``budget`` must exceed the longest prompt: protected tokens
+            take places of the budget, and more of them than it holds is an error when it happens, not an eviction.
+        protect_token_ids: Token ids that are never evicted wherever they stand, such as digits or line breaks.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from.
@@ -51,6 +52,8 @@ class Compressor(ABC):
         window: int = 8,
         compress_prompt: bool = True,
         budget_rule: BudgetRule | None = None,
+        protect_prompt: bool = False,
+        protect_token_ids: list[int] | None = None,
     ) -> None:
         name = type(self).__name__
         if buffer < 1:
@@ -62,62 +65,28 @@ class Compressor(ABC):
         self.buffer = buffer
         self.num_sinks = num_sinks
         self.window = window
-        self._set_budget(budget)
         self.compress_prompt = compress_prompt
-        self.budget_rule = budget_rule or Uniform()
-        self._given_schedule = self.schedule
-
-    def raise_budget(self, steps: int) -> None:
-        """Set the budget so many steps above the one given; samplers follow at their next call.
-
-        A step is that of :meth:`LengthSchedule.raised <sparse_rl_lightning.budgets.LengthSchedule.raised>`: the next
-        budget of the schedule, a quarter more for a single number.
-
-        Args:
-            steps: Counted from the budget that the compressor was made with, so that the same call twice is one.
-
-        Raises:
-            ValueError: If nothing is ever evicted.
-        """
-        if not self.evicts:
-            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
-        self._set_budget(self.raised(steps))
-
-    def raised(self, steps: int) -> LengthSchedule:
-        """The schedule that :meth:`raise_budget` sets."""
-        return self._given_schedule.raised(steps)
+        self.protect_prompt = protect_prompt
+        self.protect_token_ids = list(protect_token_ids or [])
+        super().__init__(budget, budget_rule)
 
     @property
-    def budget(self) -> int:
-        """The largest budget of ``schedule``, by which memory is sized."""
-        return self.schedule.maximum
+    def is_limited(self) -> bool:
+        """Whether anything is ever evicted."""
+        return self.evicts
 
-    def with_budget(self, budget: int | LengthSchedule) -> Self:
-        """A copy with another budget.
-
-        Raises:
-            ValueError: If it is smaller than what is never evicted.
-        """
-        other = copy.deepcopy(self)
-        other._set_budget(budget)
-        other._given_schedule = other.schedule
-        return other
-
-    def _set_budget(self, budget: int | LengthSchedule) -> None:
+    def _check_schedule(self, schedule: LengthSchedule) -> None:
         name, pinned = type(self).__name__, self.num_sinks + self.window
-        if isinstance(budget, int) and budget <= 0:
-            raise ValueError(f"{name}: budget must be a positive number of tokens, got budget={budget}.")
-        self.schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
-        if self.schedule.minimum < pinned:
+        if schedule.minimum < pinned:
             raise ValueError(
-                f"{name}: budget={self.schedule.minimum} is smaller than num_sinks + window = {self.num_sinks} + "
+                f"{name}: budget={schedule.minimum} is smaller than num_sinks + window = {self.num_sinks} + "
                 f"{self.window} = {pinned} tokens that are never evicted. Raise budget or lower num_sinks or window."
             )
-        if self.schedule.shrinks and self.evicts:
+        if schedule.shrinks and self.evicts:
             warnings.warn(
-                f"{name}: budget={self.schedule} shrinks with length. Slots are sized for the maximum all the same, "
+                f"{name}: budget={schedule} shrinks with length. Slots are sized for the maximum all the same, "
                 "and what is evicted does not come back where the budget grows again.",
-                stacklevel=3,
+                stacklevel=5,  # the caller of the constructor
             )
 
     # ---------------------------------------------------------------- what a method declares
@@ -203,14 +172,15 @@ class Compressor(ABC):
             ValueError: As :meth:`checked_score`, or if more entries must stay than a head keeps.
         """
         limit = self.budget if layer_budget is None else layer_budget
-        scores = self._shaped_score(layer).to(torch.float32)
+        given = self._shaped_score(layer)
+        scores = self._protected(given, layer).to(torch.float32)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
         minimum = self.num_sinks + self.window
         budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
         must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
-        unranked, too_many = (scores.isnan() & layer.valid).any(), (must_stay > budgets).any()
+        unranked, too_many = (given.isnan() & layer.valid).any(), (must_stay > budgets).any()
         if bool(unranked | too_many):  # the device is waited for once
-            self._refuse_nan(scores, layer)
+            self._refuse_nan(given, layer)
             worst = int((must_stay - budgets).argmax())
             raise ValueError(
                 f"{type(self).__name__}: {int(must_stay.flatten()[worst])} entries of a head in layer "
@@ -234,13 +204,23 @@ class Compressor(ABC):
         return select_entries(scores, layer.valid, layer.positions, budgets, self.num_sinks, self.window)
 
     def checked_score(self, layer: LayerState) -> Tensor:
-        """What :meth:`score` returns, refused where it cannot be ranked.
+        """What :meth:`score` returns, +inf for protected tokens, refused where it cannot be ranked.
 
         Raises:
             ValueError: If :meth:`score` returned another shape than (S, H, N), or NaN for a live entry.
         """
         scores = self._shaped_score(layer)
         self._refuse_nan(scores, layer)
+        return self._protected(scores, layer)
+
+    def _protected(self, scores: Tensor, layer: LayerState) -> Tensor:
+        """The scores (S, H, N), +inf for tokens that ``protect_prompt`` and ``protect_token_ids`` name."""
+        if self.protect_token_ids:
+            ids = torch.tensor(self.protect_token_ids, dtype=layer.token_ids.dtype, device=layer.token_ids.device)
+            scores = scores.masked_fill(torch.isin(layer.token_ids, ids) & layer.valid, torch.inf)
+        if self.protect_prompt:
+            in_prompt = layer.positions < layer.prompt_lengths[:, None, None]
+            scores = scores.masked_fill(in_prompt & layer.valid, torch.inf)
         return scores
 
     def _shaped_score(self, layer: LayerState) -> Tensor:
@@ -259,20 +239,3 @@ class Compressor(ABC):
             raise ValueError(
                 f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.{cause}"
             )
-
-    def __repr__(self) -> str:
-        shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in {"budget": self.schedule.plain, **shown}.items())
-        return f"{type(self).__name__}({arguments})"
-
-
-def check_choice(owner: Compressor, argument: str, value: str, choices: Any) -> None:
-    """Refuse a value that is not one of a ``Literal``'s.
-
-    Raises:
-        ValueError: With the class, the argument, the value and the choices.
-    """
-    allowed = get_args(choices)
-    if value not in allowed:
-        name = type(owner).__name__
-        raise ValueError(f"{name}: {argument} must be one of {', '.join(allowed)}, got {argument}={value!r}.")

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.compressors.base import Compressor, check_choice
+from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
+from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.records import LayerState
 
 Leverage = Literal["product", "mean", "key", "value"]
@@ -37,7 +38,7 @@ class CUR(Compressor):
         self, budget: int | LengthSchedule, *, leverage: Leverage = "product", local_window: int = 16, **sizes: Any
     ) -> None:
         super().__init__(budget, **sizes)
-        check_choice(self, "leverage", leverage, Leverage)
+        check_choice("leverage", leverage, Leverage, type(self).__name__)
         if local_window < 0:
             raise ValueError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
         self.leverage: Leverage = leverage

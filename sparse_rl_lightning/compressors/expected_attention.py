@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.compressors.base import Compressor, check_choice
+from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
 from sparse_rl_lightning.ops.importance import group_logits
 from sparse_rl_lightning.ops.pools import accumulation_dtype
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.ranges import check_choice, check_number
 from sparse_rl_lightning.records import LayerState
 
 Covariance = Literal["full", "diagonal", "none"]
@@ -61,7 +61,7 @@ class ExpectedAttention(Compressor):
                 f"ExpectedAttention: query_window and num_future must be at least 1, got query_window={query_window}, "
                 f"num_future={num_future}."
             )
-        check_choice(self, "covariance", covariance, Covariance)
+        check_choice("covariance", covariance, Covariance, type(self).__name__)
         check_number("epsilon", epsilon, least=0, owner="ExpectedAttention")
         self.query_window = query_window
         self.num_future = num_future

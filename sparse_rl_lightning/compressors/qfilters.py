@@ -22,7 +22,7 @@ class QFilters(Compressor):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        statistics: File written by ``python -m sparse_rl_lightning.calibration``, or the statistics themselves.
+        statistics: File written by ``sparse-rl statistics``, or the statistics themselves.
         **sizes: Those of :class:`Compressor`.
 
     Raises:

@@ -14,7 +14,7 @@ from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate
 from sparse_rl_lightning.files import write_files
 from sparse_rl_lightning.records import LayerState
 
-COMMAND = "python -m sparse_rl_lightning.calibration POLICY TEXTS.jsonl"
+COMMAND = "sparse-rl statistics POLICY TEXTS.jsonl"
 """What writes the file."""
 
 
@@ -58,7 +58,7 @@ class QueryMoments:
 
 
 class QueryStatistics:
-    """What calibrated compressors know of a model's queries; a file of it is made by the command of this package.
+    """What calibrated compressors know of a model's queries; ``sparse-rl statistics`` makes a file of it.
 
     Args:
         mean: (L, Hq, D) mean query before the rotary positions are applied.

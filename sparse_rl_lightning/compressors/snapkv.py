@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.compressors.base import Compressor, check_choice
+from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import KVPools, score_importance
 from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
+from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.records import LayerState
 
 Variant = Literal["decode", "original"]
@@ -54,9 +55,9 @@ class SnapKV(Compressor):
         if kernel_size < 1 or kernel_size % 2 == 0:
             name = type(self).__name__
             raise ValueError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
-        check_choice(self, "pooling", pooling, Pooling)
-        check_choice(self, "group_reduction", group_reduction, GroupReduction)
-        check_choice(self, "variant", variant, Variant)
+        check_choice("pooling", pooling, Pooling, type(self).__name__)
+        check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
+        check_choice("variant", variant, Variant, type(self).__name__)
         self.kernel_size = kernel_size
         self.pooling: Pooling = pooling
         self.group_reduction: GroupReduction = group_reduction

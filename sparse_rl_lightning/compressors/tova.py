@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.heads import across_heads
+from sparse_rl_lightning.compressors.entries import shared_scores
 from sparse_rl_lightning.ops import KVPools, score_importance
 from sparse_rl_lightning.records import LayerState
 
@@ -34,4 +34,4 @@ class TOVA(Compressor):
             group_reduction="mean",
             pooling="none",
         )
-        return across_heads(attention, layer.positions, layer.valid, "mean")
+        return shared_scores(attention, layer.positions, layer.valid, "mean")

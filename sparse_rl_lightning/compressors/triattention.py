@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.compressors.base import Compressor, check_choice
+from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics, resolve_statistics
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate_to_mean
 from sparse_rl_lightning.ops.importance import GroupReduction, group_logits
+from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.records import LayerState
 
 
@@ -28,7 +29,7 @@ class TriAttention(Compressor):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        statistics: File written by ``python -m sparse_rl_lightning.calibration``, or the statistics themselves.
+        statistics: File written by ``sparse-rl statistics``, or the statistics themselves.
         max_offset: Largest distance ahead, in tokens.
         group_reduction: "max" or "mean" over the query heads of a KV head.
         **sizes: Those of :class:`Compressor`.
@@ -51,7 +52,7 @@ class TriAttention(Compressor):
         super().__init__(budget, **sizes)
         if max_offset < 1:
             raise ValueError(f"TriAttention: max_offset must be at least 1 token, got max_offset={max_offset}.")
-        check_choice(self, "group_reduction", group_reduction, GroupReduction)
+        check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
         self.statistics = resolve_statistics(statistics, type(self).__name__)
         self.max_offset = max_offset
         self.group_reduction: GroupReduction = group_reduction

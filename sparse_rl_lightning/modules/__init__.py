@@ -8,8 +8,6 @@ from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
-from sparse_rl_lightning.policies.lora import LoraPolicy
-from sparse_rl_lightning.policies.source import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.rollout.options import RolloutOptions
 
 __all__ = [
@@ -17,14 +15,9 @@ __all__ = [
     "Evaluation",
     "GRPOLoss",
     "LearnerOptions",
-    "LoadedPolicy",
-    "LoraPolicy",
-    "PolicySource",
-    "PretrainedPolicy",
     "ReplayGRPO",
     "RolloutOptions",
     "SparseAdapter",
     "SparseGRPO",
     "SupervisedWarmup",
-    "TinyPolicy",
 ]

@@ -22,7 +22,6 @@ from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy
-from sparse_rl_lightning.distributed.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.resuming import (
     KEY,
@@ -34,8 +33,10 @@ from sparse_rl_lightning.learner.resuming import (
     take_over,
 )
 from sparse_rl_lightning.learner.training_state import TrainingState
+from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.pretrained import check_finite
-from sparse_rl_lightning.policies.source import PolicySource, disable_dropout, resolve_policy
+from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
+from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.ranges import check_number
 
 

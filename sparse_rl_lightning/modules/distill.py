@@ -13,13 +13,12 @@ from torch import Tensor
 
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.loss import Denominators
-from sparse_rl_lightning.learner.packing import split, token_counts, trimmed
 from sparse_rl_lightning.modules.replay_grpo import check_attention, check_partial, replay_old
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.policies.lora import add_adapter, check_adapter, without_adapters
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
-from sparse_rl_lightning.rollout.checks import eval_mode
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,11 @@ class DistillSparse(SparseGRPO):
     ``sparse_adapter/``. Needs ``pip install 'sparse-rl-lightning[lora]'``.
 
     Logged beside SparseGRPO's metrics, in the adapter's steps: ``distill/loss``, ``distill/kl`` (nats per token) and
-    ``distill/clip_ratio``; with ``record_pages`` after a rollout ``distill/differing_pages``, the share of the pages
-    read, of those that competed, that the learner does not choose.
+    ``distill/clip_ratio``.
 
     Args:
         policy: As in :class:`SparseGRPO`, like all other arguments not listed here.
         adapter: The adapter and its objective, null for the defaults.
-        record_pages: Bytes for the record of the pages that a retriever reads, for tests and short runs: it can take
-            as much as the cache. 0 records nothing.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
@@ -88,7 +84,7 @@ class DistillSparse(SparseGRPO):
 
     keeps_evictions = True
 
-    def __init__(self, *args: Any, adapter: SparseAdapter | None = None, record_pages: int = 0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, adapter: SparseAdapter | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         compressor, retriever = self.generator.compressor, self.generator.retriever
         if retriever is not None and compressor.evicts:
@@ -104,7 +100,6 @@ class DistillSparse(SparseGRPO):
         check_partial(self)
         check_attention(self, self.policy_source.attn_implementation)
         self.adapter = adapter or SparseAdapter()
-        self.generator.record_pages = record_pages
         self.generator.sparse_mode = self.adapter_on
         self._own: list[torch.nn.Parameter] = []  # trained by the policy's objective
         self._adapter_own: list[torch.nn.Parameter] = []
@@ -177,24 +172,8 @@ class DistillSparse(SparseGRPO):
     def rescore(self, scored: ScoredRollout) -> None:
         """Log-probs of the dense and of the sparse policy."""
         super().rescore(scored)
-        rollout = scored.rollout
         with self.adapter_on():
             replay_old(self, scored)
-            if rollout.pages is not None:
-                self.log("distill/differing_pages", self._differing_pages(rollout), batch_size=len(rollout))
-                rollout.pages = None  # large, and the loss does not read it
-
-    @torch.no_grad()
-    def _differing_pages(self, rollout: Rollout) -> Tensor:
-        """The share of the recorded pages that the learner does not choose, a mean over sequences."""
-        counts, total = token_counts(rollout), torch.zeros((), device=rollout.sequences.device)
-        with eval_mode(self.policy):
-            for rows in split(counts, self.learner.options.micro_batch_tokens or sum(counts)):
-                part = trimmed(rollout[torch.tensor(rows, device=rollout.sequences.device)])
-                differing = self.learner.retrieved(self.policy, part).differing_pages
-                assert differing is not None
-                total += differing * len(part)
-        return total / len(rollout)
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The policy's loss in its own passes, the adapter's in the last one; the other is frozen."""

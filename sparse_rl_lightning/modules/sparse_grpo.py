@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,15 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
 from sparse_rl_lightning.distributed import ranks
-from sparse_rl_lightning.distributed.sharding import is_sharded
-from sparse_rl_lightning.evaluation.scores import ValidationScores
+from sparse_rl_lightning.evaluation.evaluate import evaluate
+from sparse_rl_lightning.evaluation.validation import ValidationLog
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
+from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
@@ -118,7 +120,7 @@ class SparseGRPO(PolicyModule):
         self.val_sampling = val_sampling or SamplingParams(
             max_completion_length=sampling.max_completion_length, temperature=0.0, stop_strings=sampling.stop_strings
         )
-        self._scores = ValidationScores()
+        self._validation = ValidationLog(self.log)
         self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so in no checkpoint and no optimizer
 
     # ---------------------------------------------------------------- the algorithm
@@ -270,24 +272,19 @@ class SparseGRPO(PolicyModule):
 
     def _evaluate(self, batch: Rows, stage: str, index: int) -> None:
         for name in ("dense", "sparse") if self.generator.is_sparse else ("dense",):
-            scored = self.generator.generate(batch, self.val_sampling, dense=name == "dense", index=index)
-            rewards, rollout = self.rewards(scored), scored.rollout
-            rewarded = rewards[~rewards.isnan()]
-            mean = rewarded.mean() if len(rewarded) else rewards.new_zeros(())  # no rewarded rows: weight 0
-            self.log(f"{stage}/reward_{name}", mean, prog_bar=True, batch_size=len(rewarded), sync_dist=True)
-            length = rollout.completion_lengths.float().mean()
-            self.log(f"{stage}/length_{name}", length, prog_bar=True, batch_size=len(batch), sync_dist=True)
-            self._scores.log(self.log, scored, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
+            draw = partial(self.generator.generate, params=self.val_sampling, dense=name == "dense", index=index)
+            scores = evaluate(draw, batch, self.rewards)
+            self._validation.batch(scores, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
 
     def on_validation_epoch_start(self) -> None:
         """Count this validation's rows only, also where the last one was interrupted."""
-        self._scores.begin()
+        self._validation.begin()
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log confidence intervals of the means; give the caches back: training rollouts size their own."""
-        self._scores.log_intervals(self.log)
+        self._validation.end()
         self.generator.release()
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
@@ -351,9 +348,9 @@ class SparseGRPO(PolicyModule):
 
     def on_train_end(self) -> None:
         """Say what partial rollouts leave behind."""
-        partial = self.generator.partial
-        if partial is not None and partial.num_unfinished:
-            rank_zero_info(f"{partial.num_unfinished} unfinished sequences of partial rollouts were not trained.")
+        unfinished = 0 if self.generator.partial is None else self.generator.partial.num_unfinished
+        if unfinished:
+            rank_zero_info(f"{unfinished} unfinished sequences of partial rollouts were not trained.")
 
     def teardown(self, stage: str) -> None:
         """End the processes of the reward functions."""

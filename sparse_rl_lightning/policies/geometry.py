@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.logprobs import output_head
 from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.output_head import output_head
 from sparse_rl_lightning.policies.replaced import check_reachable
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -26,7 +26,7 @@ class CacheGeometry:
     num_kv_heads: int
     head_dim: int
     scale: float
-    inv_freq: Tensor  # (D / 2,)
+    inv_freq: Tensor = field(compare=False)  # (D / 2,)
     attention_scaling: float
     dtype: torch.dtype  # what the model computes in
     kv_dtype: torch.dtype  # what keys and values are kept in

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from abc import ABC, abstractmethod
-from typing import Self
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
+from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
 from sparse_rl_lightning.ops.pages import PageReduction
 
 
-class Retriever(ABC):
+class Retriever(Budgeted):
     """Decides which ``budget`` tokens of the cache each query reads; subclasses write :meth:`summarize`, :meth:`score`.
 
     Nothing is deleted: retrieval saves the time to read keys and values, not the memory that holds them, which even
@@ -60,65 +58,33 @@ class Retriever(ABC):
         self.num_first_pages = num_first_pages
         self.num_last_pages = num_last_pages
         self.num_dense_layers = num_dense_layers
-        self.budget_rule = budget_rule or Uniform()
-        if self.budget_rule.splits_heads:
+        if budget_rule is not None and budget_rule.splits_heads:
             raise ValueError(
-                f"{name}: all heads of a layer read as many pages, but {type(self.budget_rule).__name__} splits heads. "
+                f"{name}: all heads of a layer read as many pages, but {type(budget_rule).__name__} splits heads. "
                 "Set budget_rule to Uniform or Pyramid."
             )
-        self._set_budget(budget)
+        super().__init__(budget, budget_rule)
 
-    def with_budget(self, budget: int | LengthSchedule) -> Self:
-        """A copy with another budget.
-
-        Raises:
-            ValueError: If it is no whole number of pages, or leaves nothing to choose.
-        """
-        other = copy.copy(self)
-        other._set_budget(budget)
-        return other
-
-    def _set_budget(self, budget: int | LengthSchedule) -> None:
+    def _check_schedule(self, schedule: LengthSchedule) -> None:
         name, page_size = type(self).__name__, self.page_size
-        num_first_pages, num_last_pages = self.num_first_pages, self.num_last_pages
-        if isinstance(budget, int) and budget < 1:
-            raise ValueError(f"{name}: budget must be a positive number of tokens, got budget={budget}.")
-        self.schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
-        broken = [tokens for tokens in self.schedule.budgets if tokens % page_size]
+        broken = [tokens for tokens in schedule.budgets if tokens % page_size]
         if broken:
             near = [tokens for tokens in (broken[0] // page_size, -(-broken[0] // page_size)) if tokens]
             raise ValueError(
                 f"{name}: page_size={page_size} does not divide budget={broken[0]}. Take "
                 f"{' or '.join(str(pages * page_size) for pages in near)} tokens, or another page_size."
             )
-        reserved = num_first_pages + num_last_pages
-        if self.schedule.minimum < reserved * page_size:
+        reserved = self.num_first_pages + self.num_last_pages
+        if schedule.minimum < reserved * page_size:
             raise ValueError(
-                f"{name}: budget={self.schedule.minimum} is smaller than the pages that are always read: "
-                f"(num_first_pages + num_last_pages) x page_size = ({num_first_pages} + {num_last_pages}) x "
+                f"{name}: budget={schedule.minimum} is smaller than the pages that are always read: "
+                f"(num_first_pages + num_last_pages) x page_size = ({self.num_first_pages} + {self.num_last_pages}) x "
                 f"{page_size} = {reserved * page_size} tokens. Raise budget or lower one of them."
             )
-        self._given_schedule = self.schedule
-
-    @property
-    def budget(self) -> int:
-        """The largest budget of ``schedule``, by which memory is sized."""
-        return self.schedule.maximum
-
-    def raise_budget(self, steps: int) -> None:
-        """Read more from the next rollout on: the budget that was given, raised, in whole pages.
-
-        Args:
-            steps: As in :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`, from the budget given; 0 is that.
-
-        Raises:
-            ValueError: If ``steps`` is negative.
-        """
-        self.schedule = self.raised(steps)
 
     def raised(self, steps: int) -> LengthSchedule:
-        """The schedule that :meth:`raise_budget` sets."""
-        raised, page = self._given_schedule.raised(steps), self.page_size
+        """The schedule that :meth:`raise_budget` sets, in whole pages."""
+        raised, page = super().raised(steps), self.page_size
         return LengthSchedule(list(raised.starts), [-(-budget // page) * page for budget in raised.budgets])
 
     # ---------------------------------------------------------------- what a method declares
@@ -166,11 +132,6 @@ class Retriever(ABC):
         starts = torch.tensor(self.schedule.starts, dtype=torch.int64, device=device)
         pages = [self.layer_pages(num_layers, budget) for budget in self.schedule.budgets]
         return PageLimits(starts, torch.tensor(pages, dtype=torch.int32, device=device).T.contiguous())
-
-    def __repr__(self) -> str:
-        shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in {"budget": self.schedule.plain, **shown}.items())
-        return f"{type(self).__name__}({arguments})"
 
 
 class PageLimits:

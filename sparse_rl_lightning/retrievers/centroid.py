@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.ops.pages import PageReduction, page_means, page_scores
+from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.retrievers.base import Retriever
-from sparse_rl_lightning.retrievers.reduction import check_reduction
 
 
 class Centroid(Retriever):
@@ -31,7 +31,8 @@ class Centroid(Retriever):
         self, budget: int | LengthSchedule, *, group_reduction: PageReduction = "mean", **sizes: Any
     ) -> None:  # fmt: skip
         super().__init__(budget, **sizes)
-        self.group_reduction = check_reduction(self, group_reduction)
+        check_choice("group_reduction", group_reduction, PageReduction, type(self).__name__)
+        self.group_reduction: PageReduction = group_reduction
 
     def summarize(self, keys: Tensor) -> Tensor:
         """The mean key: (..., 1, D)."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.ops.pages import PageReduction, page_bounds, page_scores
+from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.retrievers.base import Retriever
-from sparse_rl_lightning.retrievers.reduction import check_reduction
 
 
 class Quest(Retriever):
@@ -34,7 +34,8 @@ class Quest(Retriever):
         self, budget: int | LengthSchedule, *, group_reduction: PageReduction = "max", **sizes: Any
     ) -> None:  # fmt: skip
         super().__init__(budget, **sizes)
-        self.group_reduction = check_reduction(self, group_reduction)
+        check_choice("group_reduction", group_reduction, PageReduction, type(self).__name__)
+        self.group_reduction: PageReduction = group_reduction
 
     def summarize(self, keys: Tensor) -> Tensor:
         """Largest and smallest elements: (..., 2, D)."""

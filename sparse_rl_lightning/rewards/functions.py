@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
 from sparse_rl_lightning.rewards.base import counting
 from sparse_rl_lightning.rewards.expression import evaluate_expression
 from sparse_rl_lightning.rewards.math import TAIL, MathChecker, answer_kind, extract_boxed, find_last_box
-from sparse_rl_lightning.rewards.math.checker import Convention, default_checker, known_convention
+from sparse_rl_lightning.rewards.math.checker import Convention, known_convention
 
 _MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
 """What may stand behind the final box: the end of a formula and of a sentence."""
@@ -48,24 +49,28 @@ class MathReward:
         **_: Any,
     ) -> list[float | None]:
         """The rewards of a batch."""
-        return _math_rewards(self.checker, completions, answer, tolerance, self.answers)
+        golds = ["" if gold is None else str(gold) for gold in answer]  # files have numbers too
+        right = self.checker.check_by(self.answers, completions, golds, tolerance)
+        usable = {gold: bool(gold) and answer_kind(gold) != "uncheckable" for gold in set(golds)}
+        return [float(paid) if usable[gold] else None for paid, gold in zip(right, golds, strict=True)]
 
     def take_counters(self) -> dict[str, int]:
         """What was counted since the last call."""
         return self.checker.take_counters()
 
 
-@counting(lambda: default_checker().take_counters())
+@lru_cache(maxsize=1)
+def _default_reward() -> MathReward:
+    return MathReward()
+
+
+@counting(lambda: _default_reward().take_counters())
 def boxed_math_reward(
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    completion_ids: Sequence[Any],
-    answer: Sequence[str],
-    tolerance: Sequence[float] | None = None,
-    **_: Any,
-) -> list[float | None]:
+    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], answer: Sequence[str],
+    tolerance: Sequence[float] | None = None, **_: Any,
+) -> list[float | None]:  # fmt: skip
     """As ``MathReward`` with its defaults."""
-    return _math_rewards(default_checker(), completions, answer, tolerance)
+    return _default_reward()(prompts, completions, completion_ids, answer, tolerance)
 
 
 def boxed_format_reward(
@@ -104,19 +109,6 @@ def worked_steps_reward(
     be won by repeating or skipping steps.
     """
     return [_share_of_steps(text, worked) for text, worked in zip(completions, solution, strict=True)]
-
-
-def _math_rewards(
-    checker: MathChecker,
-    completions: Sequence[str],
-    golds: Sequence[str],
-    tolerances: Sequence[float] | None,
-    answers: Convention = "strict",
-) -> list[float | None]:
-    golds = ["" if gold is None else str(gold) for gold in golds]  # files have numbers too
-    right = checker.check_by(answers, completions, golds, tolerances)
-    usable = {gold: bool(gold) and answer_kind(gold) != "uncheckable" for gold in set(golds)}
-    return [float(paid) if usable[gold] else None for paid, gold in zip(right, golds, strict=True)]
 
 
 def _share_of_steps(completion: str, solution: str) -> float:

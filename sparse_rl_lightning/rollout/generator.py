@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.distributed.sharding import ShadowPolicy
+from sparse_rl_lightning.policies.sharding import ShadowPolicy
 from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.cache.memory import MemoryPlan
 from sparse_rl_lightning.rollout.checks import check_prompts
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import RolloutOptions
@@ -57,7 +57,6 @@ class Generator:
         self.retriever = retriever
         self.sampling = sampling
         self.options = options
-        self.record_pages = 0  # bytes for the pages that the retriever reads, as in RolloutSampler
         self.rank, self.world_size = 0, 1  # this process among those that share a rollout
         self.sparse_mode: Callable[[], AbstractContextManager[None]] = nullcontext  # what makes the policy sparse
         self.version: Callable[[], int] = int  # of the policy's weights, which a shadow must have
@@ -107,7 +106,7 @@ class Generator:
             tokenizer, policy = self.tokenizer, self._policy if self.shadow is None else self.shadow.model
             assert policy is not None
             compressor, retriever = (FullKV(), None) if dense else (self.compressor, self.retriever)
-            self._samplers[dense] = self.options.sampler(policy, tokenizer, compressor, retriever, self.record_pages)
+            self._samplers[dense] = self.options.sampler(policy, tokenizer, compressor, retriever)
         return self._samplers[dense]
 
     def release(self) -> None:

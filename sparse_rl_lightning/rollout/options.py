@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.cache.memory import check_limit
+from sparse_rl_lightning.rollout.engine.memory import check_limit
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
@@ -103,7 +103,6 @@ class RolloutOptions:
         tokenizer: PreTrainedTokenizerBase,
         compressor: Compressor,
         retriever: Retriever | None = None,
-        record_pages: int = 0,
     ) -> RolloutSampler:
         """A sampler of this policy.
 
@@ -126,7 +125,6 @@ class RolloutOptions:
             cuda_graphs=self.cuda_graphs,
             memory_limit=self.memory_limit,
             retriever=retriever,
-            record_pages=0 if retriever is None else record_pages,
         )
         sampler.end_token_ids = sorted({*sampler.end_token_ids, *(vocabulary[token] for token in self.end_tokens)})
         return sampler

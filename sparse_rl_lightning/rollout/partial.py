@@ -85,8 +85,8 @@ class PartialRollouts:
         self.rows |= dict(zip(session.add(prompts, sequence_ids), rows, strict=True))
         session.advance(
             self.max_steps,
-            until=lambda: not session.run.waiting and len(session.complete) >= self.unit,
-            progress=None if progress is None else _since(session.run.progress, progress),
+            until=lambda: not session.scheduler.waiting and len(session.complete) >= self.unit,
+            progress=None if progress is None else _since(session.scheduler.progress, progress),
         )
         complete = session.complete
         taken = complete[: min(len(complete), len(rows)) // self.unit * self.unit]

@@ -137,7 +137,7 @@ def check_compressor(compressor: Compressor | type[Compressor], **arguments: Any
     Example::
 
         check_compressor(KNorm)
-        check_compressor(Union(SnapKV(budget=12, buffer=4, num_sinks=1, window=4)))
+        check_compressor(SnapKV(budget=12, buffer=4, num_sinks=1, window=4))
     """
     with torch.no_grad():  # as in rollouts
         _check(_build(compressor, arguments))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.wrapper import Wrapper
+from sparse_rl_lightning.compressors.combined import Combined
 from sparse_rl_lightning.ops.select import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
@@ -46,7 +46,7 @@ def declarations(compressor: Compressor) -> str | None:
     if not isinstance(by_head, dict) or any(not isinstance(width, int) or width < 1 for width in by_head.values()):
         return f"head_state_fields returned {by_head!r}"
     if not fields and not by_head and type(compressor).update_state is not Compressor.update_state:
-        if not isinstance(compressor, Wrapper):  # a wrapper has fields if its parts do
+        if not isinstance(compressor, Combined):  # has fields if its parts do
             return "update_state is written, but state_fields is empty, so nobody calls it"
     return None
 

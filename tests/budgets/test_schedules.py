@@ -20,7 +20,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, PublishedSchedule, Pyramid, ScheduleFile, Uniform
 from sparse_rl_lightning.budgets.schedules import published_schedules
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.compressors import H2O, RKV, KNorm, LagKV, Mixture, Protect, SnapKV
+from sparse_rl_lightning.compressors import H2O, RKV, Combined, KNorm, LagKV, SnapKV
 from sparse_rl_lightning.testing import check_compressor, random_layer
 
 STEPS = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 90)), min_size=1, max_size=6)
@@ -149,11 +149,11 @@ def test_a_schedule_that_shrinks_is_allowed_with_a_warning() -> None:
 
 def test_wrappers_take_the_schedule_of_their_parts() -> None:
     rising, sizes = LengthSchedule([0, 40], [12, 20]), {"buffer": 4, "num_sinks": 1}
-    wrapped = Mixture([KNorm(rising, **sizes), SnapKV(LengthSchedule(pairs=[[0, 12], [40, 20]]), **sizes)])
+    wrapped = Combined([KNorm(rising, **sizes), SnapKV(LengthSchedule(pairs=[[0, 12], [40, 20]]), **sizes)])
     assert wrapped.schedule == rising
-    assert Protect(RKV(rising, **sizes)).budget == 20
+    assert Combined([RKV(rising, **sizes)], across_heads="max").budget == 20
     with pytest.raises(ValueError, match=r"same budget, but KNorm has budget=LengthSchedule\(.* and RKV has budget=20"):
-        Mixture([KNorm(rising, **sizes), RKV(20, **sizes)])
+        Combined([KNorm(rising, **sizes), RKV(20, **sizes)])
 
 
 @pytest.mark.parametrize("method", [RKV, H2O, LagKV])

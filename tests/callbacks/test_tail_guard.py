@@ -21,7 +21,7 @@ from sparse_rl_lightning.callbacks import AcceptanceMonitor, RolloutCallback, Ta
 from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import TailReport
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.compressors import FullKV, KNorm, Mixture, RandomEviction, Union
+from sparse_rl_lightning.compressors import Combined, FullKV, KNorm, RandomEviction
 from sparse_rl_lightning.retrievers import Centroid
 
 BUDGET, BUFFER = 6, 2  # of sharp()
@@ -258,8 +258,8 @@ def test_a_resumed_run_keeps_the_raised_budget_and_is_bitwise_the_same(tmp_path:
 
 
 def test_raising_reaches_the_parts_of_a_wrapper() -> None:
-    mixture = Mixture([KNorm(budget=20, buffer=4), RandomEviction(budget=20, buffer=4)])
-    union = Union(mixture)
+    mixture = Combined([KNorm(budget=20, buffer=4), RandomEviction(budget=20, buffer=4)])
+    union = Combined([mixture], across_heads="max")
     union.raise_budget(2)
     assert [c.budget for c in (union, mixture, *mixture._parts)] == [32] * 4  # 20, 25, 32
     union.raise_budget(2)  # counted from the budget given

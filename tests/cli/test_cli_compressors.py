@@ -13,30 +13,26 @@ from tiny_run import config, run_console, write
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.compressors import KNorm, LagKV, Mixture, Protect, SnapKV, TriAttention, Union
-from sparse_rl_lightning.modules import TinyPolicy
+from sparse_rl_lightning.compressors import Combined, KNorm, LagKV, SnapKV, TriAttention
+from sparse_rl_lightning.policies import TinyPolicy
 
-SIZES = {"budget": 20, "buffer": 4, "num_sinks": 1, "window": 4}
+SIZES = {"budget": 20, "buffer": 4, "num_sinks": 1, "window": 4, "protect_token_ids": [3]}
 NESTED = {
-    "class_path": "Union",
+    "class_path": "Combined",
     "init_args": {
-        "reduction": "mean",
-        "compressor": {
-            "class_path": "Protect",
-            "init_args": {
-                "compressor": {
-                    "class_path": "Mixture",
-                    "init_args": {
-                        "weights": [2, 1],
-                        "compressors": [
-                            {"class_path": "SnapKV", "init_args": {**SIZES, "kernel_size": 5}},
-                            {"class_path": "sparse_rl_lightning.compressors.KNorm", "init_args": SIZES},
-                        ],
-                    },
+        "across_heads": "mean",
+        "compressors": [
+            {
+                "class_path": "Combined",
+                "init_args": {
+                    "weights": [2, 1],
+                    "compressors": [
+                        {"class_path": "SnapKV", "init_args": {**SIZES, "kernel_size": 5}},
+                        {"class_path": "sparse_rl_lightning.compressors.KNorm", "init_args": SIZES},
+                    ],
                 },
-                "token_ids": [3],
-            },
-        },
+            }
+        ],
     },
 }
 
@@ -57,27 +53,27 @@ def test_a_shipped_compressor_from_the_shell(folder: Path) -> None:
 def test_nested_wrappers_from_yaml(folder: Path) -> None:
     cli = main(["fit", "--config", write(with_compressor(NESTED))])
     union = cli.model.generator.compressor
-    assert isinstance(union, Union)
+    assert isinstance(union, Combined)
+    assert union.across_heads == "mean"
     assert (union.budget, union.buffer, union.num_sinks, union.window) == (20, 4, 1, 4)
-    (protect,) = union._parts
-    assert isinstance(protect, Protect)
-    assert protect.token_ids == [3]
-    (mixture,) = protect._parts
-    assert isinstance(mixture, Mixture)
+    assert union.protect_token_ids == [3]
+    (mixture,) = union._parts
+    assert isinstance(mixture, Combined)
     assert mixture.weights == [2, 1]
     assert [type(part) for part in mixture._parts] == [SnapKV, KNorm]
     saved = yaml.safe_load((folder / "runs/own/version_0/run_config.yaml").read_text())
-    inner = saved["model"]["init_args"]["compressor"]["init_args"]["compressor"]["init_args"]["compressor"]
+    (inner,) = saved["model"]["init_args"]["compressor"]["init_args"]["compressors"]
     assert inner["init_args"]["compressors"][0]["init_args"]["kernel_size"] == 5
 
 
 def test_a_wrapper_and_a_budget_rule_from_the_shell(folder: Path) -> None:
     arguments = [
-        "--model.compressor=Union", "--model.compressor.compressor=RandomEviction",
-        "--model.compressor.compressor.budget=18", "--model.compressor.compressor.buffer=4",
-        "--model.compressor.compressor.budget_rule=Adaptive", "--model.compressor.compressor.budget_rule.floor=9",
-        "--model.compressor.compressor.budget_rule.layers=Pyramid",
-        "--model.compressor.compressor.budget_rule.layers.beta=1.5",
+        "--model.compressor=Combined", "--model.compressor.across_heads=max",
+        "--model.compressor.compressors+=RandomEviction",
+        "--model.compressor.compressors.budget=18", "--model.compressor.compressors.buffer=4",
+        "--model.compressor.compressors.budget_rule=Adaptive", "--model.compressor.compressors.budget_rule.floor=9",
+        "--model.compressor.compressors.budget_rule.layers=Pyramid",
+        "--model.compressor.compressors.budget_rule.layers.beta=1.5",
     ]  # fmt: skip
     values = with_compressor({"class_path": "KNorm", "init_args": {"budget": 20}}, fast_dev_run=True)
     rule = main(["validate", "--config", write(values), *arguments]).model.compressor.budget_rule
@@ -114,7 +110,7 @@ STEEP = {"class_path": "Pyramid", "init_args": {"beta": 0.1}}
 MISTAKES: list[tuple[dict[str, Any], int, list[str]]] = [
     (
         {"class_path": "QFilters", "init_args": {**SIZES, "statistics": "none.safetensors"}}, 1,
-        ["QFilters: there is no file statistics='none.safetensors'", "python -m sparse_rl_lightning.calibration"],
+        ["QFilters: there is no file statistics='none.safetensors'", "sparse-rl statistics"],
     ),
     ({"class_path": "TriAttention", "init_args": SIZES}, 2, ["statistics"]),
     ({"class_path": "LagKV", "init_args": SIZES}, 1, ["LagKV: lag_size must be from 2 to 11", "got lag_size=128"]),
@@ -131,12 +127,12 @@ MISTAKES: list[tuple[dict[str, Any], int, list[str]]] = [
         ["'query_windo' is not accepted", "'query_window'"],
     ),
     (
-        {"class_path": "Mixture", "init_args": {"compressors": [
+        {"class_path": "Combined", "init_args": {"compressors": [
             {"class_path": "KNorm", "init_args": SIZES},
             {"class_path": "KeyDiff", "init_args": {**SIZES, "budget": 30}},
-        ]}}, 1, ["Mixture: all compressors inside must have the same budget", "KeyDiff has budget=30"],
+        ]}}, 1, ["Combined: all compressors inside must have the same budget", "KeyDiff has budget=30"],
     ),
-    ({"class_path": "Union", "init_args": {"compressor": {"class_path": "FullKV"}}}, 1, ["never evicts"]),
+    ({"class_path": "Combined", "init_args": {"compressors": [{"class_path": "FullKV"}]}}, 1, ["never evicts"]),
     ({"class_path": "CUR", "init_args": {**SIZES, "leverage": "sum"}}, 2, ["'product'", "sum"]),
 ]  # fmt: skip
 

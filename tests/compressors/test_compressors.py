@@ -31,11 +31,10 @@ from sparse_rl_lightning.testing.layers import cast
 
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-13)
 
-WRAPPERS = ("Mixture", "Protect", "Union")
 SHIPPED = [
     getattr(compressors, name)
     for name in compressors.__all__
-    if name not in ("Compressor", "FullKV", "QueryStatistics", "Wrapper", *WRAPPERS)
+    if name not in ("Compressor", "FullKV", "QueryStatistics", "Combined")
 ]
 ATTENTION = [SnapKV, RKV]
 SETTING: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
@@ -195,7 +194,8 @@ def test_random_survivors_are_an_even_sample_of_the_past() -> None:
 
 def test_defaults_are_those_of_sparse_rl() -> None:
     scoring = "kernel_size=7, pooling='max', group_reduction='max', variant='decode'"
-    sizes = "budget=512, buffer=128, num_sinks=4, window=8, compress_prompt=True, budget_rule=Uniform()"
+    sizes = "budget=512, buffer=128, num_sinks=4, window=8, compress_prompt=True"
+    sizes += ", protect_prompt=False, protect_token_ids=[], budget_rule=Uniform()"
     assert repr(SnapKV(512)) == f"SnapKV({sizes}, {scoring})"
     assert repr(RKV(512)) == f"RKV({sizes}, {scoring}, mix_lambda=0.1, similarity_threshold=0.5)"
 

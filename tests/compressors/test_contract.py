@@ -14,16 +14,14 @@ from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import (
     H2O,
     TOVA,
+    Combined,
     Compressor,
     ExpectedAttention,
     FullKV,
     KNorm,
-    Mixture,
-    Protect,
     QueryStatistics,
     RandomEviction,
     SnapKV,
-    Union,
 )
 from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
@@ -47,20 +45,20 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place
 SHIPPED = [
     getattr(compressors, name)
     for name in compressors.__all__
-    if name not in ("Compressor", "FullKV", "QueryStatistics", "Mixture", "Protect", "Union", "Wrapper")
+    if name not in ("Compressor", "FullKV", "QueryStatistics", "Combined")
 ]
 CASES = [(cls, options) for cls in SHIPPED for options in OPTIONS.get(cls.__name__, [{}])]
 WRAPPED = [
     FullKV(),
-    Union(KNorm(**SMALL)),
-    Union(SnapKV(**SMALL), reduction="mean", normalization="standard"),
-    Mixture([SnapKV(**SMALL), TOVA(**SMALL), ExpectedAttention(**SMALL, query_window=5)], [1.0, 2.0, 0.5]),
-    Mixture([KNorm(**SMALL), RandomEviction(**SMALL)], normalization="standard"),
-    Protect(SnapKV(budget=26, buffer=4, num_sinks=1, window=4)),
-    Protect(KNorm(**SMALL), prompt=False, token_ids=[9]),
-    Union(Protect(Mixture([KNorm(26, 4, window=4), TOVA(26, 4, window=4)]))),
+    Combined([KNorm(**SMALL)], across_heads="max"),
+    Combined([SnapKV(**SMALL)], normalization="standard", across_heads="mean"),
+    Combined([SnapKV(**SMALL), TOVA(**SMALL), ExpectedAttention(**SMALL, query_window=5)], [1.0, 2.0, 0.5]),
+    Combined([KNorm(**SMALL), RandomEviction(**SMALL)], normalization="standard"),
+    SnapKV(budget=26, buffer=4, num_sinks=1, window=4, protect_prompt=True),
+    KNorm(**SMALL, protect_token_ids=[9]),
+    Combined([method(26, 4, window=4, protect_prompt=True) for method in (KNorm, TOVA)], across_heads="max"),
     SnapKV(**SMALL, budget_rule=Adaptive()),
-    Mixture([H2O(**SMALL, budget_rule=Pyramid(1.5)), TOVA(**SMALL, budget_rule=Pyramid(1.5))]),
+    Combined([H2O(**SMALL, budget_rule=Pyramid(1.5)), TOVA(**SMALL, budget_rule=Pyramid(1.5))]),
 ]
 
 

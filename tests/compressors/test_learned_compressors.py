@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors import H2O, Compressor, KNorm, SnapKV
-from sparse_rl_lightning.compressors.wrapper import Wrapper
+from sparse_rl_lightning.compressors.combined import Combined
 from sparse_rl_lightning.records import NEVER, LayerState, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
@@ -68,7 +68,7 @@ class FastKVzipLike(KVzapLike):
         return (logit - others.logsumexp(dim=-1)).sigmoid()
 
 
-class CriticalKVLike(Wrapper):
+class CriticalKVLike(Combined):
     """Any score times the mean over the group of |W_o v|_1."""
 
     def __init__(self, compressor: Compressor) -> None:
@@ -212,7 +212,7 @@ def test_who_asks_for_nothing_pays_nothing() -> None:
     for method, wanted in ((Recorder(**SMALL), True), (H2O(**SMALL), False), (SnapKV(**SMALL), False)):
         sampler = RolloutSampler(policy, method)
         sampler.generate(PROMPTS, PARAMS)
-        assert ("output_weights" in vars(sampler._workspace._decoder)) == wanted
+        assert ("output_weights" in vars(sampler._engine.decoder)) == wanted
         assert bool(sampler.cache._probabilities.nbytes) == isinstance(method, H2O)
 
 

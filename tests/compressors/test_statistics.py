@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_run import run_console
 
-from sparse_rl_lightning.calibration import gather_statistics, main, pad
+from sparse_rl_lightning.calibration import gather_statistics, pad
 from sparse_rl_lightning.compressors import QFilters, QueryStatistics, SnapKV, TriAttention
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments
 from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
@@ -108,10 +110,13 @@ def policy(folder: Path) -> Path:
     return folder
 
 
-def test_the_command_that_messages_name_makes_the_file(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_messages_name_makes_the_file(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"prompt": "1+2=", "completion": "3"}, {"prompt": "4+50=", "answer": "54"}, {"prompt": "12345"}]
     Path("texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main(["policy", "texts.jsonl", "s.safetensors", "--batch_size=2", "--max_length=4"])
+    given = ["policy", "texts.jsonl", "s.safetensors", "--batch_size=2", "--max_length=4"]
+    assert run_console(monkeypatch, "statistics", *given) is None
     assert "statistics of 12 tokens of 3 texts to s.safetensors" in capsys.readouterr().out
     model = tiny_model(vocab_size=15, initializer_range=0.2)
     tokenizer = character_tokenizer("0123456789+=")
@@ -131,11 +136,13 @@ def test_the_command_that_messages_name_makes_the_file(policy: Path, capsys: pyt
         ('{"prompt": ""}\n', "texts.jsonl, line 1: .*empty prompt"),
     ],
 )
-def test_wrong_texts_are_named(policy: Path, content: str | None, message: str) -> None:
+def test_wrong_texts_are_named(
+    policy: Path, content: str | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if content is not None:
         Path("texts.jsonl").write_text(content)
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        main(["policy", "texts.jsonl", "s.safetensors"])
+    assert run_console(monkeypatch, "statistics", "policy", "texts.jsonl", "s.safetensors") == 1
+    assert re.match(f"error: .*{message}", capsys.readouterr().err)
     assert not Path("s.safetensors").exists()
 
 
@@ -143,7 +150,7 @@ def test_wrong_texts_are_named(policy: Path, content: str | None, message: str) 
 def test_missing_or_foreign_statistics_name_the_command(
     method: type[QFilters] | type[TriAttention], folder: Path
 ) -> None:
-    command = r"with: python -m sparse_rl_lightning.calibration POLICY TEXTS.jsonl \S+\.safetensors"
+    command = r"with: sparse-rl statistics POLICY TEXTS.jsonl \S+\.safetensors"
     name = method.__name__
     with pytest.raises(ValueError, match=rf"{name}: there is no file statistics='no.safetensors'.*{command}"):
         method(**SIZES, statistics="no.safetensors")

@@ -1,4 +1,4 @@
-"""Union, Mixture and Protect: what they do to scores, and what they pass on of queries, sums and sizes."""
+"""Combined and protected tokens: what they do to scores, what is passed on of queries, sums and sizes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from sparse_rl_lightning.compressors import (
     H2O,
     RKV,
     TOVA,
+    Combined,
     Compressor,
     ExpectedAttention,
     FullKV,
     KeyDiff,
     KNorm,
-    Mixture,
-    Protect,
     SnapKV,
     StreamingLLM,
-    Union,
 )
-from sparse_rl_lightning.compressors.entries import newest_queries, normalized_ranks, standardized
-from sparse_rl_lightning.compressors.heads import across_heads
+from sparse_rl_lightning.compressors.entries import newest_queries, normalized_ranks, shared_scores, standardized
 from sparse_rl_lightning.records import NEVER, LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import random_layer, tiny_model
@@ -81,7 +78,7 @@ def test_tokens_are_found_in_other_heads_by_position(reduction: Any) -> None:
         "max": [[[5.0, 2, 3, 0], [5, 3, 7, -3]], [[4, 3, 3, 4], [4, 3, 3, 4]]],
         "mean": [[[3.0, 2, 2, 0], [3, 2, 7, -3]], [[2.5, 2.5, 2.5, 2.5], [2.5, 2.5, 2.5, 2.5]]],
     }[reduction]
-    assert across_heads(scores, positions, valid, reduction).tolist() == wanted
+    assert shared_scores(scores, positions, valid, reduction).tolist() == wanted
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 8])
@@ -97,55 +94,56 @@ def test_a_ring_is_cut_to_its_newest_queries(count: int) -> None:
         assert all(torch.equal(got[at], held[at]) for at in got)
 
 
-# ---------------------------------------------------------------- Union
+# ---------------------------------------------------------------- one set for all heads
 
 
-def test_union_keeps_one_set_for_all_heads() -> None:
+def test_a_union_keeps_one_set_for_all_heads() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)
     layer = replace(layer, positions=layer.positions[:, :1].expand(-1, 2, -1))  # as if it had always been so
     alone = KNorm(**SIZES).select(layer)
-    together = Union(KNorm(**SIZES)).select(layer)
+    together = Combined([KNorm(**SIZES)], across_heads="max").select(layer)
     assert not torch.equal(alone[:, 0], alone[:, 1])
     assert torch.equal(together[:, 0], together[:, 1])
     assert (together.sum(dim=-1) == 10).all()
 
 
-def test_union_values_a_token_as_its_best_head_does() -> None:
+def test_a_union_values_a_token_as_its_best_head_does() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)
     layer = replace(layer, positions=torch.arange(14).expand(3, 2, 14))
     scores = torch.zeros(3, 2, 14)
     scores[:, 0, 4], scores[:, 1, 6:8] = 100.0, 0.1  # on scales of their own
-    kept = Union(Given(scores, budget=7)).select(layer)
+    kept = Combined([Given(scores, budget=7)], across_heads="max").select(layer)
     assert kept[0, 0].nonzero().flatten().tolist() == [0, 1, 4, 6, 11, 12, 13]  # the lower index of two equal places
-    raw = Union(Given(scores, budget=7), reduction="mean", normalization="none").select(layer)
+    raw = Combined([Given(scores, budget=7)], normalization="none", across_heads="mean").select(layer)
     assert raw[0, 1].nonzero().flatten().tolist() == [0, 1, 4, 6, 11, 12, 13]
     torch.testing.assert_close(
-        Union(Given(scores), normalization="standard").score(layer)[0, 0, 4], torch.tensor(13**0.5)
+        Combined([Given(scores)], normalization="standard", across_heads="max").score(layer)[0, 0, 4],
+        torch.tensor(13**0.5),
     )
 
 
 def test_union_of_tova_is_tova() -> None:
     layer = random_layer(num_queries=1)
-    ranks = Union(TOVA(**SIZES), normalization="none").score(layer)
+    ranks = Combined([TOVA(**SIZES)], normalization="none", across_heads="max").score(layer)
     torch.testing.assert_close(ranks, TOVA(**SIZES).score(layer).masked_fill(~layer.valid, 0))
 
 
-# ---------------------------------------------------------------- Mixture
+# ---------------------------------------------------------------- several methods
 
 
-def test_mixture_adds_places() -> None:
+def test_a_mixture_adds_places() -> None:
     layer = random_layer()
     parts = KNorm(**SIZES), KeyDiff(**SIZES)
-    scores = Mixture(list(parts), [1.0, 0.25]).score(layer)
+    scores = Combined(list(parts), [1.0, 0.25]).score(layer)
     ranks = [normalized_ranks(part.score(layer), layer.valid) for part in parts]
     torch.testing.assert_close(scores[layer.valid], (ranks[0] + 0.25 * ranks[1])[layer.valid])
-    one = Mixture([KNorm(**SIZES)]).select(layer)
+    one = Combined([KNorm(**SIZES)]).select(layer)
     assert torch.equal(one, KNorm(**SIZES).select(layer))
 
 
 def test_parts_see_the_queries_they_ask_for() -> None:
     parts = SnapKV(**SIZES), TOVA(**SIZES), ExpectedAttention(**SIZES, query_window=6), KNorm(**SIZES)
-    mixture = Mixture(list(parts), normalization="none")
+    mixture = Combined(list(parts), normalization="none")
     assert mixture.num_queries == 6
     layer = random_layer(num_queries=6)
     own = [part.score(newest_queries(layer, part.num_queries)) for part in parts]
@@ -155,7 +153,8 @@ def test_parts_see_the_queries_they_ask_for() -> None:
 
 
 def test_parts_have_running_sums_of_their_own() -> None:
-    mixture = Mixture([H2O(**SIZES), KNorm(**SIZES), Union(H2O(**SIZES, value_weighted=True))], normalization="none")
+    union = Combined([H2O(**SIZES, value_weighted=True)], across_heads="max")
+    mixture = Combined([H2O(**SIZES), KNorm(**SIZES), union], normalization="none")
     assert mixture.state_fields == ("0.mass", "2.0.mass")
     layer = random_layer(state_fields=mixture.state_fields)
     before = {name: tensor.clone() for name, tensor in layer.state.items()}
@@ -166,30 +165,33 @@ def test_parts_have_running_sums_of_their_own() -> None:
     first = replace(layer, state={"mass": layer.state["0.mass"]})
     third = replace(layer, state={"0.mass": layer.state["2.0.mass"]})
     expected = H2O(**SIZES).score(first) + KNorm(**SIZES).score(layer)
-    expected = expected + Union(H2O(**SIZES, value_weighted=True)).score(third)
+    expected = expected + union.score(third)
     torch.testing.assert_close(mixture.score(layer)[layer.valid], expected[layer.valid])
 
 
 def test_a_wrapper_has_the_sizes_of_its_parts() -> None:
     inner = StreamingLLM(20, 5, 1, 4, False, budget_rule=Pyramid(2))
-    for wrapper in (Union(inner), Protect(inner), Mixture([inner, inner])):
+    for wrapper in (Combined([inner], across_heads="max"), Combined([inner, inner])):
         sizes = wrapper.budget, wrapper.buffer, wrapper.num_sinks, wrapper.window, wrapper.compress_prompt
         assert sizes == (20, 5, 1, 4, False)
         assert wrapper.layer_budgets(3) == [30, 20, 10]
 
 
 def test_wrappers_show_what_is_inside() -> None:
-    text = "KNorm(budget=10, buffer=4, num_sinks=2, window=3, compress_prompt=True, budget_rule=Uniform())"
-    assert repr(Protect(KNorm(**SIZES))) == f"Protect({text}, prompt=True, token_ids=[])"
-    assert repr(Union(KNorm(**SIZES))) == f"Union({text}, reduction='max', normalization='rank')"
+    sizes = "budget=10, buffer=4, num_sinks=2, window=3, compress_prompt=True"
+    text = f"KNorm({sizes}, protect_prompt=True, protect_token_ids=[], budget_rule=Uniform())"
+    protected = KNorm(**SIZES, protect_prompt=True)
+    assert repr(protected) == text
+    options = "weights=[1.0], normalization='rank', across_heads='max'"
+    assert repr(Combined([protected], across_heads="max")) == f"Combined(compressors=[{text}], {options})"
 
 
-# ---------------------------------------------------------------- Protect
+# ---------------------------------------------------------------- protected tokens
 
 
 def test_protected_tokens_stay_first_of_all() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)  # prompts of 3, 5, 6 tokens
-    kept = Protect(KNorm(budget=12, buffer=2, num_sinks=1, window=2), token_ids=[9]).select(layer)
+    kept = KNorm(12, 2, num_sinks=1, window=2, protect_prompt=True, protect_token_ids=[9]).select(layer)
     protected = (layer.positions < layer.prompt_lengths[:, None, None]) | (layer.token_ids == 9)
     evictable = KNorm(budget=12, buffer=2, num_sinks=1, window=2).select(layer)
     assert kept[protected].all()
@@ -200,7 +202,7 @@ def test_protected_tokens_stay_first_of_all() -> None:
 def test_tokens_are_protected_by_their_ids() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)  # ids are positions modulo 11
     scores = torch.arange(14, 0, -1).expand(3, 2, 14).float()
-    kept = Protect(Given(scores), prompt=False, token_ids=[3, 8]).select(layer)
+    kept = Given(scores, protect_token_ids=[3, 8]).select(layer)
     chosen = (layer.token_ids == 3) | (layer.token_ids == 8)
     assert kept[chosen].all()
     assert (chosen & (layer.positions > 20) & ~Given(scores).select(layer)).any()
@@ -209,22 +211,23 @@ def test_tokens_are_protected_by_their_ids() -> None:
 def test_more_protected_tokens_than_places_are_an_error() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)
     layer = replace(layer, positions=torch.arange(14).expand(3, 2, 14), prompt_lengths=torch.tensor([3, 9, 3]))
-    message = r"Protect: 12 entries of a head in layer 1 must stay, .* only 10\. Raise budget=10 or protect fewer"
+    message = r"KNorm: 12 entries of a head in layer 1 must stay, .* only 10\. Raise budget=10 or protect fewer"
+    protected = {**SIZES, "protect_prompt": True}
     with pytest.raises(ValueError, match=message):
-        Protect(KNorm(**SIZES)).select(layer)
-    with pytest.raises(ValueError, match="Union: 12 entries"):
-        Union(Protect(KNorm(**SIZES))).select(layer)
-    with pytest.raises(ValueError, match="Mixture: 12 entries"):
-        Mixture([Protect(KNorm(**SIZES)), KeyDiff(**SIZES)], normalization="standard").select(layer)
-    assert Protect(KNorm(**SIZES, budget_rule=Adaptive())).select(layer, 12)[1].sum(dim=-1).tolist() == [12, 12]
-    kept = Protect(KNorm(**SIZES)).select(replace(layer, prompt_lengths=torch.tensor([3, 7, 3])))
+        KNorm(**protected).select(layer)
+    with pytest.raises(ValueError, match="Combined: 12 entries"):
+        Combined([KNorm(**protected)], across_heads="max").select(layer)
+    with pytest.raises(ValueError, match="Combined: 12 entries"):
+        Combined([KNorm(**protected), KeyDiff(**protected)], normalization="standard").select(layer)
+    assert KNorm(**protected, budget_rule=Adaptive()).select(layer, 12)[1].sum(dim=-1).tolist() == [12, 12]
+    kept = KNorm(**protected).select(replace(layer, prompt_lengths=torch.tensor([3, 7, 3])))
     assert kept[1, 0].nonzero().flatten().tolist() == [*range(7), 11, 12, 13]
 
 
 def test_a_protected_prompt_outlives_the_rollout() -> None:
     model = tiny_model(initializer_range=0.2, eos_token_id=None)
     prompts = [list(range(5, 5 + n)) for n in (3, 17, 9)]
-    for compressor, lives in ((Protect(KNorm(22, 5, num_sinks=1, window=4)), True), (KNorm(22, 5), False)):
+    for compressor, lives in ((KNorm(22, 5, 1, 4, protect_prompt=True), True), (KNorm(22, 5), False)):
         rollout = RolloutSampler(model, compressor).generate(prompts, SamplingParams(max_completion_length=40, seed=1))
         deaths = [rollout.evictions.death[:, i, :, : len(prompt)] for i, prompt in enumerate(prompts)]
         assert all((d == NEVER).all() for d in deaths) == lives
@@ -237,19 +240,25 @@ def test_a_protected_prompt_outlives_the_rollout() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Union(FullKV()), r"Union: FullKV\(.*\) never evicts"),
-        (lambda: Union(KNorm(20), reduction="sum"), "Union: reduction must be one of max, mean, got reduction='sum'"),
-        (lambda: Union(KNorm(20), normalization="z"), "Union: normalization must be one of rank, standard, none"),
-        (lambda: Mixture([]), "Mixture: give at least one compressor"),
-        (lambda: Mixture([KNorm(20), RKV(30)]), "same budget, but KNorm has budget=20 and RKV has budget=30"),
-        (lambda: Mixture([KNorm(20), RKV(20, window=4)]), "same window, but KNorm has window=8 and RKV has window=4"),
+        (lambda: Combined([FullKV()]), r"Combined: FullKV\(.*\) never evicts"),
         (
-            lambda: Mixture([KNorm(20), RKV(20, budget_rule=Adaptive(3))]),
+            lambda: Combined([KNorm(20)], across_heads="sum"),
+            "Combined: across_heads must be one of max, mean, got across_heads='sum'",
+        ),
+        (
+            lambda: Combined([KNorm(20)], normalization="z"),
+            "Combined: normalization must be one of rank, standard, none",
+        ),
+        (lambda: Combined([]), "Combined: give at least one compressor"),
+        (lambda: Combined([KNorm(20), RKV(30)]), "same budget, but KNorm has budget=20 and RKV has budget=30"),
+        (lambda: Combined([KNorm(20), RKV(20, window=4)]), "same window, but KNorm has window=8 and RKV has window=4"),
+        (
+            lambda: Combined([KNorm(20), RKV(20, budget_rule=Adaptive(3))]),
             r"budget_rule=Uniform\(\) and RKV has budget_rule=Adaptive\(floor=3, layers=Uniform\(\)\)",
         ),
-        (lambda: Mixture([KNorm(20)] * 2, [1.0]), r"weights must be 2 numbers, .* got weights=\[1.0\]"),
-        (lambda: Mixture([KNorm(20)] * 2, [1.0, 0.0]), r"weights\[1\] must be above 0, got weights\[1\]=0.0"),
-        (lambda: Protect(KNorm(20), prompt=False), "Protect: nothing is protected"),
+        (lambda: Combined([KNorm(20)] * 2, [1.0]), r"weights must be 2 numbers, .* got weights=\[1.0\]"),
+        (lambda: Combined([KNorm(20)] * 2, [1.0, 0.0]), r"weights\[1\] must be above 0, got weights\[1\]=0.0"),
+        (lambda: Combined([KNorm(20, protect_prompt=True), RKV(20)]), "same protect_prompt, but KNorm has .*=True"),
     ],
 )
 def test_mistakes_are_named(build: Any, message: str) -> None:

@@ -20,7 +20,8 @@ from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.learner.packing import in_parts, pack, split, token_counts, trimmed
 from sparse_rl_lightning.losses import Denominator, LossType
-from sparse_rl_lightning.modules import LearnerOptions, LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.modules import LearnerOptions, SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model

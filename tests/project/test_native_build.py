@@ -63,11 +63,12 @@ def test_a_wheel_from_the_source_distribution_runs_from_anywhere(tmp_path: Path)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run("setup.py", "-q", "sdist", cwd=tmp_path / "source")
-    archive = next((tmp_path / "source" / "dist").glob("*.tar.gz"))
-    run("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", archive, "-w", ".", cwd=tmp_path)
-    wheel = next(tmp_path.glob("*.whl"))
+    run("-m", "build", "--no-isolation", cwd=tmp_path / "source")
+    dist = tmp_path / "source" / "dist"
+    run(ROOT / ".ci" / "check_dist.py", dist, "--no-install", cwd=tmp_path)
+    wheel = next(dist.glob("*.whl"))
     assert "-cp311-abi3-" in wheel.name
+    assert sys.platform != "linux" or "-manylinux_" in wheel.name
     with zipfile.ZipFile(wheel) as files:
         libraries = [name for name in files.namelist() if name.endswith(".so")]
         assert libraries == ["sparse_rl_lightning/_C.abi3.so"]

@@ -12,7 +12,7 @@ import torch
 from sparse_rl_lightning import compressors
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
-from sparse_rl_lightning.compressors import KNorm, Mixture, Protect, QueryStatistics, SnapKV, Union
+from sparse_rl_lightning.compressors import Combined, KNorm, QueryStatistics, SnapKV
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import NEVER, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
@@ -21,7 +21,7 @@ from sparse_rl_lightning.testing import tiny_model
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 33, 1)]
 SIZES: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 1, "window": 3}
 PARAMS = SamplingParams(num_generations=2, max_completion_length=26, temperature=0.9, seed=4)
-NOT_ALONE = ("Compressor", "FullKV", "QueryStatistics", "Mixture", "Protect", "Union")
+NOT_ALONE = ("Compressor", "FullKV", "QueryStatistics", "Combined")
 EVICTING = sorted(name for name in compressors.__all__ if name not in NOT_ALONE)
 RULES: dict[str, BudgetRule | None] = {
     "uniform": None,
@@ -30,9 +30,9 @@ RULES: dict[str, BudgetRule | None] = {
     "both": Adaptive(floor=4, layers=Pyramid(beta=1.5)),
 }
 WRAPPED = {
-    "Union": Union(SnapKV(**SIZES)),
-    "Mixture": Mixture([SnapKV(**SIZES), KNorm(**SIZES)]),
-    "Protect": Protect(SnapKV(budget=40, buffer=4, num_sinks=1, window=3)),
+    "union": Combined([SnapKV(**SIZES)], across_heads="max"),
+    "mixture": Combined([SnapKV(**SIZES), KNorm(**SIZES)]),
+    "protected": SnapKV(budget=40, buffer=4, num_sinks=1, window=3, protect_prompt=True),
 }
 
 

@@ -13,17 +13,15 @@ from sparse_rl_lightning.compressors import (
     CUR,
     H2O,
     TOVA,
+    Combined,
     Compressor,
     ExpectedAttention,
     KeyDiff,
     KNorm,
     LagKV,
-    Mixture,
-    Protect,
     QFilters,
     SnapKV,
     TriAttention,
-    Union,
 )
 from sparse_rl_lightning.records import NEVER, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
@@ -40,15 +38,15 @@ METHODS: list[Compressor] = [
     LagKV(**SMALL, lag_size=4),
     ExpectedAttention(**SMALL, query_window=9, num_future=40),
     ExpectedAttention(**SMALL, query_window=3, covariance="diagonal"),
-    Union(SnapKV(**SMALL)),
-    Mixture([SnapKV(**SMALL), ExpectedAttention(**SMALL, query_window=6), KeyDiff(**SMALL)], [3, 2, 1]),
+    Combined([SnapKV(**SMALL)], across_heads="max"),
+    Combined([SnapKV(**SMALL), ExpectedAttention(**SMALL, query_window=6), KeyDiff(**SMALL)], [3, 2, 1]),
     H2O(**SMALL),
     H2O(**SMALL, age_normalized=True, value_weighted=True, compress_prompt=False),
     H2O(**SMALL, budget_rule=Adaptive(8, layers=Pyramid(1.5))),
     TOVA(**SMALL, budget_rule=Adaptive(7)),  # heads come to hold different tokens
-    Union(SnapKV(**SMALL, budget_rule=Adaptive())),
-    Mixture([H2O(**SMALL), SnapKV(**SMALL), Union(H2O(**SMALL))]),
-    Protect(KeyDiff(budget=46, buffer=5, window=4), token_ids=[7]),
+    Combined([SnapKV(**SMALL, budget_rule=Adaptive())], across_heads="max"),
+    Combined([H2O(**SMALL), SnapKV(**SMALL), Combined([H2O(**SMALL)], across_heads="max")]),
+    KeyDiff(budget=46, buffer=5, window=4, protect_prompt=True, protect_token_ids=[7]),
 ]
 # qwen3 normalises its keys: without training all norms are equal, and rounding would decide
 CASES = [(m, a) for m in METHODS for a in ("llama", "qwen3") if (type(m), a) != (KNorm, "qwen3")]

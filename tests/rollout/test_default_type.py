@@ -18,20 +18,18 @@ from sparse_rl_lightning.compressors import (
     H2O,
     RKV,
     TOVA,
+    Combined,
     Compressor,
     ExpectedAttention,
     FullKV,
     KeyDiff,
     KNorm,
     LagKV,
-    Mixture,
-    Protect,
     QFilters,
     RandomEviction,
     SnapKV,
     StreamingLLM,
     TriAttention,
-    Union,
 )
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Centroid, Quest
@@ -54,9 +52,10 @@ def methods(statistics: Any, **sizes: Any) -> list[Compressor]:
         LagKV(**sizes, lag_size=4), TOVA(**sizes), SnapKV(**sizes), RKV(**sizes), ExpectedAttention(**sizes),
         H2O(**sizes), H2O(**sizes, age_normalized=True, value_weighted=True),
         QFilters(**sizes, statistics=statistics), TriAttention(**sizes, statistics=statistics),
-        Union(SnapKV(**sizes)), Union(KNorm(**sizes), reduction="mean", normalization="standard"),
-        Mixture([SnapKV(**sizes), H2O(**sizes)], [3, 1]), Mixture([KNorm(**sizes), TOVA(**sizes)]),
-        Protect(KeyDiff(**sizes), prompt=False, token_ids=[7]), SnapKV(**snap), LagKV(**snap, lag_size=4),
+        Combined([SnapKV(**sizes)], across_heads="max"),
+        Combined([KNorm(**sizes)], normalization="standard", across_heads="mean"),
+        Combined([SnapKV(**sizes), H2O(**sizes)], [3, 1]), Combined([KNorm(**sizes), TOVA(**sizes)]),
+        KeyDiff(**sizes, protect_token_ids=[7]), SnapKV(**snap), LagKV(**snap, lag_size=4),
         SnapKV(**{**sizes, "budget_rule": Uniform()}), KNorm(**{**sizes, "budget_rule": Pyramid(1.5)}),
         KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}),
     ]  # fmt: skip
@@ -107,7 +106,7 @@ def test_all_of_them_are_here(statistics: Any) -> None:
         return [method, rule, getattr(rule, "layers", rule), *inner]
 
     used = {type(part).__name__ for method in methods(statistics, **SMALL) for part in parts(method)}
-    base = {"Compressor", "Wrapper", "QueryStatistics", "BudgetRule"}
+    base = {"Compressor", "QueryStatistics", "BudgetRule"}
     named = [name for name in [*compressors.__all__, *vars(budgets)] if isinstance(vars_of(name), type)]
     assert {n for n in named if issubclass(vars_of(n), Compressor | budgets.BudgetRule)} - base <= used
     assert set(retrievers.__all__) - {"Retriever"} == {"Centroid", "Quest"}
@@ -164,16 +163,12 @@ def test_retrieval_is_the_same(policy: PreTrainedModel, retriever: Callable[...,
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_streams_sessions_and_forced_texts_are_the_same(policy: PreTrainedModel, kind: torch.dtype) -> None:
+def test_sessions_and_forced_texts_are_the_same(policy: PreTrainedModel, kind: torch.dtype) -> None:
     method = H2O(**SMALL)
     whole = RolloutSampler(policy, method, 4).generate(PROMPTS, PARAMS)
     forced = forced_rollout(policy, whole, method)
     with default(kind):
         sampler = RolloutSampler(policy, method, 4)
-        for completion in sampler.stream(PROMPTS, PARAMS):
-            assert torch.get_default_dtype() == kind
-            row, own = completion.sequence, whole.completion_mask[completion.sequence]
-            assert completion.logprobs == whole.sampler_logprobs[row][own].tolist()
         session, other = (RolloutSession(sampler, PARAMS, 30) for _ in range(2))
         numbers = session.add(PROMPTS, range(2))
         session.advance(max_steps=9)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.compressors import Protect, SnapKV
+from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -16,7 +16,7 @@ from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 TOKENIZER = character_tokenizer()
 SIZES: dict[str, Any] = {"budget": 16, "buffer": 5, "num_sinks": 2, "window": 4}
 PROMPTS = [[30, 31, 32], [40, 41, 42, 43, 44]]
-LOOK = "sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY"
+LOOK = "sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY"
 
 
 def policy(eos_token_id: int | None) -> Any:
@@ -26,7 +26,7 @@ def policy(eos_token_id: int | None) -> Any:
 def outcome(check_every: int, seed: int, patch: pytest.MonkeyPatch, stop: bool, session: bool) -> Rollout | str:
     """A rollout with a protected third of the vocabulary, or what it says when more must stay than a head keeps."""
     patch.setattr(LOOK, {"cpu": check_every})
-    protected = Protect(SnapKV(**SIZES), prompt=False, token_ids=list(range(0, len(TOKENIZER), 3)))
+    protected = SnapKV(**SIZES, protect_token_ids=list(range(0, len(TOKENIZER), 3)))
     model = policy(None if stop else [5, 6, 7, 8])
     sampler = RolloutSampler(model, protected, num_slots=3, tokenizer=TOKENIZER)
     params = SamplingParams(

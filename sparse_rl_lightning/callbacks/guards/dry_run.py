@@ -16,13 +16,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.data.sampler import rows_of
 from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import Progress
-from sparse_rl_lightning.rollout.cache.trigger import Trigger
 
 GIB = 2**30
 DECODE_STEPS = 16  # where nothing is compressed

@@ -10,15 +10,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from sparse_rl_lightning.acceptance import tail_target
+from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
-from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.files import writable_folder
-from sparse_rl_lightning.metrics.rejection import rejection_rate
+from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import Rows, ScoredRollout
-from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import Generator
 
 Mode = Literal["off", "warn", "raise", "stop"]
@@ -174,10 +173,8 @@ class TailGuard(RolloutCallback):
                 logged["guard/tail_margin"] = worst[1]
                 self._judged = f"is {worst[1] + target:.3f} at {worst[0]} tokens, the target is {target:.3f}"
         self._act(module, index)
-        logged |= {
-            "guard/budget": float(_budget(module.generator, self.num_raises)),
-            "guard/raises": float(self.num_raises),
-        }
+        logged["guard/budget"] = float(_budget(module.generator, self.num_raises))
+        logged["guard/raises"] = float(self.num_raises)
         module.log_dict(logged, batch_size=1)
 
     def _target(self) -> float | None:
@@ -257,10 +254,10 @@ class TailGuard(RolloutCallback):
         self._told, self._judged = list(state_dict["told"]), state_dict["judged"]
 
 
-def _limited(generator: Generator) -> list[Compressor | Retriever]:
+def _limited(generator: Generator) -> list[Budgeted]:
     """What of the sampler has a budget: its compressor, its retriever, or both."""
-    evicting: list[Compressor | Retriever] = [generator.compressor] if generator.compressor.evicts else []
-    return evicting if generator.retriever is None else [*evicting, generator.retriever]
+    parts: list[Budgeted | None] = [generator.compressor, generator.retriever]
+    return [part for part in parts if part is not None and part.is_limited]
 
 
 def _budget(generator: Generator, steps: int) -> int:

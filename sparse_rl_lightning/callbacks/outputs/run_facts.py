@@ -1,4 +1,4 @@
-"""What a reader of a report must know of a run to judge its numbers: module, configuration, versions."""
+"""Facts of a run that its report shows: module, configuration, versions, and how it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("sparse-rl-lightning", "torch", "lightning", "transformers")
 
 
 def default_title(module: RolloutModule) -> str:
-    """Module, compressor and budget, retriever and what it reads."""
+    """Module, compressor and budget, retriever and its budget."""
     compressor, r = module.generator.compressor, module.generator.retriever
     budget = f", budget {compressor.schedule} + {compressor.buffer} tokens" if compressor.evicts else ""
     reading = "" if r is None else f", {type(r).__name__} reading {r.schedule} tokens"
@@ -28,7 +28,7 @@ def default_title(module: RolloutModule) -> str:
 
 
 def describe(module: RolloutModule) -> dict[str, str]:
-    """The settings that matter most, in words."""
+    """The most important settings, in words."""
     policy, generator = module.policy, module.generator
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     edits = [type(callback).__name__ for callback in module.trainer.callbacks if getattr(callback, "edits", False)]  # type: ignore[attr-defined]

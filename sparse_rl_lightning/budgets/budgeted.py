@@ -1,0 +1,93 @@
+"""Budgeted: what compressors and retrievers share, a budget of tokens that can be replaced and raised."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Self
+
+from sparse_rl_lightning.budgets.rules import BudgetRule, Uniform
+from sparse_rl_lightning.budgets.schedules import LengthSchedule
+
+
+class Budgeted(ABC):
+    """Has a budget of tokens per layer and KV head, and a rule by which layers and heads share it.
+
+    Subclasses set the attributes that :meth:`_check_schedule` reads before they call ``super().__init__``.
+
+    Args:
+        budget: Number of tokens, or a schedule by the length of the sequence.
+        budget_rule: How layers and heads share the budget, null for equally.
+
+    Raises:
+        ValueError: If the budget is not positive, or the subclass refuses it.
+    """
+
+    schedule: LengthSchedule
+    """The budget in force."""
+
+    def __init__(self, budget: int | LengthSchedule, budget_rule: BudgetRule | None) -> None:
+        self.budget_rule = budget_rule or Uniform()
+        self._set_budget(budget)
+        self._given_schedule = self.schedule
+
+    @property
+    def budget(self) -> int:
+        """The largest budget of ``schedule``, by which memory is sized."""
+        return self.schedule.maximum
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the budget limits anything; False for the full cache."""
+        return True
+
+    def with_budget(self, budget: int | LengthSchedule) -> Self:
+        """A copy with another budget.
+
+        Raises:
+            ValueError: As for the budget of a new instance.
+        """
+        other = copy.deepcopy(self)
+        other._set_budget(budget)
+        other._given_schedule = other.schedule
+        return other
+
+    def raise_budget(self, steps: int) -> None:
+        """Set the budget ``steps`` steps above the one given; samplers follow at their next call.
+
+        A step is that of :meth:`LengthSchedule.raised`: the next budget of the schedule, a quarter more for a single
+        number.
+
+        Args:
+            steps: Number of steps, counted from the budget at construction: the same call twice is one.
+
+        Raises:
+            ValueError: If there is no budget to raise, or ``steps`` is negative.
+        """
+        if not self.is_limited:
+            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
+        self._set_budget(self.raised(steps))
+
+    def raised(self, steps: int) -> LengthSchedule:
+        """The schedule that :meth:`raise_budget` sets."""
+        return self._given_schedule.raised(steps)
+
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        if isinstance(budget, int) and budget < 1:
+            raise ValueError(f"{type(self).__name__}: budget must be a positive number of tokens, got budget={budget}.")
+        schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
+        self._check_schedule(schedule)
+        self.schedule = schedule
+
+    @abstractmethod
+    def _check_schedule(self, schedule: LengthSchedule) -> None:
+        """Refuse budgets that leave nothing to choose.
+
+        Raises:
+            ValueError: If there is one.
+        """
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in {"budget": self.schedule.plain, **shown}.items())
+        return f"{type(self).__name__}({arguments})"
