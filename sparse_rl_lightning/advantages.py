@@ -67,6 +67,23 @@ def informative_groups(rewards: Tensor, num_generations: int) -> Tensor:
     return _informative(_groups(rewards, num_generations))
 
 
+def most_informative(rewards: Tensor, num_generations: int, num_prompts: int) -> Tensor:
+    """Dynamic sampling: groups with differing rewards first, filled up with others, in prompt order.
+
+    Args:
+        rewards: (B,), the samples of a prompt adjacent.
+        num_generations: Samples per prompt, at least 2.
+        num_prompts: Groups to choose.
+
+    Returns:
+        (num_prompts x num_generations,) indices of samples.
+    """
+    uninformative = ~informative_groups(rewards, num_generations)
+    groups = uninformative.to(torch.uint8).argsort(stable=True)[:num_prompts].sort().values
+    members = torch.arange(num_generations, device=groups.device)
+    return (groups[:, None] * num_generations + members).flatten()
+
+
 def _groups(rewards: Tensor, num_generations: int) -> Tensor:
     """The rewards as (prompts, num_generations) float64."""
     if num_generations < 2:

@@ -47,9 +47,8 @@ from sparse_rl_lightning.cli.report import main as report
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.modules import Evaluation
+from sparse_rl_lightning.modules import Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
-from sparse_rl_lightning.modules.generation import GenerationModule
 from sparse_rl_lightning.text import say
 
 OTHERS = (
@@ -138,7 +137,7 @@ class SparseRLCLI(LightningCLI):
         say(f"Written: {len(rows)} completions to {path}")
 
     def _check_generates(self) -> None:
-        if not isinstance(self.model, (GenerationModule, Evaluation)):
+        if not isinstance(self.model, (SparseGRPO, Evaluation)):
             raise ValueError(
                 f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
                 f"model={type(self.model).__name__}. Use fit or validate."

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
+
+from sparse_rl_lightning.records import Rows
 
 
 class RepeatedBlockSampler(DistributedSampler[Any]):
@@ -145,3 +148,27 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
             "ranks": self.num_replicas,
             "seed": self.seed,
         }
+
+
+def places_of_rank(trainer: Trainer, prompts: int) -> list[int] | None:
+    """Where a rank's prompts of a training block stand among those of all ranks, None where the loader deals otherwise.
+
+    A prompt is then drawn alike on any number of ranks.
+    """
+    sampler = getattr(trainer.train_dataloader, "sampler", None)
+    return sampler.places if isinstance(sampler, RepeatedBlockSampler) and sampler.block_size == prompts else None
+
+
+def rows_of(loader: Any) -> Rows:
+    """All rows of a training loader.
+
+    Raises:
+        ValueError: If its data set cannot be looked at as a whole.
+    """
+    data: Any = getattr(loader, "dataset", None)
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(
+            "The longest training prompt must be known before the first rollout: fit with a data module of "
+            f"prompts (PromptDataModule), or with a loader over a list of rows, not over {type(data).__name__}."
+        )
+    return [data[index] for index in range(len(data))]

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
 from sparse_rl_lightning.files import make_empty
+from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.sharding import of_all_ranks
 
 
@@ -110,6 +112,28 @@ def check_agreement(facts: dict[str, str]) -> None:
                 f"Ranks differ in their {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. All must "
                 "read the same files: name a folder that they share, or copy rank 0's to the others' machines."
             )
+
+
+def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
+    """Refuse ranks that have other data, weights or checkpoints than the others, or a folder of their own. Collective.
+
+    Args:
+        trainer: The trainer of a fit that is starting.
+        facts: What must be the same on all ranks, as text; rows of data are added.
+
+    Raises:
+        ValueError: On all ranks, if any differs.
+    """
+    loaders: dict[str, Any] = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
+    for name, loader in loaders.items():
+        if isinstance(getattr(loader, "sampler", None), DistributedSampler):  # which deals the rows out
+            rows = loader.dataset
+            found = fingerprint(rows=[rows[index] for index in range(len(rows))])
+            facts[f"{name} rows"] = f"{len(rows)} of the hash {found}"
+    check_agreement(facts)
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, ModelParallelStrategy)):  # all ranks write
+        folders = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+        check_shared([Path(folder) for folder in folders if folder and "://" not in str(folder)])
 
 
 def check_shared(folders: list[Path]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.corrections import WeightMode, importance_weights, normalize_weights
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import ScoredRollout
@@ -71,7 +72,7 @@ class ImportanceReweighting(CorrectionCallback):
         self.mode, self.clip_min, self.clip_max = mode, clip_min, clip_max
         self.normalize, self.normalize_clip_max = normalize, normalize_clip_max
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Multiply ``weights``; a mean over micro-batches is left to the loss, by way of ``weight_reference``."""
         rollout = scored.rollout
         log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask

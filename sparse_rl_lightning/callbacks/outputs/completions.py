@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.files import append, own_folder, writable_folder, write_parquet
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.text import number, printable, prompt_text, say, table
@@ -72,7 +73,7 @@ class CompletionsTable(RolloutCallback):
         if stage == "fit" and self.parquet and trainer.is_global_zero:
             writable_folder(self._folder(trainer), "CompletionsTable: folder")
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Print and write, on rank zero only."""
         if scored.index % self.every_n_rollouts or not trainer.is_global_zero:
             return

@@ -65,7 +65,8 @@ class SamplingParams:
             "top_logprobs": (self.top_logprobs >= 0, "0 (off) or more"),
             "stop_strings": (
                 not isinstance(self.stop_strings, str) and all(self.stop_strings),
-                "a list of texts that are not empty",
+                "a list of texts that are not empty"
+                + (f": write [{self.stop_strings!r}]" if isinstance(self.stop_strings, str) else ""),
             ),
         }
         for name, (fine, meaning) in allowed.items():
