@@ -16,8 +16,8 @@ from sparse_rl_lightning import Rollout, RolloutSampler, SamplingParams, testing
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.data import ArithmeticTasks
-from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.policies.pretrained import load_pretrained
+from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 
 ROOT = Path(__file__).resolve().parents[1]

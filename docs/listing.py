@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, retrievers, rewards
+from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, policies, retrievers, rewards
 from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
 from sparse_rl_lightning.callbacks.defaults import EVERY_RUN, ROLLING_OUT
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware, statistics
@@ -54,7 +54,7 @@ GROUPS: list[Group] = [
     (
         "Policies",
         "`model.init_args.policy`. A text is short for `PretrainedPolicy` with that path.",
-        [modules.PretrainedPolicy, modules.LoraPolicy, modules.TinyPolicy],
+        [policies.PretrainedPolicy, policies.LoraPolicy, policies.TinyPolicy],
     ),
     (
         "Compressors",

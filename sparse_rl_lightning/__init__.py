@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules import DistillSparse, Evaluation, ReplayGRPO, SparseGRPO, SupervisedWarmup
     from sparse_rl_lightning.records import Rollout
-    from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+    from sparse_rl_lightning.replay import replay_logprobs
+    from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 
 __version__ = "0.1.0.dev0"
 
@@ -34,7 +35,7 @@ _HOMES = {
     "SamplingParams": "rollout",
     "SparseGRPO": "modules",
     "SupervisedWarmup": "modules",
-    "replay_logprobs": "rollout",
+    "replay_logprobs": "replay",
 }
 
 

@@ -16,10 +16,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sparse_rl_lightning.chunked_head import ChunkedLogprobs, logprobs_of_ids, logprobs_of_logits
-from sparse_rl_lightning.distributed.sharding import has_own_hooks, in_one_call
-from sparse_rl_lightning.logit_scaling import PLAIN, LogitScaling
+from sparse_rl_lightning.output_head import (
+    PLAIN,
+    ChunkedLogprobs,
+    LogitScaling,
+    logprobs_of_ids,
+    logprobs_of_logits,
+    output_head,
+)
 from sparse_rl_lightning.policies.replaced import check_reachable, is_replaced
+from sparse_rl_lightning.policies.sharding import has_own_hooks, in_one_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,21 +145,6 @@ def hidden_states(model: PreTrainedModel, sequences: Tensor, **attention_kwargs:
     return states
 
 
-def output_head(model: PreTrainedModel) -> nn.Module:
-    """What turns hidden states into logits.
-
-    Raises:
-        ValueError: If the model has none.
-    """
-    head: nn.Module | None = model.get_output_embeddings()
-    if head is None:
-        raise ValueError(
-            f"{type(model).__name__} has no output head, so there are no probabilities of tokens. Load the model with "
-            "AutoModelForCausalLM."
-        )
-    return head
-
-
 def token_logprobs(
     lm_head: nn.Module,
     hidden: Tensor,
@@ -165,7 +156,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, ``chunk_size`` rows of logits at a time.
 
-    A plain ``nn.Linear`` is differentiated by hand (:class:`~sparse_rl_lightning.chunked_head.ChunkedLogprobs`).
+    A plain ``nn.Linear`` is differentiated by hand (:class:`~sparse_rl_lightning.output_head.ChunkedLogprobs`).
     Any other head (LoRA, a quantised layer, one with hooks) is called as it is, and its chunks are checkpointed:
     the same numbers, a little more memory and time. However many chunks there are, ZeRO-3 gathers the head once,
     since ranks have different numbers of them.

@@ -36,8 +36,8 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.checkpoints import sharded
 from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
-from sparse_rl_lightning.distributed.sharding import whole_weights
 from sparse_rl_lightning.modules import Learner, SparseGRPO
+from sparse_rl_lightning.policies.sharding import whole_weights
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 Job = dict[str, Any]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparse_rl_lightning.chunked_head import ChunkedLogprobs
 from sparse_rl_lightning.logprobs import token_logprobs
+from sparse_rl_lightning.output_head import ChunkedLogprobs
 
 N, C, V = 11, 6, 37
 

@@ -21,8 +21,8 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from sparse_rl_lightning.logit_scaling import LogitScaling
 from sparse_rl_lightning.logprobs import logprobs_at, sequence_logprobs
+from sparse_rl_lightning.output_head import LogitScaling
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

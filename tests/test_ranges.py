@@ -19,7 +19,7 @@ from sparse_rl_lightning import SamplingParams, SparseGRPO
 from sparse_rl_lightning.callbacks import ImportanceReweighting
 from sparse_rl_lightning.compressors import RKV, KNorm
 from sparse_rl_lightning.data import ArithmeticTasks
-from sparse_rl_lightning.modules import TinyPolicy
+from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.rewards import compute_rewards
 

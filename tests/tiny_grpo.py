@@ -11,7 +11,8 @@ from torch import Tensor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import RKV, Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.checks import eval_mode
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.distributed.sharding import ShadowPolicy, is_sharded, own_bytes
+from sparse_rl_lightning.policies.sharding import ShadowPolicy, is_sharded, own_bytes
 from sparse_rl_lightning.records import ScoredRollout
 
 if TYPE_CHECKING:

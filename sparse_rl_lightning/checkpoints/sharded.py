@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -24,18 +25,15 @@ from torch import Tensor, nn
 from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.files import incomplete, recover, save_tensors, save_weights, swap_folder
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
-from sparse_rl_lightning.distributed.sharding import gathered, of_all_ranks, whole_weights
 from sparse_rl_lightning.files import own_folder, remove, sync
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
+from sparse_rl_lightning.policies.sharding import gathered, of_all_ranks, whole_weights
 
 TAG = "checkpoint"
 TRAINER, WEIGHTS = "trainer.pt", "weights.safetensors"
 LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed's shards hold them
 
 
-def save_sharded(strategy: SparseRLDeepSpeed, checkpoint: dict[str, Any], path: Path) -> None:
+def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint folder; where that fails on any rank the run goes on with the old one.
 
     Args:
@@ -47,7 +45,7 @@ def save_sharded(strategy: SparseRLDeepSpeed, checkpoint: dict[str, Any], path: 
     new = incomplete(path)
     attempt.on_zero(lambda: _make_empty(new))
     if attempt.is_alive:
-        _write_shards(strategy.engine, new, attempt)
+        _write_shards(strategy.deepspeed_engine, new, attempt)
         weights = _whole_policy(strategy)
         own = {key: value for key, value in checkpoint.items() if key not in LEFT_OUT}
         attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, checkpoint["global_step"]))
@@ -67,7 +65,7 @@ def save_sharded(strategy: SparseRLDeepSpeed, checkpoint: dict[str, Any], path: 
         io.saved(path)
 
 
-def load_sharded(strategy: SparseRLDeepSpeed, path: Path, with_optimizer: bool) -> dict[str, Any]:
+def load_sharded(strategy: DeepSpeedStrategy, path: Path, with_optimizer: bool) -> dict[str, Any]:
     """Put the weights into the engine, with the optimiser's state where the number of ranks is the same.
 
     Args:
@@ -84,7 +82,7 @@ def load_sharded(strategy: SparseRLDeepSpeed, path: Path, with_optimizer: bool) 
     manifest = _checked_manifest(strategy, path)
     same = (manifest["world_size"], manifest["stage"]) == (strategy.world_size, _stage(strategy))
     if with_optimizer and same:
-        strategy.engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
+        strategy.deepspeed_engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
     else:
         _load_weights(strategy, path / WEIGHTS)
     if with_optimizer and not same:
@@ -99,7 +97,7 @@ def load_sharded(strategy: SparseRLDeepSpeed, path: Path, with_optimizer: bool) 
 class _Attempt:
     """What has failed so far on any rank: all ranks learn of it, so that none waits for another."""
 
-    def __init__(self, strategy: SparseRLDeepSpeed) -> None:
+    def __init__(self, strategy: DeepSpeedStrategy) -> None:
         self.strategy = strategy
         self.error: BaseException | None = None
         self.written: list[str] = []  # by this rank
@@ -176,7 +174,7 @@ def _check_shared(folder: Path, digests: dict[str, str]) -> None:
         )
 
 
-def _finish(strategy: SparseRLDeepSpeed, path: Path, digests: dict[str, str]) -> None:
+def _finish(strategy: DeepSpeedStrategy, path: Path, digests: dict[str, str]) -> None:
     new = incomplete(path)
     for name in (TRAINER, WEIGHTS):
         sync(new / name)
@@ -186,7 +184,7 @@ def _finish(strategy: SparseRLDeepSpeed, path: Path, digests: dict[str, str]) ->
     swap_folder(path)
 
 
-def _checked_manifest(strategy: SparseRLDeepSpeed, path: Path) -> dict[str, Any]:
+def _checked_manifest(strategy: DeepSpeedStrategy, path: Path) -> dict[str, Any]:
     """The manifest after every file has been looked at by some rank; all ranks raise if one must."""
     manifest: dict[str, Any] = {}
     problem: str | None = None
@@ -217,16 +215,16 @@ def _checked_manifest(strategy: SparseRLDeepSpeed, path: Path) -> dict[str, Any]
     return manifest
 
 
-def _whole_policy(strategy: SparseRLDeepSpeed) -> dict[str, Tensor]:
+def _whole_policy(strategy: DeepSpeedStrategy) -> dict[str, Tensor]:
     """The policy's weights on rank zero, nothing elsewhere. Collective under ZeRO-3."""
     wanted = strategy.is_global_zero
     return {n: v.detach().to("cpu", copy=True) for n, v in whole_weights(_policy(strategy)) if wanted}
 
 
-def _load_weights(strategy: SparseRLDeepSpeed, path: Path) -> None:
+def _load_weights(strategy: DeepSpeedStrategy, path: Path) -> None:
     """Fill the policy from safetensors, and what the optimiser computes with from the policy."""
     module = _policy(strategy)
-    optimizer: Any = getattr(strategy.engine, "optimizer", None)
+    optimizer: Any = getattr(strategy.deepspeed_engine, "optimizer", None)
     with safe_open(path, "pt") as file, torch.no_grad():
         names = set(file.keys())
         for name, parameter in module.named_parameters():
@@ -240,11 +238,11 @@ def _load_weights(strategy: SparseRLDeepSpeed, path: Path) -> None:
     rank_zero_info(f"Weights read from {path}")
 
 
-def _policy(strategy: SparseRLDeepSpeed) -> nn.Module:
+def _policy(strategy: DeepSpeedStrategy) -> nn.Module:
     policy: nn.Module = getattr(strategy.lightning_module, POLICY.rstrip("."))
     return policy
 
 
-def _stage(strategy: SparseRLDeepSpeed) -> int:
+def _stage(strategy: DeepSpeedStrategy) -> int:
     assert isinstance(strategy.config, dict)
     return int(strategy.config.get("zero_optimization", {}).get("stage", 0))

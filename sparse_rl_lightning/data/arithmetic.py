@@ -25,9 +25,6 @@ from random import Random
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row
 
-ARITHMETIC_ALPHABET = "0123456789+-*/%()=;#,>"
-"""Every character of every prompt and solution, and ``/``, which a countdown answer may use."""
-
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _VALIDATION_SHARE = 8  # one question in so many belongs to validation
 _MAX_MISSES = 10_000  # draws in a row without a new question before the space of questions counts as used up

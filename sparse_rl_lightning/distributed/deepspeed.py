@@ -104,11 +104,6 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         if hasattr(optimizer, "check_grad_overflow"):
             optimizer.check_grad_overflow = True
 
-    @property
-    def engine(self) -> Any:  # a deepspeed.DeepSpeedEngine
-        """DeepSpeed's engine around the module."""
-        return self.deepspeed_engine
-
     # ---------------------------------------------------------------- checkpoints
 
     def save_checkpoint(

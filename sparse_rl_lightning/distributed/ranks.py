@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
-from sparse_rl_lightning.distributed.sharding import of_all_ranks
 from sparse_rl_lightning.files import make_empty
+from sparse_rl_lightning.policies.sharding import of_all_ranks
 
 
 def gather_to_zero(value: Any, world_size: int) -> list[Any]:

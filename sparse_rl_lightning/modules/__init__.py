@@ -7,20 +7,13 @@ from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
-from sparse_rl_lightning.policies.lora import LoraPolicy
-from sparse_rl_lightning.policies.source import LoadedPolicy, PolicySource, PretrainedPolicy, TinyPolicy
 
 __all__ = [
     "DistillSparse",
     "Evaluation",
     "Learner",
-    "LoadedPolicy",
-    "LoraPolicy",
-    "PolicySource",
-    "PretrainedPolicy",
     "ReplayGRPO",
     "SparseAdapter",
     "SparseGRPO",
     "SupervisedWarmup",
-    "TinyPolicy",
 ]

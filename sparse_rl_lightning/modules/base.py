@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy
-from sparse_rl_lightning.distributed.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.learner.resuming import (
@@ -31,8 +30,10 @@ from sparse_rl_lightning.learner.resuming import (
     schedule_change,
     take_over,
 )
+from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.pretrained import check_finite
-from sparse_rl_lightning.policies.source import PolicySource, disable_dropout, resolve_policy
+from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
+from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.ranges import check_number
 
 

@@ -15,13 +15,13 @@ from torch.utils.data import DistributedSampler
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 from sparse_rl_lightning.distributed.ranks import check_agreement, check_shared, gather_to_zero
-from sparse_rl_lightning.distributed.sharding import is_sharded
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.learner.loss import Items, Objective
 from sparse_rl_lightning.learner.random_state import restore_random_state
 from sparse_rl_lightning.modules.generation import GenerationModule, Rows
+from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.rollout.checks import check_prompts

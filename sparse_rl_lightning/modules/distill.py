@@ -16,10 +16,10 @@ from sparse_rl_lightning.learner.packing import split, token_counts, trimmed
 from sparse_rl_lightning.modules.generation import Rows
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.policies.lora import add_adapter, check_adapter, without_adapters
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
-from sparse_rl_lightning.rollout.checks import eval_mode
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.distributed.sharding import ShadowPolicy
 from sparse_rl_lightning.evaluation.scores import ValidationScores
 from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.policies.sharding import ShadowPolicy
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout

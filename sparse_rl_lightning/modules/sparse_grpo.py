@@ -23,12 +23,12 @@ from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import default_optimizer
 from sparse_rl_lightning.modules.block_module import BlockModule
 from sparse_rl_lightning.modules.generation import Rows, columns_of
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import check_rewards
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.checks import eval_mode
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.rollout.options import SamplerOptions, as_texts
 from sparse_rl_lightning.rollout.partial import PartialCheckpoint, PartialRollouts

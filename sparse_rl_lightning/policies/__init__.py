@@ -1,1 +1,7 @@
 """Where weights come from, and what a model must be to be served."""
+
+from sparse_rl_lightning.policies.lora import LoraPolicy
+from sparse_rl_lightning.policies.source import LoadedPolicy, PolicySource, PretrainedPolicy
+from sparse_rl_lightning.policies.tiny import TinyPolicy
+
+__all__ = ["LoadedPolicy", "LoraPolicy", "PolicySource", "PretrainedPolicy", "TinyPolicy"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.logprobs import output_head
 from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.output_head import output_head
 from sparse_rl_lightning.policies.replaced import check_reachable
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

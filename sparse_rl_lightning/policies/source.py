@@ -8,11 +8,9 @@ import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
-from sparse_rl_lightning.policies import tiny
+from sparse_rl_lightning.policies.modes import freeze
 from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained
 
 
@@ -69,53 +67,6 @@ class PretrainedPolicy(PolicySource):
         return load_pretrained(path, self.dtype, self.attn_implementation)
 
 
-class TinyPolicy(PolicySource):
-    """A randomly initialised model of 0.6 million parameters with a character tokenizer.
-
-    Args:
-        architecture: ``llama``, ``qwen2`` or ``qwen3``.
-        alphabet: Characters of the vocabulary.
-        hidden_size: Width.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: KV heads.
-        max_position_embeddings: Context length in tokens.
-        seed: Of the initial weights.
-    """
-
-    def __init__(
-        self,
-        architecture: str = "qwen2",
-        alphabet: str = ARITHMETIC_ALPHABET,
-        hidden_size: int = 128,
-        num_layers: int = 3,
-        num_heads: int = 4,
-        num_kv_heads: int = 2,
-        max_position_embeddings: int = 128,
-        seed: int = 0,
-    ) -> None:
-        self.architecture = architecture
-        self.alphabet = alphabet
-        self.sizes = {
-            "hidden_size": hidden_size,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "max_position_embeddings": max_position_embeddings,
-            "intermediate_size": 3 * hidden_size,
-        }
-        self.seed = seed
-
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Build the model; the same seed gives the same weights."""
-        tokenizer = tiny.character_tokenizer(self.alphabet)
-        # weights of this size learn sums much faster than transformers' default of 0.02
-        model = tiny.tiny_model(
-            self.architecture, vocab_size=len(tokenizer), seed=self.seed, initializer_range=0.06, **self.sizes
-        )
-        return model, tokenizer
-
-
 class LoadedPolicy(PolicySource):
     """A model and tokenizer that are in memory already, for notebooks and scripts.
 
@@ -166,19 +117,3 @@ def check_attention(name: str | None) -> None:
 def resolve_policy(policy: str | PolicySource) -> PolicySource:
     """A path becomes a :class:`PretrainedPolicy`."""
     return PretrainedPolicy(policy) if isinstance(policy, str) else policy
-
-
-def freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without gradients and dropout."""
-    model.requires_grad_(False)
-    model.eval()
-    return model
-
-
-def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability to zero, those that are plain attributes of attention layers too."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # torch types module attributes as tensors

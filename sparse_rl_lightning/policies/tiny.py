@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -19,16 +20,68 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from sparse_rl_lightning.policies.source import PolicySource
+
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {  # configuration and model class; their arguments differ
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 
+ARITHMETIC_ALPHABET = "0123456789+-*/%()=;#,>"
+"""Every character of every prompt and solution, and ``/``, which a countdown answer may use."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+class TinyPolicy(PolicySource):
+    """A randomly initialised model of 0.6 million parameters with a character tokenizer.
+
+    Args:
+        architecture: ``llama``, ``qwen2`` or ``qwen3``.
+        alphabet: Characters of the vocabulary.
+        hidden_size: Width.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        max_position_embeddings: Context length in tokens.
+        seed: Of the initial weights.
+    """
+
+    def __init__(
+        self,
+        architecture: str = "qwen2",
+        alphabet: str = ARITHMETIC_ALPHABET,
+        hidden_size: int = 128,
+        num_layers: int = 3,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        max_position_embeddings: int = 128,
+        seed: int = 0,
+    ) -> None:
+        self.architecture = architecture
+        self.alphabet = alphabet
+        self.sizes = {
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "max_position_embeddings": max_position_embeddings,
+            "intermediate_size": 3 * hidden_size,
+        }
+        self.seed = seed
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Build the model; the same seed gives the same weights."""
+        tokenizer = character_tokenizer(self.alphabet)
+        # weights of this size learn sums much faster than transformers' default of 0.02
+        model = tiny_model(
+            self.architecture, vocab_size=len(tokenizer), seed=self.seed, initializer_range=0.06, **self.sizes
+        )
+        return model, tokenizer
 
 
 def character_tokenizer(alphabet: Iterable[str] = string.printable) -> PreTrainedTokenizerFast:

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sparse_rl_lightning.replay.death_attention import death_attention
-from sparse_rl_lightning.retrieval.attention import LearnerPages
 
 REPLAY = "sparse_rl_replay"
-RETRIEVAL = "sparse_rl_retrieval"
 
 
 def replay_attention(
@@ -36,20 +34,9 @@ def replay_attention(
     return death_attention(query, key, value, death[layer], scaling).transpose(1, 2), None
 
 
-def retrieval_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    retrieval: LearnerPages,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of the learner to the pages that queries read."""
-    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
-    return retrieval.attend(layer, query, key, value, scaling).transpose(1, 2), None
+def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Make an attention function known to models under a name, for :func:`attention_implementation`."""
+    AttentionInterface.register(name, function)
 
 
 @contextmanager
@@ -93,5 +80,4 @@ def _config(model: PreTrainedModel, name: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
-AttentionInterface.register(REPLAY, replay_attention)
-AttentionInterface.register(RETRIEVAL, retrieval_attention)
+register(REPLAY, replay_attention)

@@ -6,16 +6,20 @@ Gradient flows through the attention; which pages are read is a constant.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_rl_lightning.ops.pages import keep_pages
 from sparse_rl_lightning.page_record import PageRecord
+from sparse_rl_lightning.replay.hooks import register
 from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.retrievers.base import PageLimits
+
+RETRIEVAL = "sparse_rl_retrieval"
 
 
 @dataclass
@@ -130,3 +134,22 @@ class LearnerPages:
         differing = ((recorded & ~chosen).sum(dim=-1) * counted).sum()
         competed = ((counts - r.num_first_pages - r.num_last_pages) * counted).sum()
         return torch.stack([differing, competed]).float()
+
+
+def retrieval_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    retrieval: LearnerPages,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the learner to the pages that queries read."""
+    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+    return retrieval.attend(layer, query, key, value, scaling).transpose(1, 2), None
+
+
+register(RETRIEVAL, retrieval_attention)

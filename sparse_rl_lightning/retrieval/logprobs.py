@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.geometry import check_window
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.replay.hooks import RETRIEVAL, attention_implementation
+from sparse_rl_lightning.replay.hooks import attention_implementation
 from sparse_rl_lightning.replay.logprobs import drawn_by_several
-from sparse_rl_lightning.retrieval.attention import LearnerPages
+from sparse_rl_lightning.retrieval.attention import RETRIEVAL, LearnerPages
 from sparse_rl_lightning.retrievers import Retriever
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.policies.geometry import check_window, context_length
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
 
@@ -119,15 +120,3 @@ def drawing(model: PreTrainedModel) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(default)
-
-
-@contextmanager
-def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No dropout and no gradient checkpointing while sampling; the training flag comes back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -25,7 +25,8 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.callbacks.outputs.completions import completion_columns
 from sparse_rl_lightning.corrections import normalize_weights
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.modules import LoadedPolicy, SupervisedWarmup
+from sparse_rl_lightning.modules import SupervisedWarmup
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 

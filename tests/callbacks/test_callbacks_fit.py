@@ -24,7 +24,8 @@ from sparse_rl_lightning.callbacks import (
 )
 from sparse_rl_lightning.compressors import Compressor, FullKV, StreamingLLM
 from sparse_rl_lightning.data import PromptDataModule
-from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ALPHABET = "0123456789abcdef"

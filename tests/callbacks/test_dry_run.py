@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks import DryRun, ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, FullKV, StreamingLLM
-from sparse_rl_lightning.modules import LoadedPolicy, ReplayGRPO, SparseGRPO, SupervisedWarmup
+from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO, SupervisedWarmup
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import LayerState
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 

@@ -41,7 +41,8 @@ from sparse_rl_lightning.data import ArithmeticTasks, RepeatedBlockSampler
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.losses import kl_penalty, policy_loss
-from sparse_rl_lightning.modules import Learner, LoraPolicy, PretrainedPolicy, TinyPolicy
+from sparse_rl_lightning.modules import Learner
+from sparse_rl_lightning.policies import LoraPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.testing import tiny_model

@@ -20,7 +20,7 @@ from tiny_run import config, contents, digits_reward, run_console, write
 
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.data.arithmetic import ARITHMETIC_ALPHABET
+from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import Combined, KNorm, LagKV, SnapKV, TriAttention
-from sparse_rl_lightning.modules import TinyPolicy
+from sparse_rl_lightning.policies import TinyPolicy
 
 SIZES = {"budget": 20, "buffer": 4, "num_sinks": 1, "window": 4, "protect_token_ids": [3]}
 NESTED = {

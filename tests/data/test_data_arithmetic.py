@@ -9,8 +9,9 @@ import pytest
 from lightning import Trainer
 from tiny_grpo import module
 
-from sparse_rl_lightning.data import ARITHMETIC_ALPHABET, ArithmeticTasks, Row
+from sparse_rl_lightning.data import ArithmeticTasks, Row
 from sparse_rl_lightning.data.arithmetic import is_validation_question
+from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.rewards import arithmetic_reward
 from sparse_rl_lightning.rewards.expression import evaluate_expression
 from sparse_rl_lightning.testing import character_tokenizer

@@ -36,7 +36,7 @@ def config(folder: Path, model: dict[str, object] | None = None, **trainer: obje
             "init_args": {
                 "policy": {"class_path": "TinyPolicy", "init_args": {"hidden_size": 32, "num_layers": 2}},
                 "compressor": {"class_path": "RKV", "init_args": {"budget": 12, "buffer": 4, "num_sinks": 1}},
-                "reward_funcs": "tests.test_resume.noisy_reward",
+                "reward_funcs": "tests.distributed.test_resume.noisy_reward",
                 "num_generations": 2,
                 "max_completion_length": 12,
                 "steps_per_generation": 2,
@@ -246,7 +246,7 @@ def test_preempted_run_saves_and_ends_well(
     path = config(tmp_path)
     values = yaml.safe_load(path.read_text())
     values["trainer"]["callbacks"][-1]["init_args"]["every_n_train_steps"] = STEPS
-    values["trainer"]["callbacks"].append({"class_path": "tests.test_resume.SignalItself"})
+    values["trainer"]["callbacks"].append({"class_path": "tests.distributed.test_resume.SignalItself"})
     values["trainer"]["callbacks"][-1]["init_args"] = {"number": int(number), "batch": 8}
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(SystemExit) as end:

@@ -14,7 +14,8 @@ from tiny_grpo import fit, module
 
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, MismatchSplit, SparsityAwareRejection, TailGuard
 from sparse_rl_lightning.data import ArithmeticTasks
-from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseAdapter, SupervisedWarmup, TinyPolicy
+from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseAdapter, SupervisedWarmup
+from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.rewards.math.checker import COUNTERS
 
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)

@@ -20,7 +20,8 @@ from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.learner.loss import Items, Objective
 from sparse_rl_lightning.learner.packing import in_parts, pack, split, token_counts, trimmed
 from sparse_rl_lightning.losses import Denominator, LossType
-from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 

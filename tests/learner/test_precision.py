@@ -11,7 +11,8 @@ from lightning.pytorch import Trainer
 from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback, SparsityAwareRejection
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV
 from sparse_rl_lightning.data import PromptDataModule
-from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.retrievers import Centroid
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model

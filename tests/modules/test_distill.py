@@ -16,7 +16,8 @@ from sparse_rl_lightning import DistillSparse, SparseGRPO
 from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.modules import PretrainedPolicy, SparseAdapter
+from sparse_rl_lightning.modules import SparseAdapter
+from sparse_rl_lightning.policies import PretrainedPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Centroid
 

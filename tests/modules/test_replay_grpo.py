@@ -16,7 +16,8 @@ from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
 from sparse_rl_lightning.losses import policy_loss
-from sparse_rl_lightning.modules import Learner, LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
+from sparse_rl_lightning.modules import Learner
+from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 

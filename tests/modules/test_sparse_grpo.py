@@ -15,7 +15,8 @@ from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRej
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
 from sparse_rl_lightning.callbacks.guards.step_guard import StepGuard
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
-from sparse_rl_lightning.modules import LoadedPolicy, SparseGRPO
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 

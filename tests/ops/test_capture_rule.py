@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sparse_rl_lightning"
-FILES = sorted([*(PACKAGE / "rollout").glob("*.py"), *(PACKAGE / "ops").glob("*.py")])
+FILES = sorted(path for room in ("rollout", "retrieval", "ops") for path in (PACKAGE / room).rglob("*.py"))
 ROOTS = {  # what is called by no name of its own
     "step.py:Step.__call__",
     "decoder.py:Decoder.__call__",
@@ -23,9 +23,9 @@ ROOTS = {  # what is called by no name of its own
 }
 NOT_CAPTURED = {
     "compression.py",  # steps with running state run eagerly
-    "forced.py",  # given texts too
+    "teacher_forcing.py",  # given texts too
     "slot_pages.py:write_summaries",  # and retrievers without a kernel
-    "masked_attention.py", "page_attention.py", "page_replay.py",  # of the learner
+    "attention.py", "logprobs.py",  # of the learner
     "library.py",  # passes arguments on
 }  # fmt: skip
 WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "repeat_interleave", "synchronize"}
@@ -164,9 +164,9 @@ def test_the_rule_reads_all_of_a_step() -> None:
         ("sampling.py", "is_end.index_fill_(0, end_ids, True)", "is_end[end_ids] = True"),
         ("step.py", "at = cache.seen[places]", "at = cache.seen[rows.used]"),
         ("step.py", "at = cache.seen[places]", "at = cache.seen[[1, 2]]"),
-        ("tracks.py", "before = self.ends[slots]", "before = self.ends[slots] if bool(is_end.any()) else at"),
+        ("logs.py", "before = self.ends[slots]", "before = self.ends[slots] if bool(is_end.any()) else at"),
         ("sampling.py", "vocabulary = torch.arange(", "vocabulary = torch.tensor([1]) + torch.arange("),
-        ("cache.py", "own = query.to(kind,", "own = query.to(kind, non_blocking=slots.max().item(),"),
+        ("slots.py", "own = query.to(kind,", "own = query.to(kind, non_blocking=slots.max().item(),"),
     ],
 )  # fmt: skip
 def test_the_rule_finds_what_it_is_made_for(file: str, line: str, instead: str) -> None:

@@ -18,7 +18,8 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.modules import LoraPolicy, SparseGRPO, TinyPolicy
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.policies import LoraPolicy, TinyPolicy
 
 TINY = TinyPolicy(alphabet="abcdefgh", hidden_size=32, num_layers=2)
 

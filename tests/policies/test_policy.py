@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.modules import LoraPolicy, PretrainedPolicy, TinyPolicy
+from sparse_rl_lightning.policies import LoraPolicy, PretrainedPolicy, TinyPolicy
 
 
 @pytest.mark.parametrize(

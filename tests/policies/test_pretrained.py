@@ -14,8 +14,9 @@ from cases.case import Case
 from cases.models import LAYER, SETTINGS, TOKENIZERS, WEIGHTS, settings, weights, with_code
 
 from sparse_rl_lightning.compressors import RKV
-from sparse_rl_lightning.modules import LoadedPolicy, PretrainedPolicy, SparseGRPO, TinyPolicy
+from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.modules.generation import GenerationModule
+from sparse_rl_lightning.policies import LoadedPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.rewards import arithmetic_reward
 

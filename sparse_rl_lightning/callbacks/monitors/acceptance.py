@@ -14,8 +14,8 @@ from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.metrics.acceptance import BIN_SIZE, AcceptanceTail, SampledAcceptanceTail
 from sparse_rl_lightning.metrics.beta import fit_beta
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
-from sparse_rl_lightning.rollout.checks import eval_mode
 
 
 @dataclass(frozen=True)

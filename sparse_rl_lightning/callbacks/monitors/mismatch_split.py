@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.replay.logprobs import drawn_by_several
-from sparse_rl_lightning.rollout.checks import eval_mode
 
 ROUNDING = 1e-8
 """k3 of log-probs that are equal to four digits: no reason to warn, whatever compression does."""

@@ -28,9 +28,18 @@ that are killed when they take too long. Conventions, where mathematics leaves a
   letters.
 """
 
-from sparse_rl_lightning.rewards.math.audit import AnswerKind, GoldAudit, answer_kind, audit_golds
 from sparse_rl_lightning.rewards.math.boxes import MAX_BOX, MAX_NESTING, TAIL, extract_boxed, find_last_box
-from sparse_rl_lightning.rewards.math.checker import CONVENTIONS, Convention, MathChecker, same_answer, verify
+from sparse_rl_lightning.rewards.math.checker import (
+    CONVENTIONS,
+    AnswerKind,
+    Convention,
+    GoldAudit,
+    MathChecker,
+    answer_kind,
+    audit_golds,
+    same_answer,
+    verify,
+)
 from sparse_rl_lightning.rewards.math.lenient import extract_answer
 from sparse_rl_lightning.rewards.math.text import normalize_answer
 

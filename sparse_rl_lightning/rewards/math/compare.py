@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from sparse_rl_lightning.rewards.exact_numbers import Number, parse_number, same_number
 from sparse_rl_lightning.rewards.math.boxes import is_within_limits
-from sparse_rl_lightning.rewards.math.expressions import Node
+from sparse_rl_lightning.rewards.math.expressions import TIMES, Node
 from sparse_rl_lightning.rewards.math.structure import (
     Answer,
     Atom,
@@ -28,7 +28,6 @@ from sparse_rl_lightning.rewards.math.symbolic import needs_math_verify
 from sparse_rl_lightning.rewards.math.text import plain_text, tidy
 from sparse_rl_lightning.rewards.math.units import split_unit
 from sparse_rl_lightning.rewards.math.values import product_of_letters, readable, same_equation, same_expression
-from sparse_rl_lightning.rewards.math.vocabulary import TIMES
 
 MAX_PAIRS = 4
 """Pairs of expressions that one answer may send to math-verify."""

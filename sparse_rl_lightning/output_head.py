@@ -1,24 +1,110 @@
-"""Log-probabilities of an output head whose logits exist for a few rows at a time, differentiated by hand.
+"""The output head: what a model does to its logits, and log-probabilities of them for a few rows at a time.
 
-Letters: N rows, C width, V vocabulary, n rows of a chunk; z = s(h W' + b) / temperature one row of scaled logits, s the
-model's own scaling, p = softmax(z), H its entropy, t the target. The gradients of a row's log p_t and H with respect to
-z are
+Letters: N rows, C width, V vocabulary, n rows of a chunk; y = h W' + b one row of the head's product, z = s(y) /
+temperature its logits with the model's own scaling s (a factor in Granite and Cohere, a cap in Gemma), p = softmax(z),
+H its entropy, t the target. The gradients of a row's log p_t and H with respect to z are
 
     d log p_t / dz = onehot(t) - p            dH / dz = -p (log p + H)
 
-so backward needs nothing of forward but the two numbers per row that turn logits into log p.
+so backward needs nothing of forward but the two numbers per row that turn logits into log p. With the factor f and the
+cap c, s(y) = c tanh(f y / c), or f y without a cap, and
+
+    ds / dy = f (1 - (s / c)^2)            or f
+
+so its gradient needs nothing but the logits themselves.
 """
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 
-from sparse_rl_lightning.logit_scaling import PLAIN, LogitScaling
+CAP = "final_logit_softcapping"
+FACTORS = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
+"""By name in the configuration: the power of the number that logits are multiplied by."""
+POWERS = {"hyperclovax": {"logits_scaling": 1}}
+"""By ``model_type``: where a name means something else."""
+
+
+@dataclass(frozen=True)
+class LogitScaling:
+    """From the product of the output head to logits, and back for gradients; the default changes nothing."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are the product itself."""
+        return self.factor == 1.0 and self.cap is None
+
+    def __call__(self, product: Tensor) -> Tensor:
+        """Logits, of any shape and at least float32; the product itself where nothing is to be done."""
+        if self.is_plain:
+            return product
+        logits = product.to(torch.promote_types(product.dtype, torch.float32)) * self.factor
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative of the logits, from the logits."""
+        return self.factor if self.cap is None else (1 - (logits / self.cap) ** 2) * self.factor
+
+    @classmethod
+    def of(cls, config: Any) -> LogitScaling:
+        """Read off a configuration of transformers; only what its class declares counts, as only that is used.
+
+        Raises:
+            ValueError: If it declares something else that looks as if it changed logits.
+        """
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        powers = FACTORS | POWERS.get(getattr(config, "model_type", ""), {})
+        factor, cap = 1.0, None
+        for name in inspect.signature(type(config).__init__).parameters:
+            if "logit" not in name and "lm_head" not in name:
+                continue
+            value = getattr(config, name, None)
+            if name == CAP:
+                cap = value
+            elif name in powers:
+                factor *= 1.0 if value is None else float(value) ** powers[name]
+            elif _looks_like_scaling(name, value):
+                raise ValueError(
+                    f"model_type {config.model_type!r} has {name}={value!r}, which may change logits in a way that "
+                    f"this library does not know; it knows {', '.join([CAP, *powers])}. Log-probabilities would be "
+                    "wrong: use another model."
+                )
+        return cls(factor, cap)
+
+
+PLAIN = LogitScaling()
+
+
+def _looks_like_scaling(name: str, value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and value not in (0, 1)
+    elsewhere = any(part in name for part in ("attn", "router", "gate"))
+    return is_number and not elsewhere and any(part in name for part in ("scal", "cap", "mult"))
+
+
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """What turns hidden states into logits.
+
+    Raises:
+        ValueError: If the model has none.
+    """
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"{type(model).__name__} has no output head, so there are no probabilities of tokens. Load the model with "
+            "AutoModelForCausalLM."
+        )
+    return head
 
 
 class ChunkedLogprobs(torch.autograd.Function):
