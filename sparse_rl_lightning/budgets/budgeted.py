@@ -17,7 +17,7 @@ class Budgeted(ABC):
 
     Args:
         budget: Number of tokens, or a schedule by the length of the sequence.
-        budget_rule: How layers and heads share the budget, null for equally.
+        budget_rule: Rule by which layers and heads share the budget, null for equally.
 
     Raises:
         ValueError: If the budget is not positive, or the subclass refuses it.
