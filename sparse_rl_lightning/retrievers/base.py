@@ -83,7 +83,7 @@ class Retriever(Budgeted):
             )
 
     def raised(self, steps: int) -> LengthSchedule:
-        """The schedule that :meth:`raise_budget` sets, in whole pages."""
+        """The schedule that ``raise_budget`` sets, in whole pages."""
         raised, page = super().raised(steps), self.page_size
         return LengthSchedule(list(raised.starts), [-(-budget // page) * page for budget in raised.budgets])
 
