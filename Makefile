@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill docs docs-pages docs-links lint format typecheck clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,43 +80,43 @@ cuda-emulate: $(INSTALLED) ## op tests on the CUDA kernels, emulated on the CPU 
 		tests/ops/test_native_select.py tests/ops/test_native_device.py tests/ops/test_float8_ops.py
 
 bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/ops.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.ops
 
 bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two cores, half an hour
-	$(BIN)/python benchmarks/rollout.py --device cpu
+	$(BIN)/python -m benchmarks.rollout --device cpu
 
 # STORIES=FOLDER says where stories260K is, if not where the tests look for it
 bench-compressors: $(INSTALLED) $(TRAINED) ## measure what every compressor costs in quality, into docs/compressors.md
-	$(BIN)/python benchmarks/compressors.py --save docs $(if $(STORIES),--stories $(STORIES))
+	$(BIN)/python -m benchmarks.compressors --save docs $(if $(STORIES),--stories $(STORIES))
 
 bench-checker: $(INSTALLED) ## how fast answers are checked; DATA=folder of the published benchmarks
-	$(BIN)/python benchmarks/checker.py $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m benchmarks.checker $(if $(DATA),--data $(DATA))
 
 bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logits against chunks
-	$(BIN)/python benchmarks/learner.py --device cpu
+	$(BIN)/python -m benchmarks.learner --device cpu
 
 # ARMS="--budgets 30 26 --seeds 0 1" and the like; what is finished below runs/arms is not run again
 bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all corrections on one task, into docs/; an hour or two
-	$(BIN)/python benchmarks/arms.py --save docs $(ARMS)
+	$(BIN)/python -m benchmarks.arms --save docs $(ARMS)
 
 # RUNS="--seeds 0 1 --steps 100" and the like; what is finished below runs/stability is not run again
 bench-stability: $(INSTALLED) ## the papers' claims at laptop scale, into docs/results.md; some hours
-	$(BIN)/python benchmarks/stability.py --save docs $(RUNS)
+	$(BIN)/python -m benchmarks.stability --save docs $(RUNS)
 
 bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and after DistillSparse, into docs/sparrow.md
-	$(BIN)/python benchmarks/distill.py --save docs
+	$(BIN)/python -m benchmarks.distill --save docs
 
 bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, half an hour
-	$(BIN)/python benchmarks/reliability.py --save benchmarks/results
+	$(BIN)/python -m benchmarks.reliability --save benchmarks/results
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q
 docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning an error
 	$(SPHINX) -b html docs build/docs
 	@echo "Written: build/docs/index.html"
 
-docs-pages: $(INSTALLED) ## write again what docs/ takes from code, cost model and measured tables; draw its pictures
-	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/figures.py
+docs-pages: $(INSTALLED) ## write again what docs/ takes from code, configurations and measured tables; draw its pictures
+	$(BIN)/python -m docs.generate
+	$(BIN)/python -m docs.figures
 
 docs-links: $(INSTALLED) ## ask every link of the documentation whether it answers; needs the network
 	$(SPHINX) -b linkcheck docs build/docs-links
@@ -134,6 +134,13 @@ format: $(INSTALLED) ## let ruff and nbstripout rewrite what they can
 
 typecheck: $(INSTALLED) ## mypy --strict on the package
 	$(BIN)/mypy
+
+# A wheel for every CPU; SPARSE_RL_BUILD=python builds one without native library, for every machine.
+dist: export SPARSE_RL_BUILD := $(or $(SPARSE_RL_BUILD),cpu)
+dist: $(INSTALLED) ## sdist and wheel into dist/, checked; the README's example in an environment made from the wheel
+	rm -rf dist
+	$(BIN)/python -m build -q --no-isolation .
+	$(BIN)/python .ci/check_dist.py dist
 
 clean: ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

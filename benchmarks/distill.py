@@ -1,6 +1,6 @@
 """The tail of the acceptance before and after DistillSparse, under one schedule and on the same held-out prompts.
 
-    python benchmarks/distill.py [--steps 480] [--threads 2] [--quick] [--save docs]
+    python -m benchmarks.distill [--steps 480] [--threads 2] [--quick] [--save docs]
 
 Every run is `configs/distill.yaml` with a schedule in place of its budget, and with what the adapter learns from
 changed. Its policy is measured three times: as it was at the start, as it is at the end without its adapter, and with
@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _pages import insert
-from _table import Table, machine
 
-from sparse_rl_lightning.acceptance import rollout_acceptance
+from benchmarks import ROOT
+from benchmarks.common.pages import insert, machine, mark, say
+from benchmarks.common.tables import Table
+from sparse_rl_lightning.acceptance import AcceptanceTail, rollout_acceptance
 from sparse_rl_lightning.cli import main as cli
-from sparse_rl_lightning.metrics import AcceptanceTail
 from sparse_rl_lightning.modules import DistillSparse
 from sparse_rl_lightning.rollout import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
 POLICY = ROOT / "runs" / "warmup" / "policy"
-BEGIN = "<!-- written by benchmarks/distill.py -->"
+BEGIN = mark("benchmarks.distill")
 SCHEDULE = {"class_path": "LengthSchedule", "init_args": {"starts": [0, 32, 40], "budgets": [22, 26, 30]}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "policy gradient + 0.001 KL (Sparrow)": {"kl_coef": 0.001, "policy_gradient": True},
@@ -51,7 +50,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Tail:
-    """What a policy's rollouts say."""
+    """Acceptance of a policy's rollouts."""
 
     p05: float
     mean: float
@@ -59,7 +58,7 @@ class Tail:
     tokens: int
 
     def cells(self) -> tuple[str, ...]:
-        """For a row of the table."""
+        """Cells of a row of the table."""
         return f"{self.p05:.3f}", f"{self.mean:.4f}", f"{self.near_one:.3f}", f"{self.tokens:,}"
 
 
@@ -74,14 +73,12 @@ def measure(module: DistillSparse, rows: list[dict[str, Any]], adapted: bool) ->
     _ = module.sparse_policy if adapted else module.dense_policy
     rollout = sampler.generate(module.encode(rows), params)
     lower, _ = rollout_acceptance(module.dense_policy.eval(), rollout)
-    metric = AcceptanceTail(num_bins=1)
-    metric.update(lower, rollout.completion_mask)
-    found = metric.compute()
-    return Tail(float(found["tail_all"]), float(found["mean"]), float(found["near_one"]), int(found["tokens"].sum()))
+    found = AcceptanceTail.of(lower, rollout.completion_mask)
+    return Tail(found.overall, found.mean, found.near_one, sum(found.tokens.values()))
 
 
 def train(sizes: Sizes, folder: Path, adapter: dict[str, Any]) -> Iterator[tuple[str, Tail]]:
-    """Fit, and measure before and after."""
+    """Tails before and after a fit."""
     arguments = {
         "num_threads": sizes.threads, "model.init_args.policy": sizes.policy,
         "model.init_args.compressor.init_args.budget": json.dumps(SCHEDULE),
@@ -108,7 +105,7 @@ def train(sizes: Sizes, folder: Path, adapter: dict[str, Any]) -> Iterator[tuple
 def results(sizes: Sizes) -> Table:
     """One row for every measurement."""
     note = (
-        f"{machine('cpu')}. {sizes.steps} optimiser steps of `configs/distill.yaml`, half of them the adapter's, R-KV "
+        f"{machine('cpu')}. {sizes.steps} optimizer steps of `configs/distill.yaml`, half of them the adapter's, R-KV "
         f"with budgets {SCHEDULE['init_args']['budgets']} from {SCHEDULE['init_args']['starts']} tokens on; "
         f"{sizes.num_prompts} held-out problems x 4 samples. Acceptance exact, of the policy as it is at that time."
     )
@@ -117,15 +114,15 @@ def results(sizes: Sizes) -> Table:
     for name, adapter in VARIANTS.items():
         with tempfile.TemporaryDirectory() as folder:
             for state, tail in train(sizes, Path(folder), adapter):
-                print(f"{name}, {state}: {tail}", file=sys.stderr, flush=True)
+                say(f"{name}, {state}: {tail}")
                 table.add(name, state, *tail.cells())
     return table
 
 
 def main() -> None:
-    """Run, print, save."""
+    """Train, measure, and print or save the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=480, help="optimiser steps, half of them the adapter's")
+    parser.add_argument("--steps", type=int, default=480, help="optimizer steps, half of them the adapter's")
     parser.add_argument("--policy", type=Path, default=POLICY, help="the policy that all runs start from")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="random weights, a few steps: numbers without meaning")

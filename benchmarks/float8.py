@@ -1,6 +1,6 @@
 """What keys and values of eight bits cost in precision: the sampler against its exact replay.
 
-    python benchmarks/float8.py [--stories FOLDER] [--save docs]
+    python -m benchmarks.float8 [--stories FOLDER] [--save docs]
 
 Under replay the learner sees what the sampler saw, unrounded, so what is left between the two is rounding. Beside it
 stands what the compression itself costs, the dense policy against the sampler in float32. ``--save`` writes the table
@@ -14,18 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _pages import insert
-from _table import Table, machine
-from _texts import default_stories, load
 from transformers import PreTrainedModel
 
+from benchmarks.common.pages import insert, machine, mark
+from benchmarks.common.tables import Table
+from benchmarks.compressors.texts import default_stories, load
 from sparse_rl_lightning import Rollout, RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.testing import tiny_model
 
-PAGE, BEGIN = "rollouts.md", "<!-- written by benchmarks/float8.py -->"
+PAGE, BEGIN = "rollouts.md", mark("benchmarks.float8")
 METHOD = SnapKV(budget=32, buffer=16, window=8)
 KINDS = ("bfloat16", "float8_e4m3fn")
 OPENINGS = ("Once upon a time, there was a little girl named Lily.", "Tom and his dog", "The sun was hot and")
@@ -65,7 +65,7 @@ def measured(case: Case, table: Table) -> None:
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure, and print or save the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stories", type=Path, default=default_stories(), help="a folder with stories260K")
     parser.add_argument("--length", type=int, help="completion tokens, for a quick look")

@@ -1,6 +1,6 @@
 """Peak memory and time of the learner's log-probs: all logits at once against chunks of them.
 
-    python benchmarks/learner.py [--device cpu] [--dtype float32] [--threads 2] [--quick] [--save DIR]
+    python -m benchmarks.learner [--device cpu] [--dtype float32] [--threads 2] [--quick] [--save DIR]
 
 Every way runs in a process of its own over the same final hidden states: log-probs and entropies of all tokens, then
 the backward pass of the log-probs to hidden states and head. The peak is what the process (CPU: resident memory) or
@@ -21,9 +21,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from _table import Table, machine, save
 from torch import Tensor, nn
 
+from benchmarks import ROOT
+from benchmarks.common.pages import machine, save
+from benchmarks.common.tables import Table
 from sparse_rl_lightning.logprobs import token_logprobs
 
 Way = Callable[[nn.Linear, Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -117,8 +119,9 @@ def _held(device: str, reset: bool = False) -> int:
 
 def measure(way: str, sizes: Sizes) -> Measured:
     """Run a way in a process of its own."""
-    command = [sys.executable, __file__, "--threads", str(sizes.threads), "--work", way, json.dumps(asdict(sizes))]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [sys.executable, "-m", "benchmarks.learner", f"--threads={sizes.threads}", "--work", way]
+    command.append(json.dumps(asdict(sizes)))
+    out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return Measured(**json.loads(out.splitlines()[-1]))
 
 
@@ -176,7 +179,7 @@ def main() -> None:
     page = f"{machine(args.device)}\n\n{memory_table(sizes)}"
     print(page)
     if args.save:
-        save(args.save, f"learner-{args.device}", "benchmarks/learner.py", page)
+        save(args.save, f"learner-{args.device}", "benchmarks.learner", page)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw the pictures of ``concepts.md`` into ``docs/figures``: ``python docs/figures.py``.
+"""Draw the pictures of ``concepts.md`` into ``docs/figures``: ``python -m docs.figures``.
 
 What shows a rollout is a rollout, of a random model with two layers; what shows a rule is computed by the rule.
 """
@@ -48,10 +48,10 @@ def canvas(width: float, height: float, right: float, top: float) -> tuple[Figur
     return figure, axes
 
 
-def cells(axes: Axes, y: float, colours: list[str], texts: list[str] | None = None, x: float = 0) -> None:
+def cells(axes: Axes, y: float, colors: list[str], texts: list[str] | None = None, x: float = 0) -> None:
     """A row of cells of the cache."""
-    for number, colour in enumerate(colours):
-        axes.add_patch(Rectangle((x + number, y), 0.92, 0.92, facecolor=colour, edgecolor=INK, linewidth=0.8))
+    for number, color in enumerate(colors):
+        axes.add_patch(Rectangle((x + number, y), 0.92, 0.92, facecolor=color, edgecolor=INK, linewidth=0.8))
         if texts:
             axes.text(x + number + 0.46, y + 0.44, texts[number], ha="center", va="center", fontsize=9)
 
@@ -62,10 +62,10 @@ def brace(axes: Axes, first: float, last: float, y: float, text: str) -> None:
     axes.text((first + last) / 2, y - 0.15, text, ha="center", va="top")
 
 
-def box(axes: Axes, x: float, y: float, text: str, colour: str, width: float = 2.6, height: float = 1.2) -> None:
+def box(axes: Axes, x: float, y: float, text: str, color: str, width: float = 2.6, height: float = 1.2) -> None:
     """A box with text, around its middle."""
     place = (x - width / 2, y - height / 2)
-    axes.add_patch(FancyBboxPatch(place, width, height, "round,pad=0.06", facecolor=colour, edgecolor=INK))
+    axes.add_patch(FancyBboxPatch(place, width, height, "round,pad=0.06", facecolor=color, edgecolor=INK))
     axes.text(x, y, text, ha="center", va="center", fontsize=9.5)
 
 
@@ -95,8 +95,8 @@ def loop() -> Figure:
         ("rescoring:\ndense policy,\nfull cache", SINK),
         ("rewards,\nadvantages", WINDOW), ("callbacks:\nreject,\nreweight", GONE), ("loss,\noptimiser", FREE),
     ]  # fmt: skip
-    for number, (text, colour) in enumerate(steps):
-        box(axes, 1.6 + 3.35 * number, 4, text, colour, 2.6, 2.2)
+    for number, (text, color) in enumerate(steps):
+        box(axes, 1.6 + 3.35 * number, 4, text, color, 2.6, 2.2)
         if number:
             arrow(axes, (3.35 * number - 0.42, 4), (3.35 * number + 0.28, 4))
     arrow(axes, (18.3, 2.75), (5, 2.75), -0.22)
@@ -109,8 +109,8 @@ def loop() -> Figure:
 def slot() -> Figure:
     """What one sequence owns in one layer and KV head."""
     figure, axes = canvas(9, 2.6, 18, 5.4)
-    colours = [SINK] * 2 + [KEPT] * 7 + [WINDOW] * 3 + [FREE] * 4
-    cells(axes, 3, colours, [str(n) for n in (0, 1, 5, 6, 9, 14, 17, 18, 22, 24, 25, 26)] + [""] * 4, x=1)
+    colors = [SINK] * 2 + [KEPT] * 7 + [WINDOW] * 3 + [FREE] * 4
+    cells(axes, 3, colors, [str(n) for n in (0, 1, 5, 6, 9, 14, 17, 18, 22, 24, 25, 26)] + [""] * 4, x=1)
     axes.text(1.9, 4.15, "sinks", ha="center")
     axes.text(6.4, 4.15, "best scores", ha="center")
     axes.text(11.4, 4.15, "window", ha="center")
@@ -128,17 +128,15 @@ def compression() -> Figure:
     scores = [0.55, 0.2, 0.8, 0.35, 0.95, 0.25, 0.7, 0.6, 0.15, 0.75, 0.5]  # of the entries that compete
     kept = set(sorted(range(2, 13), key=lambda n: -scores[n - 2])[:7])
     pinned = {0: SINK, 1: SINK, 13: WINDOW, 14: WINDOW, 15: WINDOW}
-    colours = [pinned.get(n) or (KEPT if n in kept else GONE) for n in range(16)]
-    cells(axes, 4.6, colours, [str(p) for p in positions], x=1)
+    colors = [pinned.get(n) or (KEPT if n in kept else GONE) for n in range(16)]
+    cells(axes, 4.6, colors, [str(p) for p in positions], x=1)
     for n, score in enumerate(scores, start=2):
-        axes.add_patch(
-            Rectangle((1.2 + n, 5.75), 0.52, 2.4 * score, facecolor=colours[n], edgecolor=INK, linewidth=0.6)
-        )
+        axes.add_patch(Rectangle((1.2 + n, 5.75), 0.52, 2.4 * score, facecolor=colors[n], edgecolor=INK, linewidth=0.6))
     axes.text(8.4, 8.5, "score of every entry that is not pinned", ha="center")
     axes.text(9, 4.3, "full after position 30: the worst four go, their deaths are 31", ha="center", va="top")
     arrow(axes, (9, 3.55), (9, 2.6))
-    left = [n for n in range(16) if colours[n] != GONE]
-    after = [colours[n] for n in left] + [FREE] * 4
+    left = [n for n in range(16) if colors[n] != GONE]
+    after = [colors[n] for n in left] + [FREE] * 4
     cells(axes, 1.4, after, [str(positions[n]) for n in left] + [""] * 4, x=1)
     axes.text(9, 1.1, "same memory, order kept, true positions kept, room for the next four", ha="center", va="top")
     return figure
@@ -200,11 +198,11 @@ def corrections() -> Figure:
     }
     figure = Figure(figsize=(9.2, 3.6))
     left, right = figure.subplots(1, 2)
-    for (name, values), colour in zip(ratios.items(), (LINE, WINDOW, GONE), strict=True):
-        left.plot(values, "o-", color=colour, label=name, markersize=4)
+    for (name, values), color in zip(ratios.items(), (LINE, WINDOW, GONE), strict=True):
+        left.plot(values, "o-", color=color, label=name, markersize=4)
         kept = min(values) >= 1e-4
         weights = [min(value, 1.5) if kept else 0.0 for value in values]
-        right.plot(weights, "o-", color=colour, markersize=4)
+        right.plot(weights, "o-", color=color, markersize=4)
     left.axhline(1e-4, color=INK, linestyle="--", linewidth=1)
     left.text(0, 1.3e-4, "threshold of rejection, 1e-4", fontsize=9, va="bottom")
     left.set(yscale="log", xlabel="token", title="ξ = dense / sparse probability", ylim=(5e-6, 800))
@@ -225,9 +223,9 @@ def schedule() -> Figure:
     work = Work(batch=1, prompt=256, length=8000)
     lengths = torch.arange(work.prompt + 1, work.prompt + work.length + 1)
     axes.plot(lengths, lengths, color="#bbbbbb", label="full cache")
-    for name, budget, colour in (("budget 1024", 1024, LINE), ("schedule 512, 1024, 1536, 2048", rising, GONE)):
+    for name, budget, color in (("budget 1024", 1024, LINE), ("schedule 512, 1024, 1536, 2048", rising, GONE)):
         compressor = SnapKV(budget, buffer=256, num_sinks=0)
-        axes.plot(lengths, entries_read(compressor, work, num_layers=1), color=colour, label=name, linewidth=1)
+        axes.plot(lengths, entries_read(compressor, work, num_layers=1), color=color, label=name, linewidth=1)
     axes.set(xlabel="length of the sequence (tokens)", ylabel="entries held and read", ylim=(0, 3400))
     axes.legend(frameon=False, loc="upper right")
     return figure
@@ -239,11 +237,11 @@ def pages() -> Figure:
     scores = [0.0, 0.35, 0.9, 0.2, 0.75, 0.3, 0.0, 0.0]
     for page, score in enumerate(scores):
         always, chosen = page in (0, 6, 7), score >= 0.75
-        colour = SINK if always else KEPT if chosen else FREE
-        cells(axes, 2.6, [colour] * 3, x=1 + 3.3 * page)
+        color = SINK if always else KEPT if chosen else FREE
+        cells(axes, 2.6, [color] * 3, x=1 + 3.3 * page)
         if not always:
             axes.add_patch(
-                Rectangle((1.9 + 3.3 * page, 4), 1, 3 * score, facecolor=colour, edgecolor=INK, linewidth=0.6)
+                Rectangle((1.9 + 3.3 * page, 4), 1, 3 * score, facecolor=color, edgecolor=INK, linewidth=0.6)
             )
         axes.text(
             2.4 + 3.3 * page,

@@ -1,7 +1,7 @@
-"""Write what the documentation takes from the code: ``python docs/generate.py``, with ``--check`` only compare.
+"""Write what the documentation takes from the code: ``python -m docs.generate``, with ``--check`` only compare.
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
-tables of ``recipes.md`` from the shipped configurations and the cost model, those of ``choosing.md`` and
+tables of ``recipes.md`` from the shipped configurations and the memory plan, those of ``choosing.md`` and
 ``learner.md`` from what was measured. The files are committed, so that a code host shows them.
 """
 
@@ -10,15 +10,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import docstrings
-import listing
-import logged
-from docstrings import Argument
-from predictions import recipe_tables, speedup_table
-from quoted import budgets_table, compressors_table, learner_table
+from benchmarks.common.pages import END, mark, replaced
+from docs import docstrings, listing, logged
+from docs.docstrings import Argument
+from docs.predictions import recipe_tables
+from docs.quoted import budgets_table, compressors_table, learner_table
 
 FOLDER = Path(__file__).parent
-END = "<!-- until here -->"
 
 
 def pages() -> dict[Path, str]:
@@ -29,10 +27,9 @@ def pages() -> dict[Path, str]:
         FOLDER / "metrics.md": written("metrics.md", {"": metric_tables()}),
         FOLDER / "recipes.md": written("recipes.md", {"": recipe_tables()}),
         FOLDER / "choosing.md": written(
-            "choosing.md", {": budgets": budgets_table(), ": compressors": compressors_table()}
+            "choosing.md", {"budgets": budgets_table(), "compressors": compressors_table()}
         ),
         FOLDER / "learner.md": written("learner.md", {"": learner_table()}),
-        FOLDER / "sparrow.md": written("sparrow.md", {": speed-ups": speedup_table()}),
     }
 
 
@@ -40,12 +37,10 @@ def written(page: str, parts: dict[str, str]) -> str:
     """A page with what stands between its marks replaced, by what the mark adds to its name."""
     text = (FOLDER / page).read_text("utf-8")
     for name, part in parts.items():
-        start = f"<!-- written by docs/generate.py{name} -->"
-        before, _, rest = text.partition(start)
-        _, _, after = rest.partition(END)
-        if not after:
-            raise ValueError(f"there is no {start} ... {END} in docs/{page} to write between.")
-        text = f"{before}{start}\n\n{part}\n\n{END}{after}"
+        begin = mark("docs.generate", name)
+        if END not in text.partition(begin)[2]:
+            raise ValueError(f"there is no {begin} ... {END} in docs/{page} to write between.")
+        text = replaced(text, begin, part)
     return text
 
 

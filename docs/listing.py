@@ -33,6 +33,10 @@ data:
 trainer: {max_steps: 100}
 ```
 
+A file that begins with `base: other.yaml` has the keys of that file, found beside it, and overrides them with its own:
+mappings are merged, lists replaced, and `callbacks+` appends ([example](quickstart.md#change-something)). Without a
+`logger`, `CSVLogger` writes `metrics.csv` into a `version_*` folder of `trainer.default_root_dir`.
+
 Beside them there are two keys of the whole process: `seed_everything` (default 0), and `num_threads`, the CPU threads
 of torch (default: torch's own choice). A class of yours is named by its import path and has its own keys."""
 
@@ -104,7 +108,7 @@ GROUPS: list[Group] = [
 ]
 
 CALLBACKS_INTRO = """\
-One behaviour each, switched on by a line under `trainer.callbacks`, or on the command line with
+One behavior each, switched on by a line under `trainer.callbacks`, or on the command line with
 `--trainer.callbacks+=TIS`. Callbacks that change what a rollout counts for run before those that only read it, whatever
 their order in the file. The numbers they log are explained with the others in [logged metrics](metrics.md)."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import docstrings
-
+from docs import docstrings
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, StepTimes, ZeroSharding
 from sparse_rl_lightning.metrics import rollout
 from sparse_rl_lightning.rollout.partial import PartialRollouts
@@ -23,7 +22,7 @@ UPDATE: list[Row] = [
     ("sparse/...", "", "the same keys of the sparse term of `ReplayGRPO` with `replay_objective: mixed`"),
     ("empty_rollouts", "count", "rollouts so far of which the loss saw nothing: all rejected, unrewarded, or cut off"),
     ("grad_norm", "norm", "length of the gradient before it is clipped, of the last step that was not skipped"),
-    ("skipped_steps", "count", "optimiser steps so far that were skipped for a gradient that is not finite"),
+    ("skipped_steps", "count", "optimizer steps so far that were skipped for a gradient that is not finite"),
 ]
 REPLAY: list[Row] = [("time/replay", "seconds", "replayed log-probs (`ReplayGRPO`, `DistillSparse`)")]
 DISTILL: list[Row] = [
@@ -31,7 +30,6 @@ DISTILL: list[Row] = [
     ("distill/kl", "nats/token", "KL(sparse || dense) of the adapter's steps, k3"),
     ("distill/grad_norm", "norm", "length of the adapter's gradient before it is clipped"),
     ("distill/clip_ratio", "share", f"tokens {CLIP}, in the adapter's steps"),
-    ("distill/differing_pages", "share", "pages read that the learner does not choose; with `record_pages`"),
 ]
 SPLIT: list[Row] = [
     (f"mismatch_split/{part}/{name}", unit, meaning.format(pair))
@@ -108,7 +106,6 @@ HEALTHY = {
     "acceptance/p05": "above `acceptance/target`",
     "acceptance/p05/{bin}": "above `acceptance/target`",
     "acceptance/ceiling_p05": "near 1 in float32; 0.945 in Sparrow, whose sampler is another program",
-    "acceptance/beta_ks": "below 0.04 where the fit describes the tail",
     "guard/tail_margin": "positive",
     "guard/length_ratio": "above 0.6",
     "guard/raises": "0",

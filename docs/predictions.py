@@ -1,7 +1,7 @@
-"""What the shipped recipes should take on H200s, by the cost model and the memory plan: predictions, no measurement.
+"""What memory the shipped recipes should take on H200s: predictions, no measurement.
 
 On one GPU weights, gradients and AdamW's two moments are float32; under DeepSpeed the weights are bfloat16, with
-float32 master weights in the optimiser. Keys and values are bfloat16. Activations of the learner, logits, buffers of
+float32 master weights in the optimizer. Keys and values are bfloat16. Activations of the learner, logits, buffers of
 communication and what the allocator loses are not in it.
 """
 
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from benchmarks.common.tables import Table
 from sparse_rl_lightning import compressors, retrievers
-from sparse_rl_lightning.budgets import PublishedSchedule, schedules
-from sparse_rl_lightning.calibration import H200, CostModel, ModelShape, Pages, Work
-from sparse_rl_lightning.calibration.cost import Method
+from sparse_rl_lightning.budgets import schedules
+from sparse_rl_lightning.cache.compression import Trigger
+from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.calibration import ModelShape
+from sparse_rl_lightning.cli.yaml_files import read_file
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.cache.memory import slot_bytes
-from sparse_rl_lightning.rollout.cache.slots import CacheSize
-from sparse_rl_lightning.rollout.cache.trigger import Trigger
+from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = {  # configuration: shape by name, whether the head is the table of embeddings
@@ -44,7 +45,6 @@ SMALLER = 80e9  # of an A100 or H100
 FILLED = 0.85  # more than this share leaves no room for the learner's activations
 ZERO = ((2, 2), (2, 4), (2, 8), (3, 2), (3, 4), (3, 8))  # stages and numbers of ranks that are tabulated
 MODULES = (compressors, retrievers, schedules)
-SPARROW = {"qwen3-1.7b": 2.21, "qwen3-4b": 2.41, "qwen3-8b": 2.06, "qwen3-14b": 1.49}  # its own speed-ups on 4 H200
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Recipe:
     @classmethod
     def of(cls, name: str) -> Recipe:
         """Read a shipped configuration."""
-        config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text("utf-8"))
+        config = read_file(CONFIGS / f"{name}.yaml")
         shape_name, tied = RECIPES[name]
         shape, settings = ModelShape.of(shape_name), config["model"]["init_args"]
         parameters = shape.weights_read + (0 if tied else shape.vocab_size * shape.hidden_size)
@@ -81,11 +81,6 @@ class Recipe:
         given = self.settings.get("retriever")
         return None if given is None else built(given)
 
-    @property
-    def method(self) -> Method:
-        """As the cost model sees it."""
-        return self.compressor if self.retriever is None else Pages.of(self.retriever)
-
     # ---------------------------------------------------------------- memory per GPU, in bytes
 
     @property
@@ -98,7 +93,7 @@ class Recipe:
         """Weights, gradients and AdamW's moments of one rank.
 
         Without sharding all are float32. Under DeepSpeed weights (2 bytes per parameter) and gradients (2) are
-        bfloat16; the optimiser has float32 weights (4), two moments (8) and, in its step, float32 gradients (4).
+        bfloat16; the optimizer has float32 weights (4), two moments (8) and, in its step, float32 gradients (4).
         Stage 2 shares all but the bfloat16 weights, stage 3 these too.
         """
         if stage == 0:
@@ -127,35 +122,16 @@ class Recipe:
             torch.bfloat16, torch.bfloat16, torch.device("cpu"),
         )  # fmt: skip
         capacities = Trigger(compressor, s.num_layers).capacities(PROMPT, length)
-        size = CacheSize.of(compressor, geometry, self.num_slots, capacities, length, retriever)
+        size = CacheSize.of(compressor, geometry, self.num_slots, capacities, length)
+        if retriever is not None:
+            size = with_pages(size, retriever)
         params = SamplingParams(max_completion_length=self.settings["max_completion_length"])
         return slot_bytes(geometry, size, params).of(self.num_slots)
-
-    # ---------------------------------------------------------------- time, in seconds
 
     @property
     def num_slots(self) -> int:
         """Sequences decoded at the same time."""
         return min(self.settings["num_slots"] or self.num_sequences, self.num_sequences)
-
-    def rollout(self, method: Method, share: float = 1.0) -> float:
-        """A rollout whose completions all have this share of the greatest length, slots full all the time."""
-        length = round(share * self.settings["max_completion_length"])
-        step = CostModel(self.shape, H200).step_seconds(method, Work(self.num_slots, PROMPT, length))
-        return self.num_sequences / self.num_slots * length * step
-
-    def learner(self, share: float = 1.0) -> float:
-        """Matrix products of rescoring, the reference policy's pass and the update."""
-        passes = 2 + (2 if self.reference else 0) + 6
-        passes += 2 if (self.settings.get("learner") or {}).get("gradient_checkpointing") else 0
-        tokens = self.num_sequences * (PROMPT + share * self.settings["max_completion_length"])
-        return passes * self.shape.weights_read * tokens / H200.flops
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts of the whole run."""
-        steps = self.settings["steps_per_generation"] // self.trainer["accumulate_grad_batches"]
-        return self.trainer["max_steps"] // steps
 
 
 def built(given: dict[str, Any]) -> Any:
@@ -169,25 +145,18 @@ def built(given: dict[str, Any]) -> Any:
 
 
 def recipe_tables() -> str:
-    """Memory and time of all recipes, as Markdown."""
+    """Memory of all recipes, as Markdown."""
     recipes = [Recipe.of(name) for name in RECIPES]
     memory = (
         "configuration", "GPUs", "parameters", "weights, gradients, AdamW", "reference", "copy", "slots",
         "their cache", "with a full cache", "in all", "of 141 GB", "with `beta: 0`", "of 80 GB",
     )  # fmt: skip
     zero = ("configuration", "one GPU", *(f"stage {stage}, {ranks} ranks" for stage, ranks in ZERO), "least")
-    time = (
-        "configuration", "decode step", "with a full cache", "rollout", "with a full cache", "learner", "rollouts",
-        "whole run", "at a quarter of the length",
-    )  # fmt: skip
-    lines = ["### Memory per GPU of the shipped files, in GB", "", *table(memory, [memory_row(r) for r in recipes])]
-    lines += ["", "### Memory per GPU under DeepSpeed, in GB", "", *table(zero, [zero_row(r) for r in recipes])]
-    return "\n".join([*lines, "", "### Time, at least", "", *table(time, [time_row(r) for r in recipes])])
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+    tables = {
+        "Memory per GPU of the shipped files, in GB": Table("", memory, rows=[memory_row(r) for r in recipes]),
+        "Memory per GPU under DeepSpeed, in GB": Table("", zero, rows=[zero_row(r) for r in recipes]),
+    }
+    return "\n\n".join(f"### {title}\n\n{table.untitled}" for title, table in tables.items())
 
 
 def memory_row(recipe: Recipe) -> tuple[str, ...]:
@@ -217,27 +186,3 @@ def zero_row(recipe: Recipe) -> tuple[str, ...]:
     fitting = [sharding for sharding, total in totals.items() if not verdict(total)]
     stage, ranks = min(fitting, key=lambda sharding: (sharding[1], sharding[0]))
     return (f"`{recipe.name}.yaml`", *cells, f"stage {stage}, {ranks} ranks" if stage else "one GPU")
-
-
-def time_row(recipe: Recipe) -> tuple[str, ...]:
-    """Steps in milliseconds, rollouts and updates in minutes, runs in hours."""
-    length, model = recipe.settings["max_completion_length"], CostModel(recipe.shape, H200)
-    work, methods = Work(recipe.num_slots, PROMPT, length), (recipe.method, FullKV())
-    steps = [f"{1e3 * model.step_seconds(method, work):.1f} ms" for method in methods]
-    rollouts = [f"{recipe.rollout(method) / 60:.1f} min" for method in methods]
-    blocks = [recipe.rollout(recipe.method, share) + recipe.learner(share) for share in (1, 0.25)]
-    runs = [f"{recipe.num_rollouts * block / 3600:.0f} h" for block in blocks]
-    learner = f"{recipe.learner() / 60:.1f} min"
-    return (f"`{recipe.name}.yaml`", *steps, *rollouts, learner, str(recipe.num_rollouts), *runs)
-
-
-def speedup_table() -> str:
-    """The cost model's speed-up of Sparrow's decoding beside what the paper measured, as Markdown."""
-    rows = []
-    for name, found in SPARROW.items():
-        sparrow = Pages(PublishedSchedule(f"{name}-0.86"), reserved=48, dense_layers=2)
-        predicted = CostModel(ModelShape.of(name), H200).speedup(sparrow, Work(batch=60, prompt=512, length=12_000))
-        rows.append(
-            (name.replace("qwen", "Qwen").replace("b", "B"), f"{predicted:.2f}", f"{found}", f"{predicted / found:.2f}")
-        )
-    return "\n".join(table(("model", "predicted", "measured", "ratio"), rows))

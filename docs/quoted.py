@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from predictions import table
+from benchmarks.common.tables import Table
 
 FOLDER = Path(__file__).parent
 COMPARED = (
@@ -35,11 +35,11 @@ def _padded(text: str) -> list[str]:
 def budgets_table() -> str:
     """Accuracy with the full cache by budget and arm, and what Sparse-RL rejects."""
     found = {(row["budget"], row["–"]): row for row in measured("replay.md")}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for budget in dict.fromkeys(budget for budget, _ in found):
         accuracies = [found[budget, arm]["full cache"] for arm in CORRECTED]
         rows.append((budget, *accuracies, found[budget, "Sparse-RL"]["sequences rejected"]))
-    return "\n".join(table(("budget", *CORRECTED, "rejected by Sparse-RL"), rows))
+    return Table("", ("budget", *CORRECTED, "rejected by Sparse-RL"), rows=rows).untitled
 
 
 def compressors_table() -> str:
@@ -47,12 +47,12 @@ def compressors_table() -> str:
     found = {row["–"]: row for row in measured("compressors.md")}
     head = ("compressor", "sums, 50 %", "sums, 75 %", "stories, tail at 50 %", "events per second, stories at 50 %")
     tail, speed = "stories: acceptance, 5th percentile", "stories: events/s"
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in COMPARED:
         row = found[name]
         accuracies = [_at(percent, row["sums: greedy accuracy"]) for percent in (50, 75)]
         rows.append((name, *accuracies, _at(50, row[tail]), _at(50, row[speed])))
-    return "\n".join(table(head, rows))
+    return Table("", head, rows=rows).untitled
 
 
 def _at(percent: int, cell: str) -> str:
@@ -64,4 +64,4 @@ def learner_table() -> str:
     """Peak memory of the learner's log-probs, all logits against chunks."""
     rows = measured("../benchmarks/results/learner-cpu.md", "Log-probs and entropies, forward and backward")
     head = ("way", "logits at a time", "peak GiB")
-    return "\n".join(table(head, [tuple(row[name] for name in head) for row in rows]))
+    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled

@@ -9,6 +9,8 @@ Letters: B sequences, T tokens, K most likely tokens of the sampler, V vocabular
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,10 @@ from sparse_rl_lightning.records import Rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+TAIL = 0.05
+"""The share of the tokens that makes up the tail: its percentile is what Sparrow holds (section 3.2)."""
+BIN_SIZE = 2000
+NUM_BINS = 20
 NEAR_ONE = 0.999
 """Above it a token counts as untouched by compression (Sparrow, section 3.1)."""
 PUBLISHED_TARGET = 0.86
@@ -113,6 +119,79 @@ def rollout_acceptance(
     )  # (B, T, K)
     lower, upper = acceptance_bounds(dense, rollout.topk_logprobs)
     return lower * mask, upper * mask
+
+
+def percentile(values: Tensor, share: float = TAIL) -> float:
+    """The number that this share of the values lies below, interpolated between neighbors; NaN of no values.
+
+    Args:
+        values: Any shape, of any number: ``torch.quantile`` refuses more than 16 million.
+        share: Between 0 and 1, 0.05 for the 5th percentile.
+    """
+    if not values.numel():
+        return math.nan
+    ordered = values.detach().flatten().sort().values
+    rank = share * (len(ordered) - 1)
+    low, high = ordered[[math.floor(rank), math.ceil(rank)]].double().tolist()
+    return float(low + (high - low) * (rank - math.floor(rank)))
+
+
+@dataclass(frozen=True)
+class AcceptanceTail:
+    """The lower tail of the acceptance of one rollout, by length and over all its tokens.
+
+    Sparrow (arXiv 2606.08446, section 3.2) pools the tokens of all sequences by how long the sequence is where they
+    stand, and holds the 5th percentile of every such bin; the mean says little, because most tokens are untouched.
+    """
+
+    by_length: dict[str, float]  # percentile of each length bin, bins without tokens left out
+    tokens: dict[str, int]  # tokens of each of these bins
+    overall: float  # percentile of all tokens
+    mean: float
+    near_one: float  # share of tokens above 0.999
+
+    @classmethod
+    def of(
+        cls,
+        acceptance: Tensor,
+        mask: Tensor,
+        bin_size: int = BIN_SIZE,
+        num_bins: int = NUM_BINS,
+        share: float = TAIL,
+    ) -> AcceptanceTail:
+        """Measure the tail; NaN where there are no tokens.
+
+        A token's length is the number of tokens before it, prompt included.
+
+        Args:
+            acceptance: (B, T) exact values, or bounds of :func:`acceptance_bounds`.
+            mask: (B, T) bool, the completions.
+            bin_size: Tokens per length bin.
+            num_bins: Number of bins; the last has no end. Their names are ``0-2000``, ``2000-4000``, ..., ``38000+``.
+            share: Share of the tokens below the percentile.
+
+        Raises:
+            ValueError: If an argument is out of range, or a value at a completion token is not finite.
+        """
+        if bin_size < 1 or num_bins < 1:
+            raise ValueError(
+                f"bin_size and num_bins must be at least 1, got bin_size={bin_size} and num_bins={num_bins}."
+            )
+        if not 0 <= share <= 1:
+            raise ValueError(f"share must lie between 0 and 1, got share={share}.")
+        values = acceptance.detach()[mask].double()
+        if not bool(values.isfinite().all()):
+            raise ValueError("The acceptance of some tokens is not finite: look for NaN in the log-probabilities.")
+        bins = (mask.nonzero()[:, 1] // bin_size).clamp(max=num_bins - 1)
+        own = {number: values[bins == number] for number in sorted(set(bins.tolist()))}
+        names = {n: f"{n * bin_size}-{(n + 1) * bin_size}" if n < num_bins - 1 else f"{n * bin_size}+" for n in own}
+        return cls(
+            by_length={names[number]: percentile(found, share) for number, found in own.items()},
+            tokens={names[number]: len(found) for number, found in own.items()},
+            overall=percentile(values, share),
+            mean=float(values.mean()),
+            near_one=float((values > NEAR_ONE).double().mean()),
+        )
 
 
 def tail_target(ceiling: float, target: float = PUBLISHED_TARGET) -> float:

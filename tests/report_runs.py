@@ -77,7 +77,6 @@ class Parser(HTMLParser):
         self.attributes: list[tuple[str, str | None]] = []
         self.text: list[str] = []
         self.labels: list[str] = []  # of charts
-        self.series: list[list[tuple[str, str]]] = []  # of charts: what the script reads
         self.feed(text)
         self.close()
         assert self.open == []
@@ -87,15 +86,12 @@ class Parser(HTMLParser):
         self.attributes += attrs
         if tag == "svg":
             self.labels.append(dict(attrs)["aria-label"] or "")
-            self.series.append([])
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += attrs
-        if tag == "g":
-            self.series[-1].append((dict(attrs)["data-x"] or "", dict(attrs)["data-y"] or ""))
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in VOID:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_rl_lightning.callbacks.outputs.completions import csv_cell
-from sparse_rl_lightning.evaluation.store import BenchmarkResult, ResultFolder
+from sparse_rl_lightning.evaluation.results import BenchmarkResult, ResultFolder
 from sparse_rl_lightning.files import LONGEST_NAME, append, file_name, own_folder, write_files, write_whole
 from sparse_rl_lightning.metrics import Accuracy
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import typing
 from collections.abc import Callable
 from inspect import Parameter, signature
-from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from docs import listing
 from sparse_rl_lightning import SamplingParams, SparseGRPO
 from sparse_rl_lightning.callbacks import ImportanceReweighting
 from sparse_rl_lightning.compressors import RKV, KNorm
@@ -22,9 +21,6 @@ from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.rewards import compute_rewards
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-import listing  # the classes that the pages list
 
 CLASSES = {thing.__name__: thing for _, _, things in [*listing.GROUPS, *listing.CALLBACK_GROUPS] for thing in things}
 UNBOUNDED = {"high"}

@@ -55,8 +55,8 @@ class Budgeted(ABC):
     def raise_budget(self, steps: int) -> None:
         """Set the budget ``steps`` steps above the one given; samplers follow at their next call.
 
-        A step is that of :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`: the next budget of the schedule, a quarter more for a single
-        number.
+        A step is that of :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`: the next budget of the schedule,
+        a quarter more for a single number.
 
         Args:
             steps: Number of steps, counted from the budget at construction: the same call twice is one.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparse_rl_lightning.acceptance import tail_target
+from sparse_rl_lightning.acceptance import percentile, tail_target
 from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Sweep
-from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of, tail
+from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.retrievers import Retriever
@@ -158,7 +158,7 @@ def calibrate(
     swept: dict[str, Budgeted] = {DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}
     for done, (name, own) in enumerate(swept.items()):
         found[name] = _acceptances(sweep, name, own, done, told)
-    ceiling = tail(found[DENSE].lower)
+    ceiling = percentile(found[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
         raise ValueError(

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.cache.trigger import Trigger
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_rl_lightning.acceptance import NEAR_ONE
+from sparse_rl_lightning.acceptance import NEAR_ONE, TAIL, percentile
 from sparse_rl_lightning.budgets import LengthSchedule
 
-TAIL = 0.05  # the percentile that decides
 CONFIDENCE = (0.025, 0.975)
 
 
@@ -61,11 +60,6 @@ class Choice:
     notes: list[str]  # bins without data, bins that no budget serves
 
 
-def tail(values: Tensor, quantile: float = TAIL) -> float:
-    """A quantile of (N,) numbers, interpolated between neighbors."""
-    return float(np.quantile(values.numpy(), quantile))
-
-
 def cell(found: Acceptances, resamples: int = 200, seed: int = 0) -> Cell:
     """The statistics of these tokens.
 
@@ -77,10 +71,10 @@ def cell(found: Acceptances, resamples: int = 200, seed: int = 0) -> Cell:
     low, high = bootstrap(found.lower, found.sequences, resamples, seed)
     return Cell(
         tokens=len(found),
-        tail=tail(found.lower),
+        tail=percentile(found.lower),
         low=low,
         high=high,
-        tail_upper=tail(found.upper),
+        tail_upper=percentile(found.upper),
         mean=float(found.lower.double().mean()),
         near_one=float((found.lower > NEAR_ONE).double().mean()),
     )
@@ -114,8 +108,8 @@ def bootstrap(values: Tensor, owners: Tensor, resamples: int, seed: int) -> tupl
         times = np.bincount(random.integers(len(names), size=len(names)), minlength=len(names))
         below = times[owner].cumsum()
         found.append(ordered[np.searchsorted(below, TAIL * below[-1])])
-    low, high = np.quantile(found, CONFIDENCE)
-    return float(low), float(high)
+    low, high = (percentile(torch.tensor(found), share) for share in CONFIDENCE)
+    return low, high
 
 
 def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: int, monotone: bool = False) -> Choice:

@@ -27,6 +27,7 @@ from sparse_rl_lightning.callbacks.guards.tail_guard import TailGuard
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.monitors.mismatch_split import MismatchSplit
 from sparse_rl_lightning.callbacks.monitors.step_times import StepTimes
+from sparse_rl_lightning.callbacks.outputs.checkpoint import RolloutCheckpoint
 from sparse_rl_lightning.callbacks.outputs.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.outputs.export import ExportPolicy
 from sparse_rl_lightning.callbacks.outputs.progress import RolloutProgress
@@ -51,6 +52,7 @@ __all__ = [
     "Preemption",
     "RankWatch",
     "RolloutCallback",
+    "RolloutCheckpoint",
     "RolloutProgress",
     "RunLock",
     "RunSummary",

@@ -1,4 +1,4 @@
-"""Writes whose failure is no reason to end a run."""
+"""Writes whose failure must not end a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 
 class Expendable:
-    """Writes what a run can do without: a full disk or a removed folder is told of once, until it is mended.
+    """Turns the failure of a write into one warning: a full disk or a removed folder, until writing works again.
 
     Args:
-        owner: What writes, for the message.
+        owner: Name of the writer and its file, for the message.
     """
 
     def __init__(self, owner: str) -> None:

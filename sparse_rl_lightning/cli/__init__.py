@@ -36,15 +36,18 @@ from sparse_rl_lightning.cli.checks import (
     check_folders,
     check_launch,
     check_process_seed,
+    name_logger,
     warn_of_earlier_run,
 )
 from sparse_rl_lightning.cli.export import ExportingTrainer
 from sparse_rl_lightning.cli.launch import follow_launcher, network_error
-from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, is_own, own_error
+from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, own_error
 from sparse_rl_lightning.cli.quiet import quiet
 from sparse_rl_lightning.cli.report import main as report
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.modules import Evaluation
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.generation import GenerationModule
 from sparse_rl_lightning.text import say
@@ -90,6 +93,7 @@ class SparseRLCLI(LightningCLI):
                 is listed twice, or strategy and processes do not fit together.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
+        name_logger(config)
         check_callbacks(config)
         check_launch(config)
         check_folders(config)
@@ -134,7 +138,7 @@ class SparseRLCLI(LightningCLI):
         say(f"Written: {len(rows)} completions to {path}")
 
     def _check_generates(self) -> None:
-        if not isinstance(self.model, GenerationModule):
+        if not isinstance(self.model, (GenerationModule, Evaluation)):
             raise ValueError(
                 f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
                 f"model={type(self.model).__name__}. Use fit or validate."
@@ -220,8 +224,7 @@ def console() -> None:
         _end(network_error(error))
     except Exception as error:
         said = error if isinstance(error, MisconfigurationException) else first_error(error)
-        is_message = isinstance(said, MisconfigurationException) or (isinstance(said, ValueError) and is_own(said))
-        if _wants_traceback() or not is_message:
+        if _wants_traceback() or not isinstance(said, (MisconfigurationException, UserError)):
             raise
         _end(str(said))
 

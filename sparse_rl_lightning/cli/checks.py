@@ -12,9 +12,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from sparse_rl_lightning.callbacks.outputs.checkpoint import RolloutCheckpoint, default_folder
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.files import replaced
-from sparse_rl_lightning.cli.messages import imported
+from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.distributed.deepspeed import not_deepspeed
 from sparse_rl_lightning.distributed.ranks import check_processes
 from sparse_rl_lightning.ranges import check_number
@@ -89,12 +90,12 @@ def last_checkpoint(folders: Sequence[Path]) -> str:
             f"ckpt_path=last: there are {' and '.join(map(str, found))}. Give the path of the one to go on with."
         )
     if not found:
-        looked = [str(folder) for folder in folders] or "any ModelCheckpoint.dirpath"
+        looked = [str(folder) for folder in folders] or "any folder of a checkpoint callback"
         others = ", ".join(str(path) for folder in folders for path in sorted(folder.glob("*.ckpt")))
         raise ValueError(
             f"ckpt_path=last: there is no {LAST} in {looked}{', but there are ' * bool(others)}{others}. Give the path "
-            "of a checkpoint, or leave ckpt_path out to start anew. ModelCheckpoint writes last.ckpt with save_last: "
-            "true and a fixed dirpath."
+            "of a checkpoint, or leave ckpt_path out to start anew. RolloutCheckpoint writes last.ckpt, and so does "
+            "ModelCheckpoint with save_last: true and a fixed dirpath."
         )
     _check_exists(found[0], f"ckpt_path=last: {found[0]}")
     if numbered := sorted(found[0].parent.glob("last-v*.ckpt")):
@@ -165,10 +166,28 @@ def check_callbacks(config: Any) -> None:
 
 
 def checkpoint_folders(config: Any) -> Iterator[str]:
-    """The fixed folders of all ModelCheckpoint callbacks."""
+    """Fixed folders of all checkpoint callbacks."""
     for callback in _objects(config.trainer.callbacks):
-        if callback.class_path.endswith("ModelCheckpoint") and callback.init_args.get("dirpath"):
-            yield str(callback.init_args.dirpath)
+        kind = imported(callback.class_path)
+        if not (isinstance(kind, type) and issubclass(kind, ModelCheckpoint)):
+            continue
+        if folder := callback.init_args.get("dirpath"):
+            yield str(folder)
+        elif issubclass(kind, RolloutCheckpoint):
+            yield default_folder(config.trainer.default_root_dir)
+
+
+def name_logger(config: Any) -> None:
+    """Where no logger is named, let ``metrics.csv`` go to ``default_root_dir``, the folder that names the run.
+
+    Args:
+        config: The parsed configuration of a subcommand.
+    """
+    trainer = config.trainer
+    if trainer.default_root_dir and (trainer.logger is None or trainer.logger is True):
+        folder, name = os.path.split(trainer.default_root_dir.rstrip("/"))
+        arguments = {"save_dir": folder or ".", "name": name}
+        trainer.logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": arguments}
 
 
 def _holds_checkpoints(folder: Path) -> bool:

@@ -41,7 +41,9 @@ class ExportingTrainer(Trainer):
         """
         module, path = cast(PolicyModule, model), last_path(self) if ckpt_path == "last" else Path(ckpt_path)
         if path is None:
-            raise ValueError("ckpt_path=last needs a ModelCheckpoint with save_last and a fixed dirpath.")
+            raise ValueError(
+                "ckpt_path=last needs a RolloutCheckpoint, or a ModelCheckpoint with save_last and a dirpath."
+            )
         recover(path)
         check_replaceable(Path(folder).expanduser(), "folder")
         module.configure_model()

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import dis
-import importlib
 import inspect
 import re
+import traceback
 from collections.abc import Iterable
 from typing import Any, NoReturn, get_args
 
 from jsonargparse import Namespace
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.loggers import Logger
-from torch.optim import Optimizer
 
-from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule
+from sparse_rl_lightning.cli.classes import argument_names, known_classes
 from sparse_rl_lightning.cli.yaml_files import MODE
-from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.modules.base import PolicyModule
-from sparse_rl_lightning.policies.source import PolicySource
-from sparse_rl_lightning.retrievers import Retriever
-
-BASES = (
-    PolicyModule, PromptDataModule, Compressor, Retriever, BudgetRule, LengthSchedule, PolicySource, Callback, Logger,
-    Optimizer,
-)  # fmt: skip
-"""Classes whose subclasses a configuration names."""
+from sparse_rl_lightning.errors import UserError
 
 NOISE = re.compile(
     r"""\s*(Does\ not\ validate\ against\ any\ of\ the\ Union\ subtypes | Subtypes:\ .* | Errors:
@@ -78,53 +65,39 @@ def explain(message: str) -> str:
     return "\n".join([*lines, *_suggestion(message)]).strip()
 
 
-def own_error(error: BaseException | None) -> BaseException | None:
-    """The first error in a chain of causes that this package raised, None if there is none."""
-    while error is not None and not is_own(error):
+def own_error(error: BaseException | None) -> UserError | None:
+    """The first message to the user in a chain of causes, None if there is none."""
+    while error is not None and not isinstance(error, UserError):
         error = error.__cause__
     return error
 
 
 def first_error(error: BaseException) -> BaseException:
     """What ended a run: Lightning tears down after an error, and of loops that were not begun that raises another."""
-    while error.__context__ is not None and _raised_by(error, "lightning"):
+    while error.__context__ is not None and _is_from(error, "lightning"):
         error = error.__context__
     return error
 
 
-def is_own(error: BaseException) -> bool:
-    """Whether a ``raise`` in this package raised it.
-
-    An error that Python itself raises while it runs our code, as ``int("x")`` does, is no message to a user.
-    """
-    return _raised_by(error, __package__.partition(".")[0])
-
-
-def _raised_by(error: BaseException, package: str) -> bool:
-    """Whether a ``raise`` in a package raised it."""
-    traceback = error.__traceback__
-    if traceback is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    found = traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-    instruction = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
-    return found == package and bool(instruction == dis.opmap["RAISE_VARARGS"])
+def _is_from(error: BaseException, package: str) -> bool:
+    """Whether an error arose in the code of a package."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] == package
 
 
 def _suggestion(message: str) -> list[str]:
     if found := re.search(r"Expected a dot import path string: (\w+)", message):
         if found[1] == "None":
             return []
-        hint = _did_you_mean(found[1], _class_names())
+        hint = _did_you_mean(found[1], known_classes())
         own = f"A class of your own is named with its module, such as mine.{found[1]}."
         return [f"There is no class {found[1]!r}. {hint or own}"]
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
-        hint = _did_you_mean(found[2], _argument_names(imported(found[1])))
+        hint = _did_you_mean(found[2], argument_names(found[1]))
     elif found := re.search(r"class_path '[\w.]+':\s+Option '(\w+)\.[\w.]+' is not accepted", message):
         hint = f"What belongs to a class stands below its init_args, {found[1]!r} too."
     elif found := re.search(r"does not accept option '([\w.]+)'", message):
-        options = ["model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
+        options = ["base", "model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
         hint = _did_you_mean(
             found[1], [*options, *(f"trainer.{name}" for name in inspect.signature(Trainer).parameters)]
         )
@@ -140,24 +113,3 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     by_lower = {candidate.lower(): candidate for candidate in known}
     close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
     return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""
-
-
-def _class_names() -> set[str]:
-    names = {base.__name__ for base in BASES if not inspect.isabstract(base)}
-    waiting: list[type] = list(BASES)
-    while waiting:
-        subclasses: list[type] = waiting.pop().__subclasses__()
-        names.update(c.__name__ for c in subclasses if not c.__name__.startswith("_"))
-        waiting.extend(subclasses)
-    return names
-
-
-def _argument_names(cls: type) -> set[str]:
-    """Arguments of a class, those that it passes on to its parents among them."""
-    return {name for c in cls.__mro__ for name in inspect.signature(c.__init__).parameters}  # type: ignore[misc]
-
-
-def imported(path: str) -> Any:
-    """The class of a ``class_path``."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)

@@ -1,11 +1,14 @@
-"""Configurations as they are read: YAML in which no key is given twice and no alias explodes."""
+"""Reader of configurations: YAML on top of its ``base``, in which no key is given twice and no alias explodes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import get_loader, set_loader
+
+from sparse_rl_lightning.cli.overlays import merged
 
 MODE = "yaml without doubles"
 """The name under which jsonargparse knows this reader."""
@@ -21,26 +24,84 @@ class UnusableYAML(yaml.YAMLError):
     """Valid YAML that nobody can have meant."""
 
 
-def read(text: str, path: object = "") -> Any:
-    """The value of a YAML text, as jsonargparse reads it.
+def read(text: str, path: str | Path = "") -> Any:
+    """Value of a YAML text, as jsonargparse reads it.
+
+    The text of a file may name a ``base``, another file beside it or a list of several, whose values it overrides.
 
     Args:
         text: The YAML.
         path: The file that it is from, where it is known.
 
     Raises:
-        YAMLError: If it is no YAML, a key stands twice in one mapping, or its aliases explode.
+        YAMLError: If it is no YAML, a key stands twice in one mapping, its aliases explode, or its base cannot be used.
     """
-    root = yaml.compose(text, Loader=_LOADER)
-    if root is not None:
-        try:
-            _weight(root, {}, 0)
-        except UnusableYAML as error:
-            raise UnusableYAML(f"{path}: {error}" if path else str(error)) from None
-    return get_loader("yaml")(text)
+    return _read(text, Path(path) if path else None, ())
+
+
+def read_file(path: str | Path) -> Any:
+    """Value of a YAML file, with what it takes from its ``base``.
+
+    Args:
+        path: The file.
+
+    Raises:
+        YAMLError: As of :func:`read`.
+    """
+    return _read(Path(path).read_text(encoding="utf-8"), Path(path), ())
 
 
 set_loader(MODE, read, (yaml.YAMLError,))
+
+
+def _read(text: str, path: Path | None, overlays: tuple[Path, ...]) -> Any:
+    """Value of a text; ``overlays`` are the files whose base it is, the outermost first."""
+    try:
+        root = yaml.compose(text, Loader=_LOADER)
+        if root is not None:
+            _weight(root, {}, 0)
+        value = get_loader("yaml")(text)
+        if path is None or not isinstance(value, dict) or "base" not in value:
+            return value
+        return _on_bases(value, path, (*overlays, path.resolve()))
+    except UnusableYAML as error:
+        raise UnusableYAML(f"{path}: {error}" if path else str(error)) from None
+
+
+def _on_bases(values: dict[str, Any], path: Path, overlays: tuple[Path, ...]) -> dict[str, Any]:
+    """Values on top of those of the files that their key ``base`` names, the last of several uppermost."""
+    given = values.pop("base")
+    names = given if isinstance(given, list) else [given]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise UnusableYAML(f"base must name a file or a list of files, such as base: quickstart.yaml, got {given!r}.")
+    result: dict[str, Any] = {}
+    for name in names:
+        result = merged(result, _base(path.parent / Path(name).expanduser(), name, overlays))
+    return merged(result, values)
+
+
+def _base(path: Path, name: str, overlays: tuple[Path, ...]) -> dict[str, Any]:
+    """Values of a file that another one names as its base."""
+    if path.resolve() in overlays:
+        circle = " -> ".join(file.name for file in (*overlays[overlays.index(path.resolve()) :], path))
+        raise UnusableYAML(f"base: {circle} is a circle. Remove one of these lines.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text"
+        raise UnusableYAML(
+            f"base: {name!r} cannot be read: {reason}. Its place is given from the folder of the file that names it."
+        ) from None
+    try:
+        value = _read(text, path, overlays)
+    except UnusableYAML:
+        raise
+    except yaml.YAMLError as error:
+        raise UnusableYAML(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise UnusableYAML(f"base: {name!r} must hold keys such as model: and trainer:, got a {type(value).__name__}.")
+    return value
+
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -1,1 +1,1 @@
-"""Accuracy on problems: what is measured, stored and shown."""
+"""The one evaluator behind validation, ``sparse-rl test``, the run's summary and the benchmarks."""

@@ -4,127 +4,107 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Protocol
 
-from sparse_rl_lightning.metrics import Accuracy, mean_accuracy
+from sparse_rl_lightning.evaluation.results import BenchmarkResult
+from sparse_rl_lightning.metrics import mean_accuracy
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention
 from sparse_rl_lightning.text import DASH, number, percent, size, table
 
 COLORS = ("#1f2937", "#2563eb", "#c2410c", "#059669", "#7c3aed", "#ca8a04", "#db2777", "#64748b")
 
 
-class Result(Protocol):
-    """What is shown of a benchmark under one cache."""
-
-    @property
-    def benchmark(self) -> str: ...  # noqa: D102
-    @property
-    def arm(self) -> str: ...  # noqa: D102
-    @property
-    def measure(self) -> str: ...  # noqa: D102
-    def by(self, answers: Convention) -> Accuracy: ...  # noqa: D102
-    @property
-    def mean_length(self) -> float: ...  # noqa: D102
-    @property
-    def clipped(self) -> float: ...  # noqa: D102
-    @property
-    def kv_saving_final(self) -> float: ...  # noqa: D102
-    @property
-    def kv_peak_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def too_long(self) -> int: ...  # noqa: D102
-
-
-def results_table(results: Sequence[Result], answers: Convention = "strict") -> str:
+def results_table(results: Sequence[BenchmarkResult], answers: Convention = "strict") -> str:
     """Accuracy in percent with its 95 % interval by benchmark and cache, the mean, and what each cache costs.
 
     Args:
         results: What was measured.
         answers: By which convention; a second table has the accuracies by both.
     """
-    arms, benchmarks = _names(results)
-    found = {(result.benchmark, result.arm): result for result in results}
-    rows = [["benchmark", "problems", "measure", *arms]]
+    caches, benchmarks = _names(results)
+    found = {(result.benchmark, result.cache): result for result in results}
+    rows = [["benchmark", "problems", "measure", *caches]]
     for benchmark in benchmarks:
-        own = [found[benchmark, arm] for arm in arms if (benchmark, arm) in found]
-        cells = [_cell(found.get((benchmark, arm)), answers) for arm in arms]
+        own = [found[benchmark, cache] for cache in caches if (benchmark, cache) in found]
+        cells = [_cell(found.get((benchmark, cache)), answers) for cache in caches]
         rows.append([benchmark, str(own[0].by(answers).num_problems), own[0].measure, *cells])
-    means = [_mean(results, arm, answers) for arm in arms]
+    means = [_mean(results, cache, answers) for cache in caches]
     rows.append(["mean", "", "", *(_interval(*mean) for mean in means)])
     costs = [["cache", "mean length", "cut off", "KV tokens saved", "peak KV memory"]]
-    for arm in arms:
-        own = [result for result in results if result.arm == arm]
+    for cache in caches:
+        own = [result for result in results if result.cache == cache]
         length, clipped, saved = (
             sum(getattr(result, name) for result in own) / len(own)
             for name in ("mean_length", "clipped", "kv_saving_final")
         )
         peak = max(result.kv_peak_bytes for result in own)
-        costs.append([arm, number(length, 1), percent(clipped), percent(saved), size(peak)])
+        costs.append([cache, number(length, 1), percent(clipped), percent(saved), size(peak)])
     note = f"Accuracy in % (answers: {answers}), with 95 % confidence over the problems. "
     note += "Costs are means over the benchmarks."
     too_long = {result.benchmark: result.too_long for result in results if result.too_long}
     if too_long:
         named = ", ".join(f"{name} {count}" for name, count in too_long.items())
         note += f"\nNot sampled, counted as wrong, since prompt and completion exceed the context: {named}."
-    parts = (table(rows, "lrl" + "r" * len(arms)), _both_conventions(results), table(costs, "lrrrr"), note)
+    parts = (table(rows, "lrl" + "r" * len(caches)), _both_conventions(results), table(costs, "lrrrr"), note)
     return "\n\n".join(parts)
 
 
-def results_picture(results: Sequence[Result], answers: Convention = "strict") -> bytes | None:
+def results_picture(results: Sequence[BenchmarkResult], answers: Convention = "strict") -> bytes | None:
     """Bars with their 95 % intervals as PNG, None without matplotlib; arguments as for the table."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    arms, benchmarks = _names(results)
-    found = {(result.benchmark, result.arm): result.by(answers) for result in results}
+    caches, benchmarks = _names(results)
+    found = {(result.benchmark, result.cache): result.by(answers) for result in results}
     figure = Figure(figsize=(max(6.0, 1.5 * (len(benchmarks) + 1)), 3.6), layout="constrained")
     ax = figure.add_subplot()
-    width = 0.8 / len(arms)
-    for place, arm in enumerate(arms):
-        own = [found[benchmark, arm] for benchmark in benchmarks]
+    width = 0.8 / len(caches)
+    for place, cache in enumerate(caches):
+        own = [found[benchmark, cache] for benchmark in benchmarks]
         bars = [*((a.mean, a.low, a.high) for a in own), mean_accuracy(own)]
         heights = [100 * mean for mean, _, _ in bars]
         errors = [[100 * (m - low) for m, low, _ in bars], [100 * (high - m) for m, _, high in bars]]
-        where = [n + (place - (len(arms) - 1) / 2) * width for n in range(len(bars))]
+        where = [n + (place - (len(caches) - 1) / 2) * width for n in range(len(bars))]
         style = {"ecolor": "#9ca3af", "capsize": 2.0}
-        ax.bar(where, heights, 0.92 * width, yerr=errors, color=COLORS[place % len(COLORS)], label=arm, error_kw=style)
+        ax.bar(
+            where, heights, 0.92 * width, yerr=errors, color=COLORS[place % len(COLORS)], label=cache, error_kw=style
+        )
     ax.set_xticks(range(len(benchmarks) + 1), [*benchmarks, "mean"])
     ax.set_ylabel("accuracy, %")
     ax.set_ylim(bottom=0.0)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, ncols=len(arms), loc="lower left", bbox_to_anchor=(0, 1))  # over no bar
+    ax.legend(frameon=False, ncols=len(caches), loc="lower left", bbox_to_anchor=(0, 1))  # over no bar
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
 
 
-def _names(results: Sequence[Result]) -> tuple[list[str], list[str]]:
+def _names(results: Sequence[BenchmarkResult]) -> tuple[list[str], list[str]]:
     """Caches and benchmarks in the order of the results."""
-    return list(dict.fromkeys(r.arm for r in results)), list(dict.fromkeys(r.benchmark for r in results))
+    return list(dict.fromkeys(r.cache for r in results)), list(dict.fromkeys(r.benchmark for r in results))
 
 
-def _both_conventions(results: Sequence[Result]) -> str:
+def _both_conventions(results: Sequence[BenchmarkResult]) -> str:
     """Accuracies by both conventions, side by side."""
-    arms, benchmarks = _names(results)
-    found = {(result.benchmark, result.arm): result for result in results}
-    rows = [["strict / lenient", *arms]]
+    caches, benchmarks = _names(results)
+    found = {(result.benchmark, result.cache): result for result in results}
+    rows = [["strict / lenient", *caches]]
     for benchmark in benchmarks:
-        own = [found.get((benchmark, arm)) for arm in arms]
+        own = [found.get((benchmark, cache)) for cache in caches]
         rows.append([benchmark, *(DASH if r is None else _pair(*(r.by(a).mean for a in CONVENTIONS)) for r in own)])
-    rows.append(["mean", *(_pair(*(_mean(results, arm, a)[0] for a in CONVENTIONS)) for arm in arms)])
-    return table(rows, "l" + "r" * len(arms))
+    rows.append(["mean", *(_pair(*(_mean(results, cache, a)[0] for a in CONVENTIONS)) for cache in caches)])
+    return table(rows, "l" + "r" * len(caches))
 
 
 def _pair(strict: float, lenient: float) -> str:
     return f"{100 * strict:.1f} / {100 * lenient:.1f}"
 
 
-def _mean(results: Sequence[Result], arm: str, answers: Convention) -> tuple[float, float, float]:
-    return mean_accuracy([result.by(answers) for result in results if result.arm == arm])
+def _mean(results: Sequence[BenchmarkResult], cache: str, answers: Convention) -> tuple[float, float, float]:
+    return mean_accuracy([result.by(answers) for result in results if result.cache == cache])
 
 
-def _cell(result: Result | None, answers: Convention) -> str:
+def _cell(result: BenchmarkResult | None, answers: Convention) -> str:
     if result is None:
         return DASH
     accuracy = result.by(answers)

@@ -1,74 +1,116 @@
-"""A benchmark's problems: which the model's context has room for, and what is said of the others."""
+"""A benchmark's problems: their names and numbers, and which of them the model's context has room for."""
 
 from __future__ import annotations
 
+import hashlib
+import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
+from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from tqdm import tqdm
 
-from sparse_rl_lightning.evaluation.tables import row_number
-from sparse_rl_lightning.modules.generation import Rows
-from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.records import Rows
+from sparse_rl_lightning.rollout import Progress, SamplingParams
+from sparse_rl_lightning.text import printable, say
 
 ROWS_NAMED = 10
 
 
 @dataclass(frozen=True)
 class Problems:
-    """The rows of a benchmark, those that cannot be sampled apart."""
+    """The rows of a benchmark, encoded; those that cannot be sampled are kept apart."""
 
     name: str
+    rows: Rows
     sampled: Rows
-    too_long: Rows  # prompt and longest completion exceed the context
-    limits: str  # what they exceed, for messages
-
-    def __len__(self) -> int:
-        """All of them, as accuracy counts them."""
-        return len(self.sampled) + len(self.too_long)
-
-    @property
-    def all(self) -> Rows:
-        """Those that are sampled, and behind them the others."""
-        return [*self.sampled, *self.too_long]
-
-    def tell(self) -> None:
-        """Name the problems that are not sampled, if there are any."""
-        if self.too_long:
-            rows = [str(row_number(row, n)) for n, row in enumerate(self.too_long)]
-            more = ", ..." * (len(rows) > ROWS_NAMED)
-            rank_zero_warn(
-                f"{self.name}: {len(rows)} of {len(self)} problems (rows {', '.join(rows[:ROWS_NAMED])}{more}) leave "
-                f"no room for {self.limits}. They are not sampled and count as wrong. To sample more of them: "
-                f"{_advice(self.name)}."
-            )
+    prompts: list[Sequence[int]]  # token ids of those that are sampled
+    too_long: Rows  # prompt and longest completion exceed the context: not sampled, wrong
 
 
 def with_room(
     name: str, rows: Rows, prompts: Sequence[Sequence[int]], params: SamplingParams, context: int | None
 ) -> Problems:
-    """Tell the rows apart by the length of their prompts.
+    """Tell the rows apart by the length of their prompts, and warn of those that exceed the context.
 
     Args:
-        name: Of the benchmark.
-        rows: All its rows.
-        prompts: Their token ids.
-        params: How it is sampled.
+        name: Name of the benchmark.
+        rows: All rows of the benchmark.
+        prompts: Token ids of each row.
+        params: How the benchmark is sampled.
         context: Tokens of the model's context, None for no limit.
 
     Raises:
         ValueError: If there is room for none.
     """
     limits = f"max_completion_length={params.max_completion_length} in the model's context of {context} tokens"
+    advice = f"lower model.max_completion_length, or model.max_completion_length_of if it names {name}"
     fits = [context is None or len(prompt) + params.max_completion_length <= context for prompt in prompts]
     if not any(fits):
         raise ValueError(
             f"{name}: no problem leaves room for {limits}, the shortest prompt has {min(map(len, prompts))} tokens. "
-            f"Either {_advice(name)}, or leave {name} out of data.benchmarks."
+            f"Either {advice}, or leave {name} out of data.benchmarks."
         )
-    sampled, too_long = ([row for row, own in zip(rows, fits, strict=True) if own is kind] for kind in (True, False))
-    return Problems(name, sampled, too_long, limits)
+    left_out = [str(row_number(row, n)) for n, row in enumerate(rows) if not fits[n]]
+    if left_out:
+        more = ", ..." * (len(left_out) > ROWS_NAMED)
+        warnings.warn(
+            f"{name}: {len(left_out)} of {len(rows)} problems (rows {', '.join(left_out[:ROWS_NAMED])}{more}) leave "
+            f"no room for {limits}. They are not sampled and count as wrong. To sample more of them: {advice}.",
+            stacklevel=2,
+        )
+    return Problems(
+        name, rows, list(compress(rows, fits)), list(compress(prompts, fits)),
+        [row for row, own in zip(rows, fits, strict=True) if not own],
+    )  # fmt: skip
 
 
-def _advice(name: str) -> str:
-    return f"lower model.max_completion_length, or model.max_completion_length_of if it names {name}"
+def benchmark_name(rows: Rows) -> str:
+    """The benchmark that rows belong to, fit to be printed; ``data`` where they name none."""
+    return printable(str(rows[0].get("benchmark", "data")))
+
+
+def benchmark_number(name: str) -> int:
+    """A number of a benchmark that does not depend on which others are evaluated."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "big")
+
+
+def row_number(row: dict[str, Any], place: int) -> int:
+    """A benchmark's number of a row, text or not; in any other file ``index`` is the user's, and the place is taken."""
+    index = str(row.get("index")) if "benchmark" in row else ""
+    return int(index) if index.isascii() and index.isdigit() else place
+
+
+class TimeLeft:
+    """Prints how far an evaluation is, with tqdm's estimate of the time left, at most every ``seconds``.
+
+    A sequence counts with the length limit of its benchmark, so that 32 long samples are not taken for one short one.
+
+    Args:
+        total: Sum over all sequences to be drawn of their length limits.
+        seconds: Least time between two lines.
+    """
+
+    def __init__(self, total: int, seconds: float = 10.0) -> None:
+        self.total = total
+        self.seconds = seconds
+        self.done = 0
+        self._start = self._last = time.monotonic()
+
+    def report(self, where: str, progress: Progress, limit: int) -> None:
+        """Print a line if it is time; to be called after every decode step.
+
+        Args:
+            where: Benchmark and cache.
+            progress: Progress of the present rollout.
+            limit: Most tokens of its completions.
+        """
+        now = time.monotonic()
+        if now - self._last >= self.seconds:
+            self._last = now
+            done = self.done + progress.finished * limit
+            batch = f"{where}: {progress.finished}/{progress.total} sequences of this batch"
+            form = "{desc}, {percentage:.0f} % of the evaluation, {remaining} left"
+            say(tqdm.format_meter(done, self.total, now - self._start, prefix=batch, bar_format=form))

@@ -1,8 +1,7 @@
-"""What is measured: pure functions on one rollout, and torchmetrics classes that add up over rollouts and ranks."""
+"""Metrics: pure functions on one rollout, and accuracy over problems."""
 
 from __future__ import annotations
 
-from sparse_rl_lightning.metrics.acceptance import AcceptanceTail, SampledAcceptanceTail
 from sparse_rl_lightning.metrics.accuracy import (
     Accuracy,
     ConfidenceInterval,
@@ -11,27 +10,14 @@ from sparse_rl_lightning.metrics.accuracy import (
     mean_accuracy,
     pass_at_k,
 )
-from sparse_rl_lightning.metrics.beta import BetaFit, fit_beta
-from sparse_rl_lightning.metrics.kv import KVSaving
-from sparse_rl_lightning.metrics.mismatch import EffectiveSampleSize, MismatchKL
-from sparse_rl_lightning.metrics.rejection import RejectionRate, rejection_rate, token_mask_rate
-from sparse_rl_lightning.metrics.repetition import RepetitionRate, repetition_rates
-from sparse_rl_lightning.metrics.rollout import rollout_metrics
+from sparse_rl_lightning.metrics.repetition import repetition_rates
+from sparse_rl_lightning.metrics.rollout import rejection_rate, rollout_metrics, token_mask_rate
 
 __all__ = [
-    "AcceptanceTail",
     "Accuracy",
-    "BetaFit",
     "ConfidenceInterval",
-    "EffectiveSampleSize",
-    "KVSaving",
-    "MismatchKL",
-    "RejectionRate",
-    "RepetitionRate",
-    "SampledAcceptanceTail",
     "accuracy",
     "confidence_interval",
-    "fit_beta",
     "mean_accuracy",
     "pass_at_k",
     "rejection_rate",

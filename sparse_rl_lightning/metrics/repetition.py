@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 NGRAM = 4
 """Tokens that count as one phrase: short enough to catch loops of any length, long enough to spare plain grammar."""
@@ -41,36 +38,6 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
     different = torch.bincount(distinct, minlength=len(sequences))
     count = inside.sum(dim=1)
     return (count - different) / count.clamp(min=1)
-
-
-class RepetitionRate(Metric):
-    """Mean of :func:`repetition_rates` over all completions seen.
-
-    Args:
-        n: Tokens per phrase.
-        **kwargs: Of ``torchmetrics.Metric``.
-    """
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-    total: Tensor
-    count: Tensor
-
-    def __init__(self, n: int = NGRAM, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.n = n
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, sequences: Tensor, mask: Tensor) -> None:
-        """Add token ids (B, T) with their completion mask (B, T)."""
-        self.total += repetition_rates(sequences, mask, self.n).double().sum()
-        self.count += len(sequences)
-
-    def compute(self) -> Tensor:
-        """A number between 0 and 1; 0 before the first completion."""
-        return self.total / self.count.clamp(min=1)
 
 
 def _phrase_ids(sequences: Tensor, n: int) -> Tensor:

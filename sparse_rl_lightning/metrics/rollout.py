@@ -61,7 +61,6 @@ from torch import Tensor
 
 from sparse_rl_lightning.advantages import informative_groups
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
-from sparse_rl_lightning.metrics.rejection import rejection_rate, token_mask_rate
 from sparse_rl_lightning.metrics.repetition import repetition_rates
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
@@ -101,6 +100,33 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
     if scored.seconds.get("rollout"):
         metrics["time/tokens_per_second"] = rollout.completion_mask.sum() / scored.seconds["rollout"]
     return metrics
+
+
+def rejection_rate(keep: Tensor, mask: Tensor) -> Tensor:
+    """Share of sequences of which no token is left.
+
+    Args:
+        keep: (B, T) bool, what rejection leaves.
+        mask: (B, T) bool, the completions.
+
+    Returns:
+        A scalar between 0 and 1.
+    """
+    present = mask.any(dim=1)
+    return (present & ~(keep & mask).any(dim=1)).sum() / present.sum().clamp(min=1)
+
+
+def token_mask_rate(keep: Tensor, mask: Tensor) -> Tensor:
+    """Share of completion tokens that are left out, those of rejected sequences included.
+
+    Args:
+        keep: (B, T) bool, what rejection leaves.
+        mask: (B, T) bool, the completions.
+
+    Returns:
+        A scalar between 0 and 1.
+    """
+    return (mask & ~keep).sum() / mask.sum().clamp(min=1)
 
 
 def _completions(rollout: Rollout) -> dict[str, Tensor]:

@@ -12,14 +12,12 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.loss import Items
-from sparse_rl_lightning.learner.packing import split, token_counts, trimmed
 from sparse_rl_lightning.modules.generation import Rows
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.policies.lora import add_adapter, check_adapter, without_adapters
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
-from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,11 @@ class DistillSparse(SparseGRPO):
     ``sparse_adapter/``. Needs ``pip install 'sparse-rl-lightning[lora]'``.
 
     Logged beside SparseGRPO's metrics, in the adapter's steps: ``distill/loss``, ``distill/kl`` (nats per token) and
-    ``distill/clip_ratio``; with ``record_pages`` after a rollout ``distill/differing_pages``, the share of the pages
-    read, of those that competed, that the learner does not choose.
+    ``distill/clip_ratio``.
 
     Args:
         policy: As in :class:`SparseGRPO`, like all other arguments not listed here.
         adapter: The adapter and its objective, null for the defaults.
-        record_pages: Bytes for the record of the pages that a retriever reads, for tests and short runs: it can take
-            as much as the cache. 0 records nothing.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
@@ -89,7 +84,7 @@ class DistillSparse(SparseGRPO):
     replays = keeps_evictions = True
     trains_whole_policy = False
 
-    def __init__(self, *args: Any, adapter: SparseAdapter | None = None, record_pages: int = 0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, adapter: SparseAdapter | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.retriever is not None and self.compressor.evicts:
             raise ValueError(
@@ -97,7 +92,6 @@ class DistillSparse(SparseGRPO):
                 f"entries between the pages that {type(self.retriever).__name__} chooses from. Set model.retriever to "
                 "null, or model.compressor to FullKV."
             )
-        self.sampler_options = replace(self.sampler_options, record_pages=record_pages)
         if not self.rescore:
             raise ValueError("DistillSparse corrects the policy by its dense log-probs: set model.rescore to true.")
         self.adapter = adapter or SparseAdapter()
@@ -179,25 +173,6 @@ class DistillSparse(SparseGRPO):
     def _rescore(self, scored: ScoredRollout) -> None:
         super()._rescore(scored)
         self._replay_old(scored)
-        if scored.rollout.pages is not None:
-            self.log("distill/differing_pages", self._differing_pages(scored.rollout), batch_size=len(scored.rollout))
-            scored.rollout.pages = None  # large, and the loss does not read it
-
-    @torch.no_grad()
-    def _differing_pages(self, rollout: Rollout) -> Tensor:
-        """The share of the recorded pages that the learner does not choose, a mean over sequences."""
-        assert self.retriever is not None
-        learner, total = self.learner, torch.zeros((), device=rollout.sequences.device)
-        with eval_mode(self.sparse_policy):
-            for rows in split(token_counts(rollout), learner.micro_batch_tokens or sum(token_counts(rollout))):
-                part = trimmed(rollout[torch.tensor(rows, device=rollout.sequences.device)])
-                found = retrieval_logprobs(
-                    self.sparse_policy, part, self.retriever, self.temperature or 1.0, learner.head_chunk_size,
-                    learner.head_in_float32,
-                )  # fmt: skip
-                assert found.differing_pages is not None
-                total += found.differing_pages * len(part)
-        return total / len(rollout)
 
     def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
         """The policy's loss in its own passes, the adapter's in the last one; the other is frozen."""

@@ -5,53 +5,55 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
-from sparse_rl_lightning.evaluation.problems import Problems, with_room
-from sparse_rl_lightning.evaluation.store import BenchmarkResult, ResultFolder
-from sparse_rl_lightning.evaluation.tables import (
-    CORRECT_COLUMNS,
-    KV_COLUMNS,
-    Table,
+from sparse_rl_lightning.evaluation.problems import (
+    Problems,
+    TimeLeft,
     benchmark_name,
     benchmark_number,
-    completion_table,
-    joined,
-    name_arms,
     row_number,
-    unsampled_table,
+    with_room,
 )
-from sparse_rl_lightning.evaluation.time_left import TimeLeft
+from sparse_rl_lightning.evaluation.results import (
+    BenchmarkResult,
+    ResultFolder,
+    completion_table,
+    judge_answers,
+    name_caches,
+)
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
-from sparse_rl_lightning.metrics import accuracy, mean_accuracy
-from sparse_rl_lightning.modules.base import default_optimizer
-from sparse_rl_lightning.modules.generation import GenerationModule, Rows
+from sparse_rl_lightning.metrics import mean_accuracy
+from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.policies.geometry import context_length
 from sparse_rl_lightning.policies.source import PolicySource
+from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
 from sparse_rl_lightning.rewards.math.checker import known_convention
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.options import SamplerOptions, as_texts
+from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.text import prompt_text, say
 
 SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
 MAX_SAMPLES = 1000  # of a problem, whose sequences begin at another multiple of it
 
 
-class Evaluation(GenerationModule):
+class Evaluation(PolicyModule):
     """Accuracy of a policy with the full cache and with any compressors, on ``MathBenchmarks`` (``sparse-rl test``).
 
     Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and taken up by a later run of
@@ -118,32 +120,34 @@ class Evaluation(GenerationModule):
         seed: int = 0,
         answers: Convention = "strict",
     ) -> None:
-        self.arms = name_arms([*([FullKV()] if dense else []), *(compressors or []), *(retrievers or [])])
-        if not self.arms or batch_size < 1:
+        super().__init__(policy)
+        self.caches = name_caches([*([FullKV()] if dense else []), *(compressors or []), *(retrievers or [])])
+        if not self.caches or batch_size < 1:
             raise ValueError(
                 "Evaluation needs dense: true, compressors or retrievers, and batch_size of at least 1; got "
-                f"{len(self.arms)} caches and batch_size={batch_size}."
+                f"{len(self.caches)} caches and batch_size={batch_size}."
             )
         samples = {"num_samples": num_samples, **{f"num_samples_of[{k}]": n for k, n in (num_samples_of or {}).items()}}
         if too_many := {name: number for name, number in samples.items() if number > MAX_SAMPLES}:
             raise ValueError(f"Evaluation draws at most {MAX_SAMPLES} samples per problem, got {too_many}: lower them.")
-        super().__init__(
-            policy, FullKV(), MathReward(check_workers), None,
-            SamplingParams(
-                num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
-                top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
-                stop_strings=as_texts(stop_strings), seed=seed,
-            ),
-            SamplerOptions(num_slots, as_texts(end_tokens), memory_limit, kv_dtype, cuda_graphs=cuda_graphs),
-            val_sampling=None, chat_template_kwargs=chat_template_kwargs, optimizer=default_optimizer,
-            lr_scheduler=None, disable_dropout=True,
+        self.sampling = SamplingParams(
+            num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
+            top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+            stop_strings=as_texts(stop_strings), seed=seed,
         )  # fmt: skip
+        self.sampler_options = SamplerOptions(
+            num_slots, as_texts(end_tokens), memory_limit, kv_dtype, cuda_graphs=cuda_graphs
+        )
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.checker = MathChecker(check_workers)
         self.answers = known_convention(answers)
         self.num_samples_of = dict(num_samples_of or {})
         self.max_completion_length_of = dict(max_completion_length_of or {})
         self.batch_size = batch_size
         self.results: list[BenchmarkResult] = []
-        self._clock: TimeLeft | None = None
+        self._problems: list[Problems] = []  # of the test loader, encoded once
+        self._clock = TimeLeft(0)
+        self._digest = ""  # of the weights
         self._part_way = Expendable("A finished benchmark")
 
     def params(self, benchmark: str) -> SamplingParams:
@@ -155,47 +159,46 @@ class Evaluation(GenerationModule):
     # ---------------------------------------------------------------- Lightning
 
     def on_test_start(self) -> None:
-        """Find out now that results can be written; count what is to be done."""
+        """Find out now that results can be written."""
         super().on_test_start()
-        if self._world_size > 1:
-            raise ValueError(f"Evaluation runs in one process, got {self._world_size}: set trainer.devices to 1.")
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1."
+            )
         writable_folder(self.folder.path, "trainer.default_root_dir")
         self.trainer.test_loop.verbose = False  # Lightning's own table would say the same again, less readably
-        self.results, self._clock = [], None
+        self.results, self._problems = [], []
         self._digest = weights_digest(self.dense_policy)
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
-        """One benchmark under every cache."""
+        """Evaluate one benchmark under every cache."""
         if "benchmark" not in batch[0]:
             raise ValueError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
-        if self._clock is None:
-            self._clock = TimeLeft(self._work_to_do(batch))
-        problems = self._problems(batch)
+        problems = self._encoded(batch)
         name = problems.name
-        problems.tell()
         self.log(f"test/{name}/too_long", len(problems.too_long), batch_size=1)
-        for arm in self.arms:
-            result = self.folder.load(name, arm, self._fingerprint(problems, arm))
+        for cache in self.caches:
+            result = self.folder.load(name, cache, self._fingerprint(problems, cache))
             if result is None:
-                result = self._evaluate_benchmark(problems, arm)
+                result = self._evaluate(problems, cache)
             else:
-                rank_zero_info(f"{name}, {arm}: taken from {self.folder.path}")
+                rank_zero_info(f"{name}, {cache}: taken from {self.folder.path}")
                 self._clock.total -= self._work(problems)
             self.results.append(result)
-            self.log(f"test/{name}/{arm}", result.by(self.answers).mean, batch_size=1)
+            self.log(f"test/{name}/{cache}", result.by(self.answers).mean, batch_size=1)
             for answers in CONVENTIONS:
-                self.log(f"test/{name}/{arm}/{answers}", result.by(answers).mean, batch_size=1)
+                self.log(f"test/{name}/{cache}/{answers}", result.by(answers).mean, batch_size=1)
 
     def on_test_epoch_end(self) -> None:
-        """Table, JSON and picture of everything."""
+        """Show and write table, JSON and picture of all results."""
         if not self.results:
             return
-        for arm in self.arms:
-            own = [result for result in self.results if result.arm == arm]
+        for cache in self.caches:
+            own = [result for result in self.results if result.cache == cache]
             means = {answers: mean_accuracy([r.by(answers) for r in own])[0] for answers in CONVENTIONS}
-            self.log(f"test/mean/{arm}", means[self.answers])
+            self.log(f"test/mean/{cache}", means[self.answers])
             for answers in CONVENTIONS:
-                self.log(f"test/mean/{arm}/{answers}", means[answers])
+                self.log(f"test/mean/{cache}/{answers}", means[answers])
         text = results_table(self.results, self.answers)
         say(f"\n{text}\n")
         try:
@@ -209,37 +212,96 @@ class Evaluation(GenerationModule):
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
         """The rows, each with its ``completions`` by cache: a list of ``num_samples`` texts."""
         params = self.params(benchmark_name(batch))
-        rows = [dict(row) for row in batch]
-        count = params.num_generations
-        for arm in self.arms:
-            with self.caching(arm) as sampler:
-                for part, ids in self._parts(rows, params, batch_idx):
-                    texts = self.texts(sampler.generate(self.encode(part), params, sequence_ids=ids))
-                    for n, row in enumerate(part):
-                        row.setdefault("completions", {})[arm] = texts[n * count : (n + 1) * count]
+        rows: Rows = [{**row, "completions": {}} for row in batch]
+        count, prompts = params.num_generations, self.encode(batch)
+        for cache in self.caches:
+            with self.caching(cache) as sampler:
+                draw = draw_from(sampler, self.texts, params, prompts, self._starts(batch, batch_idx))
+                texts = evaluate(draw, batch, batch_size=self.batch_size).completions
+            for n, row in enumerate(rows):
+                row["completions"][cache] = texts[n * count : (n + 1) * count]
         return rows
 
-    on_predict_epoch_end = on_validation_epoch_end = GenerationModule.on_validation_epoch_end
-
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- details
 
     @property
     def folder(self) -> ResultFolder:
-        """Where results are."""
+        """The folder of results."""
         return ResultFolder(Path(self.trainer.default_root_dir) / "evaluation")
 
-    @contextmanager
-    def caching(self, arm: str) -> Iterator[RolloutSampler]:
-        """A sampler with one of the caches, whose memory is given back afterwards."""
-        policy = self.dense_policy
+    @property
+    def dense_policy(self) -> PreTrainedModel:
+        """The policy, loaded on first use."""
+        self.configure_model()
+        assert self.policy is not None
+        return self.policy
+
+    def encode(self, rows: Rows) -> list[list[int]]:
+        """The token ids of the rows' prompts."""
+        self.configure_model()
         assert self.tokenizer is not None
-        cache = self.arms[arm]
-        pair = (cache, None) if isinstance(cache, Compressor) else (FullKV(), cache)
+        return encode_prompts(self.tokenizer, [row["prompt"] for row in rows], self.chat_template_kwargs)
+
+    def texts(self, rollout: Rollout) -> list[str]:
+        """The completions of a rollout as text."""
+        assert self.tokenizer is not None
+        return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+
+    @contextmanager
+    def caching(self, cache: str) -> Iterator[RolloutSampler]:
+        """A sampler with one of the caches, whose memory is given back afterwards."""
+        policy, kind = self.dense_policy, self.caches[cache]
+        assert self.tokenizer is not None
+        pair = (kind, None) if isinstance(kind, Compressor) else (FullKV(), kind)
         sampler = self.sampler_options.sampler(policy, self.tokenizer, *pair)
         try:
             yield sampler
         finally:
             sampler.release()
+
+    def _encoded(self, batch: Rows) -> Problems:
+        """The problems of a batch; the first one has those of the whole loader encoded, to know the time it takes."""
+        if not self.results:
+            data = getattr(self.trainer.test_dataloaders, "dataset", None)
+            batches = data if isinstance(data, list) and data and isinstance(data[0], list) else [batch]
+            self._problems = [self._with_room(rows) for rows in batches]
+            self._clock = TimeLeft(len(self.caches) * sum(map(self._work, self._problems)))
+        known = [problems for problems in self._problems if problems.rows == batch]
+        return known[0] if known else self._with_room(batch)
+
+    def _with_room(self, rows: Rows) -> Problems:
+        name, context = benchmark_name(rows), context_length(self.dense_policy.config)
+        return with_room(name, rows, self.encode(rows), self.params(name), context)
+
+    def _work(self, problems: Problems) -> int:
+        """Length limits of all sequences of a benchmark under one cache."""
+        params = self.params(problems.name)
+        return len(problems.sampled) * params.num_generations * params.max_completion_length
+
+    def _evaluate(self, problems: Problems, cache: str) -> BenchmarkResult:
+        start, params = time.perf_counter(), self.params(problems.name)
+        limit = params.max_completion_length
+        starts = self._starts(problems.sampled, benchmark_number(problems.name))
+
+        def report(progress: Progress) -> None:
+            self._clock.report(f"{problems.name}, {cache}", progress, limit)
+
+        def judge(scored: ScoredRollout) -> Tensor:
+            self._clock.done += len(scored.rollout) * limit
+            return judge_answers(scored, self.checker)
+
+        self.checker.take_counters()
+        with self.caching(cache) as sampler:
+            draw = draw_from(sampler, self.texts, params, problems.prompts, starts, report)
+            scores = evaluate(draw, problems.sampled, judge, self.batch_size)
+        seconds, counters = time.perf_counter() - start, self.checker.take_counters()
+        result = BenchmarkResult.of(problems, cache, self._fingerprint(problems, cache), scores, seconds, counters)
+        self._part_way(lambda: self.folder.save(result, completion_table(problems, scores)))
+        return result
+
+    def _starts(self, rows: Rows, group: int) -> list[int]:
+        """The number of each row's first sequence: the same under every cache and in any batch."""
+        return [group * SEQUENCES_PER_BENCHMARK + row_number(row, n) * MAX_SAMPLES for n, row in enumerate(rows)]
 
     def _write(self, text: str) -> list[Path]:
         """The table, JSON and picture of everything; where the latter two are."""
@@ -249,83 +311,15 @@ class Evaluation(GenerationModule):
         picture = results_picture(self.results, self.answers)
         return written if picture is None else [*written, self.folder.write("results.png", picture)]
 
-    def _problems(self, rows: Rows) -> Problems:
-        """A benchmark's rows, apart from those that its limits and the model's context leave no room for."""
-        name, context = benchmark_name(rows), context_length(self.dense_policy.config)
-        return with_room(name, rows, self.encode(rows), self.params(name), context)
-
-    def _evaluate_benchmark(self, problems: Problems, arm: str) -> BenchmarkResult:
-        name = problems.name
-        start, params = time.perf_counter(), self.params(name)
-        checker = self._checker()
-        checker.take_counters()
-        tables: list[Table] = []
-        with self.caching(arm) as sampler:
-            for part, ids in self._parts(problems.sampled, params, benchmark_number(name)):
-                report = self._report(f"{name}, {arm}", params)
-                rollout = sampler.generate(self.encode(part), params, sequence_ids=ids, progress=report)
-                assert self._clock is not None
-                self._clock.finished(len(rollout), params.max_completion_length)
-                tables.append(completion_table(part, rollout, self.texts(rollout), checker))
-        columns = joined(tables)
-        peak = max(columns.pop("kv_peak_bytes"))
-        everything = joined([columns, unsampled_table(problems.too_long, params.num_generations)])
-        shape = len(problems), params.num_generations
-        correct = {a: torch.tensor(everything[column]).view(shape) for a, column in CORRECT_COLUMNS.items()}
-        total = {key: sum(columns[key]) for key in KV_COLUMNS}
-        result = BenchmarkResult(
-            name, arm, self._fingerprint(problems, arm), accuracy(correct["strict"]), accuracy(correct["lenient"]),
-            mean_length=sum(columns["length"]) / len(columns["length"]),
-            clipped=1 - sum(columns["finished"]) / len(columns["finished"]),
-            kv_saving_final=1 - total["kv_stored"] / max(1, total["kv_full"]),
-            kv_saving_integral=1 - total["kv_stored_steps"] / max(1, total["kv_full_steps"]),
-            kv_peak_bytes=peak,
-            seconds=time.perf_counter() - start,
-            counters=checker.take_counters(),
-            too_long=len(problems.too_long),
-        )  # fmt: skip
-        table = {"benchmark": [name] * len(everything["index"]), **everything}
-        self._part_way(lambda: self.folder.save(result, table))
-        return result
-
-    def _report(self, where: str, params: SamplingParams) -> Callable[[Progress], None]:
-        def report(progress: Progress) -> None:
-            assert self._clock is not None
-            self._clock.report(where, progress, params.max_completion_length)
-
-        return report
-
-    def _parts(self, rows: Rows, params: SamplingParams, group: int) -> Iterator[tuple[Rows, list[int]]]:
-        """The rows of each rollout, and its sequences' numbers: benchmark or batch, place in it and sample."""
-        starts = [group * SEQUENCES_PER_BENCHMARK + row_number(row, n) * MAX_SAMPLES for n, row in enumerate(rows)]
-        for first in range(0, len(rows), self.batch_size):
-            own = slice(first, first + self.batch_size)
-            yield rows[own], [start + sample for start in starts[own] for sample in range(params.num_generations)]
-
-    def _fingerprint(self, problems: Problems, arm: str) -> str:
+    def _fingerprint(self, problems: Problems, cache: str) -> str:
         """Of everything that decides a result: which problems there is room for and where they stand, too."""
-        questions = [[prompt_text(r["prompt"]), str(r["answer"]), r.get("tolerance")] for r in problems.all]
+        rows = [*problems.sampled, *problems.too_long]
+        questions = [[prompt_text(r["prompt"]), str(r["answer"]), r.get("tolerance")] for r in rows]
         if problems.too_long:  # without any, their order alone says where they stand
-            questions.append([[row_number(row, n) for n, row in enumerate(problems.all)], len(problems.sampled)])
+            questions.append([[row_number(row, n) for n, row in enumerate(rows)], len(problems.sampled)])
         return fingerprint(
-            weights=self._digest, cache=self.arms[arm], params=self.params(problems.name), questions=questions,
+            weights=self._digest, cache=self.caches[cache], params=self.params(problems.name), questions=questions,
             end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype,
             chat_template_kwargs=self.chat_template_kwargs,
             version=version("sparse-rl-lightning"),
         )  # fmt: skip
-
-    def _work_to_do(self, batch: Rows) -> int:
-        """Length limits of all sequences of the test loader; of this batch where the loader cannot be looked into."""
-        data = getattr(self.trainer.test_dataloaders, "dataset", None)
-        batches = data if isinstance(data, list) and data and isinstance(data[0], list) else [batch]
-        return len(self.arms) * sum(self._work(self._problems(rows)) for rows in batches)
-
-    def _work(self, problems: Problems) -> int:
-        """Length limits of all sequences of a benchmark under one cache."""
-        params = self.params(problems.name)
-        return len(problems.sampled) * params.num_generations * params.max_completion_length
-
-    def _checker(self) -> MathChecker:
-        (reward,) = self.reward_funcs
-        assert isinstance(reward, MathReward)
-        return reward.checker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -13,22 +14,23 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.evaluation.scores import ValidationScores
+from sparse_rl_lightning.evaluation.evaluate import evaluate
+from sparse_rl_lightning.evaluation.validation import ValidationLog
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout
+from sparse_rl_lightning.records import Rows as Rows
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards import reward_counters, reward_names
 from sparse_rl_lightning.rewards.base import reward_batch, reward_table, weighted_rewards
 from sparse_rl_lightning.rewards.guarded import GuardedReward
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.cache.memory import MemoryPlan
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.options import SamplerOptions
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 
-Rows = list[dict[str, Any]]
 RewardFunctions = Callable[..., list[float | None]] | list[Callable[..., list[float | None]]]
 
 
@@ -102,7 +104,7 @@ class GenerationModule(PolicyModule):
         self._plans_told: set[bool] = set()
         self._guards: list[GuardedReward] = []
         self._told: set[tuple[str, str]] = set()  # what was said of which reward function
-        self._scores = ValidationScores()
+        self._validation = ValidationLog(self.log)
         self._shadow: ShadowPolicy | None = None
 
     @property
@@ -197,7 +199,7 @@ class GenerationModule(PolicyModule):
     def texts(self, rollout: Rollout) -> list[str]:
         """The completions of a rollout as text."""
         assert self.tokenizer is not None
-        return self.tokenizer.batch_decode(completion_ids(rollout), skip_special_tokens=True)
+        return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
 
     def _tell_memory_plan(self, plan: MemoryPlan | None, dense: bool) -> None:
         """Say once per cache how many slots the memory limit allows, while the first rollout is going on."""
@@ -210,7 +212,7 @@ class GenerationModule(PolicyModule):
         repeated = [row for row in scored.rows for _ in range(scored.num_generations)]
         columns = {name: [row.get(name) for row in repeated] for name in columns_of(scored.rows)}
         batch = reward_batch(
-            [row["prompt"] for row in repeated], scored.completions, completion_ids(scored.rollout), columns
+            [row["prompt"] for row in repeated], scored.completions, scored.rollout.completion_ids, columns
         )
         guards = self._guarded()
         table = reward_table([guard.judge(batch) for guard in guards])
@@ -270,24 +272,19 @@ class GenerationModule(PolicyModule):
 
     def _evaluate(self, batch: Rows, stage: str, index: int) -> None:
         for name in ("dense", "sparse") if self.rolls_out_sparse else ("dense",):
-            scored = self.generate(batch, self.val_sampling, dense=name == "dense", index=index)
-            rewards, rollout = self.reward(scored), scored.rollout
-            rewarded = rewards[~rewards.isnan()]
-            mean = rewarded.mean() if len(rewarded) else rewards.new_zeros(())  # of none: has no weight
-            self.log(f"{stage}/reward_{name}", mean, prog_bar=True, batch_size=len(rewarded), sync_dist=True)
-            length = rollout.completion_lengths.float().mean()
-            self.log(f"{stage}/length_{name}", length, prog_bar=True, batch_size=len(batch), sync_dist=True)
-            self._scores.log(self, scored, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
+            draw = partial(self.generate, params=self.val_sampling, dense=name == "dense", index=index)
+            scores = evaluate(draw, batch, self.reward)
+            self._validation.batch(scores, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
 
     def on_validation_epoch_start(self) -> None:
         """Count this validation's rows only, also where the last one was interrupted."""
-        self._scores.begin()
+        self._validation.begin()
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log how sure the means are; give the caches back: training rollouts size their own."""
-        self._scores.log_intervals(self)
+        self._validation.end()
         for sampler in self._samplers.values():
             sampler.release()
 
@@ -329,9 +326,3 @@ class GenerationModule(PolicyModule):
 def columns_of(rows: Rows) -> list[str]:
     """What any of the rows has besides its prompt; a row that lacks it has None."""
     return list(dict.fromkeys(name for row in rows for name in row if name != "prompt"))
-
-
-def completion_ids(rollout: Rollout) -> list[list[int]]:
-    """Token ids of every completion, without prompt and padding."""
-    pairs = zip(rollout.sequences, rollout.completion_mask, strict=True)
-    return [sequence[mask].tolist() for sequence, mask in pairs]

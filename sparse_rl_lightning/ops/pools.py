@@ -39,26 +39,28 @@ class KVPools:
             dtype: Type of keys and values.
             device: Where they live.
         """
-        return cls.ragged(torch.full(heads, capacity, dtype=torch.int32, device=device), head_dim, dtype)
+        return cls.ragged(torch.full(heads, capacity, dtype=torch.int32), head_dim, dtype, device)
 
     @classmethod
-    def ragged(cls, capacities: Tensor, head_dim: int, dtype: torch.dtype) -> Self:
-        """Empty pools on the device of ``capacities``, the heads one after the other in its order.
+    def ragged(cls, capacities: Tensor, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """Empty pools, the heads one after the other in the order of ``capacities``.
 
         Args:
-            capacities: (L, S, H) or (S, H) int32, entries of each head.
+            capacities: (L, S, H) or (S, H) int32 on the CPU, entries of each head.
             head_dim: D.
             dtype: Type of keys and values.
+            device: Where they live.
         """
-        device, ends = capacities.device, capacities.flatten().cumsum(0)
+        ends = capacities.flatten().cumsum(0)
         keys = torch.zeros(int(ends[-1]), head_dim, dtype=dtype, device=device)
+        offsets = (ends - capacities.flatten()).view(capacities.shape).to(device)
         return cls(
             keys=keys,
             values=torch.zeros_like(keys),
             positions=torch.zeros(len(keys), dtype=torch.int32, device=device),
-            offsets=(ends - capacities.flatten()).view(capacities.shape),
-            capacities=capacities,
-            lengths=torch.zeros_like(capacities),
+            offsets=offsets,
+            capacities=capacities.to(device),
+            lengths=torch.zeros(capacities.shape, dtype=torch.int32, device=device),
             errors=torch.zeros(1, dtype=torch.int32, device=device),
         )
 

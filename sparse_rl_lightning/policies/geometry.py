@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class CacheGeometry:
     num_kv_heads: int
     head_dim: int
     scale: float
-    inv_freq: Tensor  # (D / 2,)
+    inv_freq: Tensor = field(compare=False)  # (D / 2,)
     attention_scaling: float
     dtype: torch.dtype  # what the model computes in
     kv_dtype: torch.dtype  # what keys and values are kept in

@@ -1,137 +1,185 @@
-"""The picture of a run: its most telling charts drawn by matplotlib into one PNG."""
+"""Charts drawn by matplotlib: as SVG elements of a page, or together as one PNG."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl_lightning.report.panels import PANELS, Panel
-from sparse_rl_lightning.report.plots import MOST_POINTS
+from sparse_rl_lightning.report.measures import CACHES
+from sparse_rl_lightning.report.plots import Plot, Series, plots_of_run, short
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.scale import smoothed
-from sparse_rl_lightning.report.svg import SMOOTHED_FROM
-from sparse_rl_lightning.report.terminal import CACHES
-from sparse_rl_lightning.text import number, percent, printable, size
+from sparse_rl_lightning.text import number, percent, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import LayoutEngine
-    from matplotlib.ticker import Locator
 
-BLUE, ORANGE, GRAY, INK = "#2563eb", "#c2410c", "#9ca3af", "#1f2937"
+LIGHT = ("#1d4ed8", "#c2410c", "#0e9f6e", "#4a044e")
+DARK = ("#7aa8ff", "#ff8a3d", "#5eead4", "#fde68a")
+"""Colors of lines on light and on dark ground; more lines than colors are dashed, then dotted."""
+DASHES = ("-", "--", ":")
+INK, SOFT, GRAY, GRID, WHITE = "#1f2937", "#4b5563", "#7b8794", "#e5e7eb", "#ffffff"
+VARIABLES = {**{color: f"--c{place}" for place, color in enumerate(LIGHT)},
+             SOFT: "--soft", GRAY: "--gray", GRID: "--grid", WHITE: "--card"}  # fmt: skip
+"""Colors of a chart that the page's style sheet replaces in the dark."""
+
 INSTALL_HINT = "The charts need matplotlib: pip install 'sparse-rl-lightning[report]'."
 COLUMNS = 3
+SMOOTHED_FROM = 8
+"""Points from which on a bold line is a mean over neighbors and the values stand pale behind it."""
+WIDTH, HEIGHT, TOP, BOTTOM, RIGHT = 400, 210, 8, 36, 20  # of a chart in the page
+DIGIT = 7.7
+"""Width of a digit in the page's labels, in the widest of the usual fonts."""
 
 STYLE: Any = {
-    "font.family": "sans-serif", "font.size": 10, "text.color": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GRAY, "axes.labelcolor": "#4b5563",
+    "font.family": "sans-serif", "font.size": 10, "text.color": INK, "text.parse_math": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GRAY, "axes.labelcolor": SOFT,
     "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlecolor": INK,
-    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e5e7eb",
-    "xtick.color": "#4b5563", "ytick.color": "#4b5563", "xtick.labelsize": 9, "ytick.labelsize": 9,
-    "legend.frameon": False, "legend.fontsize": 9, 
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID,
+    "xtick.color": SOFT, "ytick.color": SOFT, "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "legend.frameon": False, "legend.fontsize": 9, "svg.fonttype": "none",
 }  # fmt: skip
 
 
-Draw = Callable[["Axes"], None]
-
-
-def charts(record: RunRecord) -> list[tuple[str, Draw]]:
-    """Title of every chart that has data, with the function that draws it."""
-    drawn: list[tuple[str, Draw]] = []
-    if record.before or record.after:
-        drawn.append(("Held-out problems", lambda ax: _draw_results(ax, record)))
-    if record.maximum("kv/peak_bytes") is not None:
-        drawn.append(("Peak KV memory", lambda ax: _draw_memory(ax, record)))
-    for panel in PANELS:
-        if panel.pictured and panel.found(record):
-            drawn.append((panel.title, lambda ax, panel=panel: _draw_panel(ax, panel, record)))  # type: ignore[misc]
-    return drawn
-
-
-def _draw_panel(ax: Axes, panel: Panel, record: RunRecord) -> None:
-    """Lines over the rollouts, smoothed over the pale values."""
-    found = [(line, panel.fewer(points, MOST_POINTS)) for line, points in panel.found(record)]
-    for (line, points), color in zip(found, (BLUE, ORANGE, INK), strict=False):
-        across, values = [x for x, _ in points], [y for _, y in points]
-        color = GRAY if line.reference else color
-        few = len(values) < SMOOTHED_FROM
-        if panel.log or panel.exact or few:
-            ax.plot(across, values, color=color, lw=1.3, label=line.label, marker="." if few else "")
-        else:
-            ax.plot(across, values, color=color, lw=0.8, alpha=0.3)
-            ax.plot(across, smoothed(values, 1 + len(values) // 12), color=color, lw=2, label=line.label)
-    known = [y for _, points in found for _, y in points]
-    ax.set(xlabel="rollout", ylabel=panel.unit)
-    ax.xaxis.set_major_locator(_whole_numbers())
-    if panel.log and max(known) > 0:
-        ax.set_yscale("log")
-    elif min(known) >= 0:
-        ax.set_ylim(bottom=0.0)
-    if len(found) > 1:
-        ax.legend(loc="best")
-
-
-def _draw_results(ax: Axes, record: RunRecord) -> None:
-    """Greedy results on held-out problems, before and after: two bars per cache."""
-    caches = [cache for cache in CACHES if cache in record.before or cache in record.after]
-    for shift, values, label, color in ((-0.2, record.before, "before", GRAY), (0.2, record.after, "after", BLUE)):
-        heights = [values.get(cache, math.nan) for cache in caches]
-        bars = ax.bar([i + shift for i in range(len(caches))], heights, 0.36, color=color, label=label)
-        ax.bar_label(bars, [number(h, 2) for h in heights], padding=2, fontsize=9)
-    ax.set_xticks(range(len(caches)), [CACHES[cache] for cache in caches])
-    ax.set_xlim(-0.6, len(caches) - 0.4)
-    ax.set(ylabel=record.measure)
-    ax.margins(y=0.25)
-    ax.legend(loc="upper left", ncols=2)
-
-
-def _draw_memory(ax: Axes, record: RunRecord) -> None:
-    """Peak bytes of the KV cache against those of a full one: two bars."""
-    used, full = record.maximum("kv/peak_bytes") or 0.0, record.maximum("kv/full_peak_bytes") or 0.0
-    bars = ax.barh(["full cache", "this run"], [full, used], 0.55, color=[GRAY, BLUE])
-    share = percent(used / full) if full else ""
-    ax.bar_label(bars, [size(full), f"{size(used)} ({share})"], padding=4, fontsize=9)
-    ax.set_xlim(0, 1.45 * max(used, full, 1.0))
-    ax.set_xticks([])
-    ax.spines["bottom"].set_visible(False)
-    ax.grid(False)
-
-
 def picture(record: RunRecord) -> bytes:
-    """All charts that have data as one PNG.
+    """The most telling charts of a run as one PNG.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message says what to install.
     """
+    plots = [plot for plot in plots_of_run(record) if plot.panel.pictured]
     with _figures() as figure_class:
-        found = charts(record)
-        rows = max(1, math.ceil(len(found) / COLUMNS))
-        figure = figure_class(figsize=(4.3 * COLUMNS, 3.1 * rows + 0.8), layout=_roomy(), facecolor="white")
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+        rows = max(1, math.ceil(len(plots) / COLUMNS))
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)  # inches
+        figure = figure_class(figsize=(4.3 * COLUMNS, 3.1 * rows + 0.8), layout=layout, facecolor="white")
         headline = figure.suptitle(_headline(record), x=0.012, ha="left", fontsize=11, fontweight="bold")
-        headline.set(linespacing=1.6, parse_math=False)
-        for place, (title, draw) in enumerate(found):
+        headline.set_linespacing(1.6)
+        for place, plot in enumerate(plots):
             ax = figure.add_subplot(rows, COLUMNS, place + 1)
-            ax.set_title(title)
-            draw(ax)
+            draw(ax, plot)
+            ax.set(title=plot.panel.title, ylabel=plot.panel.unit)
+            if len(plot.series) > 1:
+                ax.legend(loc="best")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=110)
         return buffer.getvalue()
 
 
-def _whole_numbers() -> Locator:
+def drawings(plots: Sequence[Plot]) -> list[str]:
+    """The inside of one SVG element per chart, which has :data:`WIDTH` and :data:`HEIGHT`.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed; the message says what to install.
+    """
+    with _figures() as figure_class:
+        return [_drawing(figure_class(figsize=(WIDTH / 72, HEIGHT / 72)), plot) for plot in plots]
+
+
+def draw(ax: Axes, plot: Plot) -> None:
+    """Bands, dots, or lines smoothed over the pale values; the legend is up to the caller."""
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(integer=True)
+    series = plot.series
+    if plot.panel.stacked:
+        across, heights = [x for x, _ in series[0].points], [[y for _, y in s.points] for s in series]
+        colors = [_look(s.color)[0] for s in series]
+        ax.stackplot(across, heights, colors=colors, labels=[s.label for s in series])
+        values = [sum(column) for column in zip(*heights, strict=True)]
+    else:
+        values = [y for s in series for _, y in s.points]
+    low, labels = _scale(ax, values, plot.panel.log)
+    for s in () if plot.panel.stacked else series:
+        _line(ax, s, plot, low)
+    across = [x for s in series for x, _ in s.points]
+    ax.set_xlim(min(across), max(max(across), min(across) + 1))
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.xaxis.set_major_formatter(lambda value, _: short(value))
+    ax.set_yticks(labels, [short(value) for value in labels])
+    ax.set_xlabel("rollout")
+    ax.minorticks_off()
+    ax.tick_params(left=False, bottom=False)
 
 
-def _roomy() -> LayoutEngine:
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
+def _line(ax: Axes, s: Series, plot: Plot, low: float) -> None:
+    across, values = [x for x, _ in s.points], [max(y, low) for _, y in s.points]
+    (color, dashes), label = _look(s.color), f"{s.label} {s.last}" if plot.panel.marked else s.label
+    few = plot.panel.marked or len(values) < SMOOTHED_FROM
+    if few or plot.panel.exact or plot.panel.log:
+        (line,) = ax.plot(across, values, dashes, color=color, lw=2 if few else 1.5, label=label, clip_on=False)
+        line.set(marker="o" if few else "", markersize=5, markeredgecolor=WHITE)
+        return
+    if plot.pale:
+        ax.plot(across, values, color=color, lw=0.9, alpha=0.32)
+    ax.plot(across, smoothed(values, 1 + len(values) // 12), dashes, color=color, lw=2.2, label=label)
 
-    return ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)  # inches
+
+def smoothed(values: list[float], reach: int) -> list[float]:
+    """Mean over up to ``reach`` neighbors on either side, NaN left out."""
+    result = []
+    for i in range(len(values)):
+        near = [v for v in values[max(0, i - reach) : i + reach + 1] if math.isfinite(v)]
+        result.append(sum(near) / len(near) if near else math.nan)
+    return result
+
+
+def _look(color: str) -> tuple[str, str]:
+    """Color and dashes of a line."""
+    if color == "ref":
+        return GRAY, "--"
+    dashes, place = divmod(int(color.removeprefix("c")), len(LIGHT))
+    return LIGHT[place], DASHES[dashes]
+
+
+def _scale(ax: Axes, values: Sequence[float], log: bool) -> tuple[float, list[float]]:
+    """Round ends for the vertical axis, 0 among its values unless it is logarithmic: its low end and its labels."""
+    from matplotlib.ticker import MaxNLocator
+
+    if log:
+        positive = [value for value in values if value > 0] or [1.0]
+        first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+        last = max(last, first + 1)
+        ax.set_yscale("log")
+        labels = [10.0**power for power in range(last, first - 1, -math.ceil((last - first) / 5))]
+        low, high = 10.0**first, 10.0**last
+    else:
+        low, high = min(0.0, *values), max(0.0, *values)
+        labels = list(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high if high > low else 1.0))
+        low, high = labels[0], labels[-1]
+    ax.set_ylim(low, high)
+    return low, labels
+
+
+def _drawing(figure: Figure, plot: Plot) -> str:
+    ax = figure.add_subplot()
+    draw(ax, plot)
+    left = 10 + DIGIT * max(len(label.get_text()) for label in ax.get_yticklabels())
+    figure.subplots_adjust(left / WIDTH, BOTTOM / HEIGHT, 1 - RIGHT / WIDTH, 1 - TOP / HEIGHT)
+    for patch in (figure.patch, ax.patch):
+        patch.set_visible(False)  # the page has its own ground
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    return _plain(buffer.getvalue())
+
+
+def _plain(svg: str) -> str:
+    """Drawn elements only: no style attributes, which the page's policy forbids, no identifiers, no references."""
+    svg = re.sub(r"<defs>.*?</defs>|\n\s*", "", svg[svg.index("<g ") : svg.rindex("</svg>")], flags=re.DOTALL)
+    svg = re.sub(r'<use xlink:href="[^"]*" x="([^"]*)" y="([^"]*)"', r'<circle r="3" cx="\1" cy="\2"', svg)
+    svg = re.sub(r' (?:id|clip-path|transform)="[^"]*"', "", svg)
+    svg = re.sub(r' style="([^"]*)"', _attributes, svg)
+    svg = re.sub(r"(?<=\d)(\.\d)\d+(?=[^<>]*>)", r"\1", svg)  # a tenth of a pixel, but not in labels
+    return re.sub("|".join(VARIABLES), lambda found: f"var({VARIABLES[found[0]]})", svg)
+
+
+def _attributes(style: re.Match[str]) -> str:
+    declared = re.findall(r"([\w-]+): ([^;]+)", style[1])
+    return "".join(f' {name}="{value}"' for name, value in declared if not name.startswith("font"))
 
 
 @contextmanager

@@ -1,29 +1,48 @@
-"""The HTML page of a run: one file, no network, readable on a phone, in light and in dark."""
+"""The HTML page of a run: one file, no network and no script, readable on a phone, in light and in dark."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from sparse_rl_lightning.report.html import document, folded, table, text
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from sparse_rl_lightning.report.charts import DARK, HEIGHT, LIGHT, WIDTH, drawings
+from sparse_rl_lightning.report.measures import CACHES, facts, results
 from sparse_rl_lightning.report.panels import SECTIONS
-from sparse_rl_lightning.report.plots import MOST_POINTS, Plots, plots_of_run
+from sparse_rl_lightning.report.plots import MOST_POINTS, Plot, plots_of_run, short
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.svg import figure
-from sparse_rl_lightning.report.terminal import CACHES, facts, results
-from sparse_rl_lightning.report.worst import held_out_samples, worst_completions
-from sparse_rl_lightning.text import duration, number, shortened
+from sparse_rl_lightning.text import duration, number, printable, shortened
 
+FOLDER = Path(__file__).parent
 COUNTS = (
-    ("skipped_steps", "Optimiser steps skipped because their gradient was not finite"),
-    ("empty_rollouts", "Rollouts of which rejection kept no token"),
+    ("skipped_steps", "Optimizer steps skipped because their gradient was not finite"),
+    ("empty_rollouts", "Rollouts in which rejection kept no token"),
     ("guard/raises", "Times TailGuard raised the budget"),
 )
 """Counters of the history, whose last value is the whole run's."""
-
-
+KINDS = ("rejected", "most mismatched", "lowest reward")
+MOST_CARDS = 24
+LONGEST = 2200
+"""Characters of a text; files may hold more than RunSummary writes."""
 HINT = (
-    "Numbers beside the names of lines are the last ones; point at a chart, or touch it, to read all charts at that "
-    "rollout. Bold lines are means over neighbouring rollouts, pale ones the values."
+    "Numbers beside the names of lines are the last ones. Bold lines are means over neighboring rollouts, pale ones "
+    "the values."
+)
+
+
+def _colors(colors: Sequence[str]) -> str:
+    return ":root { " + " ".join(f"--c{place}: {color};" for place, color in enumerate(colors)) + " }"
+
+
+STYLE = (
+    f"{_colors(LIGHT)}\n@media (prefers-color-scheme: dark) {{ {_colors(DARK)} }}\n"
+    f"{(FOLDER / 'page.css').read_text(encoding='utf-8')}"
 )
 
 
@@ -33,17 +52,48 @@ def page(record: RunRecord) -> str:
     Args:
         record: The run, finished or not. All its text is escaped, long text is cut.
     """
-    parts = [
-        f"<h1>{text(record.title)}</h1>", f'<p class="soft">{text(course(record))}</p>', _warnings(record),
-        _tiles(record), charts(plots_of_run(record), _note(record)), worst_completions(record),
-        held_out_samples(record), _tables(record),
-    ]  # fmt: skip
-    return document(record.title, "\n".join(part for part in parts if part))
+    note = _long_run(record)
+    return render(
+        title=record.title,
+        course=course(record),
+        warnings=warnings_of(record),
+        tiles=_tiles(record),
+        figures=figures(plots_of_run(record), note),
+        worst=[(_why(entry), entry) for entry in sorted(record.worst, key=_order)[:MOST_CARDS]],
+        samples=[(CACHES.get(name := sample.get("cache", ""), name), sample) for sample in record.samples[:MOST_CARDS]],
+        results=results(record),
+        settings={**record.settings, **record.versions},
+        config=record.config,
+    )
+
+
+def render(**content: Any) -> str:
+    """``page.html`` filled with plain values; its policy allows the one style sheet by its hash, and nothing else."""
+    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    template = environment().get_template("page.html")
+    return template.render(style=Markup(STYLE), digest=Markup(f"sha256-{digest}"), **content)
+
+
+def environment() -> Environment:
+    """Templates that escape all inserted text and make its control characters visible."""
+    made = Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, finalize=_visible,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.globals["number"] = number
+    made.filters["shortened"] = lambda text, width=LONGEST: shortened(text, width)
+    return made
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, Markup):
+        return value
+    return "\n".join(printable(line) for line in str(value).split("\n"))
 
 
 def course(record: RunRecord) -> str:
     """How far the run came, and how it ended."""
-    steps = f", {record.steps:,} optimiser steps" if record.steps else ""
+    steps = f", {record.steps:,} optimizer steps" if record.steps else ""
     time = f", {duration(record.seconds)}" if record.seconds else ""
     when = f" Written {record.written.replace('T', ' ').replace('+00:00', ' UTC')}." if record.written else ""
     state = {
@@ -54,7 +104,7 @@ def course(record: RunRecord) -> str:
 
 
 def warnings_of(record: RunRecord) -> list[str]:
-    """What went wrong in the run: counters first, then what callbacks said and at which rollout."""
+    """What went wrong in the run: counters first, then the warnings of callbacks with their rollouts."""
     told = []
     for key, words in COUNTS:
         count = next((row[key] for row in reversed(record.history) if key in row), 0.0)
@@ -70,55 +120,59 @@ def warnings_of(record: RunRecord) -> list[str]:
     return told
 
 
-def charts(plots: Plots, note: str = "") -> str:
-    """All charts under the headings of their sections."""
-    parts = [f'<p class="soft hint">{HINT}</p>'] if plots else []
-    ordered = sorted(plots, key=lambda one: SECTIONS.index(one[0]))  # stable
-    for section, group in groupby(ordered, key=lambda one: one[0]):
-        figures = "\n".join(figure(plot) for _, plot in group)
-        parts.append(f'<h2>{text(section)}</h2>\n<div class="charts">\n{figures}\n</div>')
-    return "\n".join([*parts, note])
+def figures(plots: Sequence[Plot], note: str = "") -> dict[str, Any]:
+    """Charts by section, or a line that says why there are none.
+
+    Args:
+        plots: The charts, sections in any order.
+        note: Sentence to add to the hint above the charts.
+    """
+    ordered = sorted(plots, key=lambda plot: SECTIONS.index(plot.panel.section))  # stable
+    try:
+        drawn = list(zip(ordered, map(Markup, drawings(ordered)), strict=True))
+    except ModuleNotFoundError as error:
+        return {"hint": str(error), "sections": []}
+    sections = [(name, list(group)) for name, group in groupby(drawn, key=lambda one: one[0].panel.section)]
+    return {"hint": HINT + note if drawn else "", "sections": sections, "width": WIDTH, "height": HEIGHT}
 
 
-def _note(record: RunRecord) -> str:
+def _long_run(record: RunRecord) -> str:
     size = -(-len(record.history) // MOST_POINTS)
-    if size < 2:
-        return ""
-    return f'<p class="soft">The run is long: each point of a chart stands for {size} rollouts.</p>'
+    return f" The run is long: each point of a chart stands for {size} rollouts." if size > 1 else ""
 
 
-def _warnings(record: RunRecord) -> str:
-    told = warnings_of(record)
-    shown = "\n".join(f"<li>{text(words)}</li>" for words in told[:20])
-    more = f"<li>and {len(told) - 20:,} more</li>" if len(told) > 20 else ""
-    return f'<section class="warnings"><b>Warnings</b><ul>{shown}{more}</ul></section>' if told else ""
-
-
-def _tiles(record: RunRecord) -> str:
+def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     tiles = []
     for cache, name in CACHES.items():
         before, after = record.before.get(cache), record.after.get(cache)
         if before is not None or after is not None:
             change = number(before) if after is None else f"{number(before)} → {number(after)}"
             tiles.append((f"greedy {record.measure}, {name}", change))
-    tiles += facts(record)
-    cells = "\n".join(
-        f'<div class="tile"><b>{text(value)}</b><span>{text(label)}</span></div>' for label, value in tiles
-    )
-    return f'<div class="tiles">\n{cells}\n</div>' if tiles else ""
+    return tiles + facts(record)
 
 
-def _tables(record: RunRecord) -> str:
-    parts = []
-    rows = results(record)
-    if rows:
-        parts.append("<h2>Numbers</h2>\n" + table(rows, "Before and after training", numbers=True))
-    about = {**record.settings, **record.versions}
-    if about:
+# ---------------------------------------------------------------- completions
+
+
+def _order(entry: dict[str, Any]) -> tuple[int, float]:
+    """Rejected completions first, then by kind; the newest first among equals."""
+    places = [KINDS.index(kind) for kind in entry.get("kinds", ()) if kind in KINDS]
+    return min(places, default=len(KINDS)), -entry.get("rollout", 0.0)
+
+
+def _why(entry: dict[str, Any]) -> str:
+    """Why a completion is shown, in a sentence or two."""
+    kinds = entry.get("kinds", [])
+    parts = [f"Rollout {short(entry.get('rollout', 0.0))}: {', '.join(kinds) or 'kept'}."]
+    ratio, place = entry.get("ratio"), entry.get("token_place")
+    if ratio is not None and place is not None and kinds != ["lowest reward"]:
+        of = f" of {length:.0f}" if (length := entry.get("length")) else ""
         parts.append(
-            "<h2>Settings</h2>\n" + table([["setting", "value"], *map(list, about.items())], "Settings and versions")
+            f"Token {place:.0f}{of}, “{printable(entry.get('token', ''), 24)}”, is {short(ratio)} times as likely "
+            "under the full cache as under the sampler."
         )
-    if record.config:
-        rows = [["key", "value"], *map(list, record.config.items())]
-        parts.append(folded(f"Whole configuration, {len(record.config)} keys", table(rows, "Configuration")))
-    return "\n".join(parts)
+    if entry.get("rejected") and "rejected" not in kinds:
+        parts.append("It was rejected.")
+    if entry.get("finished") is False:
+        parts.append("It was cut off at the length limit.")
+    return " ".join(parts)

@@ -1,12 +1,10 @@
-"""What a report shows of a run and in which order: titles, units, explanations and the keys of the history."""
+"""The charts of a report and their order: titles, units, explanations and the keys of the history."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.scale import Points, mean, thinned
 
 
 @dataclass(frozen=True)
@@ -15,39 +13,25 @@ class Line:
 
     key: str
     label: str
-    reference: bool = False  # what is compared with, drawn gray and dashed
+    reference: bool = False  # a value to compare with, drawn gray and dashed
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over the rollouts of a run, or, of several runs, its first line once per run."""
+    """Lines over the rollouts of one run; for several runs, the first line once per run."""
 
     section: str
     title: str
     unit: str  # "bytes" becomes KiB, MiB or GiB
     caption: str  # for a reader who sees such a chart for the first time
-    lines: tuple[Line, ...]
+    lines: tuple[Line, ...] = ()
     factor: float = 1.0
-    log: bool = False  # values as they are on a logarithmic axis: a tail must not be smoothed away
-    smallest: bool = False  # of neighbours that share a point the smallest is shown, not the mean
+    log: bool = False  # raw values on a logarithmic axis: a tail must not be smoothed away
+    smallest: bool = False  # neighbors that share a point become their minimum, not their mean
     stacked: bool = False
     exact: bool = False  # steps, which must not be smoothed
+    marked: bool = False  # few points that matter each, drawn as dots
     pictured: bool = False  # part of report.png
-
-    def found(self, record: RunRecord) -> list[tuple[Line, Points]]:
-        """The lines that have values, with them."""
-        drawn = [(line, points(record, line.key, self.factor)) for line in self.lines]
-        return [(line, values) for line, values in drawn if values]
-
-    def fewer(self, values: Points, most: int) -> Points:
-        """At most so many points."""
-        return thinned(values, most, min if self.smallest else mean)
-
-
-def points(record: RunRecord, key: str, factor: float = 1.0) -> Points:
-    """Rollout and value wherever there are both."""
-    pairs = [(row.get("rollout", float(place)), row.get(key, math.nan)) for place, row in enumerate(record.history)]
-    return [(x, factor * y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
 
 
 LEARNING, MISMATCH, MEMORY, TIME = "Learning", "Compression and its mismatch", "KV memory", "Time"
@@ -62,8 +46,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(LEARNING, "Entropy", "nats per token", "How undecided the learner is about its next token. Near 0 it has "
           "stopped exploring.",
           (Line("entropy", "entropy"),)),
-    Panel(LEARNING, "Repeated and cut off", "%", "Phrases of four tokens that stood in the same completion before (a "
-          "sampler that forgets too much falls into loops), and completions that ended at the length limit.",
+    Panel(LEARNING, "Repeated and cut off", "%", "Phrases of four tokens that occurred in the same completion before "
+          "(a sampler that forgets too much falls into loops), and completions that ended at the length limit.",
           (Line("completions/repetition_rate", "repeated 4-grams"), Line("completions/clipped_ratio", "cut off")),
           100.0, pictured=True),
     Panel(MISMATCH, "Rejected", "%", "Sequences that rejection drops because the dense policy finds a token "
@@ -84,7 +68,7 @@ PANELS: tuple[Panel, ...] = (
           (Line("guard/budget", "budget"),), exact=True),
     Panel(MEMORY, "KV memory", "bytes", "Peak bytes allocated for keys and values, and what the same number of "
           "sequences would need with a full cache.",
-          (Line("kv/peak_bytes", "this run"), Line("kv/full_peak_bytes", "full cache", True))),
+          (Line("kv/peak_bytes", "this run"), Line("kv/full_peak_bytes", "full cache", True)), pictured=True),
     Panel(MEMORY, "KV tokens per sequence", "tokens", "Cache entries held when a sequence ended, mean per layer and "
           "head, and what a full cache holds there.",
           (Line("kv/stored_tokens", "this run"), Line("kv/full_tokens", "full cache", True))),
@@ -92,7 +76,7 @@ PANELS: tuple[Panel, ...] = (
           "on average over all decode steps.",
           (Line("kv/saving_final", "at the end"), Line("kv/saving_integral", "over all steps")), 100.0, pictured=True),
     Panel(TIME, "Time per rollout", "seconds", "Sampling, dense log-probabilities, reward functions, and all forward, "
-          "backward and optimiser steps on the rollout; bands add up. The first rollout, which warms up, is left out.",
+          "backward and optimizer steps on the rollout; bands add up. The first rollout, which warms up, is left out.",
           (Line("time/rollout", "rollout"), Line("time/rescoring", "rescoring"), Line("time/rewards", "reward"),
            Line("time/update", "update")), stacked=True),
     Panel(TIME, "Speed", "tokens per second", "Completion tokens over the time of sampling, and over the time of the "
@@ -111,25 +95,3 @@ def reward_panel(record: RunRecord) -> Panel | None:
         return None
     lines = tuple(Line(key, label[:40]) for key, label in labels.items())
     return Panel(LEARNING, "Reward by function", "mean reward", "Before weights, where a function applies.", lines)
-
-
-def accuracy_points(record: RunRecord, cache: str) -> Points:
-    """Greedy accuracy before training, at validations, and after: rollouts done and share."""
-    middle = [(row.get("rollout", math.nan), row.get(cache, math.nan)) for row in record.validation]
-    first, last = rollouts_done(record)
-    before, after = record.before.get(cache, math.nan), record.after.get(cache, math.nan)
-    found = [(first, before), *(middle if accuracy_measure(record) == "accuracy" else []), (last, after)]
-    return [(x, y) for x, y in found if math.isfinite(x) and math.isfinite(y)]
-
-
-def accuracy_measure(record: RunRecord) -> str:
-    """What :func:`accuracy_points` are; validations, which may be alone, always measure accuracy."""
-    return record.measure if record.before or record.after else "accuracy"
-
-
-def rollouts_done(record: RunRecord) -> tuple[float, float]:
-    """Rollouts before the first and after the last row of the history."""
-    if not record.history:
-        return 0.0, 0.0
-    first, last = record.history[0], record.history[-1]
-    return first.get("rollout", 0.0), last.get("rollout", len(record.history) - 1.0) + 1

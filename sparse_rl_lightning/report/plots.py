@@ -1,134 +1,216 @@
-"""The charts of one run, or of several runs together: panels filled with a record's numbers."""
+"""Panels filled with numbers: the charts of one run, or of several runs together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from sparse_rl_lightning.report.panels import (
-    LEARNING,
-    PANELS,
-    Line,
-    Panel,
-    accuracy_measure,
-    accuracy_points,
-    points,
-    reward_panel,
-)
+from sparse_rl_lightning.report.measures import CACHES
+from sparse_rl_lightning.report.panels import LEARNING, PANELS, Line, Panel, reward_panel
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.report.scale import Points
-from sparse_rl_lightning.report.svg import Plot, Series
-from sparse_rl_lightning.report.terminal import CACHES
 
 MOST_POINTS = 400
-"""Of a line; of the lines of several runs together three times as many."""
+"""Points of a line; the lines of several runs share three times as many."""
 COLORS = 12
-"""Lines of a chart that can be told apart, by colour and dashes."""
+"""Lines of a chart that can be told apart, by color and dashes."""
 UNITS = (("GiB", 1024.0**3), ("MiB", 1024.0**2), ("KiB", 1024.0), ("bytes", 1.0))
 
-Plots = list[tuple[str, Plot]]
+Points = list[tuple[float, float]]
+Named = Sequence[tuple[str, RunRecord]]
 
 
-def plots_of_run(record: RunRecord) -> Plots:
-    """Section and chart of everything that the run has numbers for."""
+@dataclass(frozen=True)
+class Series:
+    """A named line; ``color`` is ``c`` and its place among the colors, or ``ref`` for a reference."""
+
+    label: str
+    points: Points
+    color: str
+
+    @property
+    def last(self) -> str:
+        """Last value, for the legend."""
+        return short(self.points[-1][1])
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A panel with its numbers, as they are shown, in the panel's unit."""
+
+    panel: Panel
+    series: Sequence[Series]
+    pale: bool = True  # show the values behind a smoothed line
+
+    def described(self) -> str:
+        """The chart in words: ends and extremes of every line."""
+        parts = []
+        for s in self.series:
+            values = [y for _, y in s.points]
+            first, last, low, high = map(short, (values[0], values[-1], min(values), max(values)))
+            parts.append(f"{s.label}: from {first} to {last}, between {low} and {high}")
+        end = max(x for s in self.series for x, _ in s.points)
+        return f"{self.panel.title} in {self.panel.unit} up to rollout {end:g}. {'; '.join(parts)}."
+
+
+def plots_of_run(record: RunRecord) -> list[Plot]:
+    """Charts of everything that the run has numbers for."""
     extra = reward_panel(record)
     panels = [*PANELS[:1], *([extra] if extra else []), *PANELS[1:]]
-    drawn = [(panel.section, plot) for panel in panels if (plot := _of_run(panel, record)) is not None]
-    greedy = _accuracy_of_run(record)
-    return drawn if greedy is None else [(LEARNING, greedy), *drawn]
+    return _accuracy_of_run(record) + [plot for panel in panels for plot in _of_run(panel, record)]
 
 
-def plots_of_runs(records: Sequence[tuple[str, RunRecord]]) -> Plots:
-    """Section and chart of everything that any of the named runs has numbers for; a run keeps its colour."""
-    drawn = [(LEARNING, plot) for cache in CACHES if (plot := _accuracy_of_runs(records, cache)) is not None]
-    return drawn + [(panel.section, plot) for panel in PANELS for plot in _of_runs(panel, records)]
+def plots_of_runs(records: Named) -> list[Plot]:
+    """Charts of everything that any of the named runs has numbers for; a run keeps its color."""
+    accuracies = [plot for cache in CACHES for plot in _accuracy_of_runs(records, cache)]
+    return accuracies + [plot for panel in PANELS for plot in _of_runs(panel, records)]
 
 
 def color(place: int) -> str:
-    """The style class of the n-th line of a chart."""
+    """Color of the n-th line of a chart."""
     return f"c{place % COLORS}"
 
 
-def _of_run(panel: Panel, record: RunRecord) -> Plot | None:
-    found = panel.found(record)
-    if panel.stacked:
-        found = _shared(found)
-    if not found or (panel.stacked and len(found[0][1]) < 2):
-        return None
+def short(value: float) -> str:
+    """A number in three digits: ``0.312``, ``48``, ``1,530``, ``1.2e-5``.
+
+    >>> [short(x) for x in (0, 0.25, 0.31249, 48.0, 1530.2, 2.5e7, 0.000012, -3.14159)]
+    ['0', '0.25', '0.312', '48', '1,530', '2.5e7', '1.2e-5', '-3.14']
+    """
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1e6 or size < 1e-3:
+        digits, _, power = f"{value:.3g}".partition("e")
+        return f"{digits}e{int(power)}" if power else digits
+    if size >= 100:
+        return f"{value:,.0f}"
+    text = f"{value:.{2 - math.floor(math.log10(size))}f}"
+    return text.rstrip("0").rstrip(".")
+
+
+# ---------------------------------------------------------------- numbers over the rollouts
+
+
+def points(record: RunRecord, key: str, factor: float = 1.0) -> Points:
+    """Rollout and value wherever there are both."""
+    pairs = [(row.get("rollout", float(place)), row.get(key, math.nan)) for place, row in enumerate(record.history)]
+    return [(x, factor * y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
+
+
+def _found(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
+    """The lines that have values. Those of a stack keep only the rollouts that all of them know, without the first."""
+    found = [(line, values) for line in panel.lines if (values := points(record, line.key, panel.factor))]
+    if not panel.stacked or not found:
+        return found
+    common = set.intersection(*({x for x, _ in values} for _, values in found))
+    common -= {min(common)} if len(common) > 2 else set()
+    return [(line, [(x, y) for x, y in values if x in common]) for line, values in found] if common else []
+
+
+def _thinned(panel: Panel, values: Points, most: int) -> Points:
+    """At most ``most`` points: neighbors become one, at their middle, with their mean or minimum."""
+    size = max(1, math.ceil(len(values) / most))
+    pick: Callable[[list[float]], float] = min if panel.smallest else _mean
+    groups = [values[start : start + size] for start in range(0, len(values), size)]
+    return [(group[len(group) // 2][0], pick([y for _, y in group])) for group in groups]
+
+
+def _mean(values: list[float]) -> float:
+    """Mean of at least one value, without overflow at the end of float's range."""
+    return math.fsum(value / len(values) for value in values)
+
+
+def _plot(panel: Panel, found: Sequence[tuple[str, Points, str]], pale: bool = True) -> list[Plot]:
+    """A chart of the lines that have values, by label, values and color; bytes get the unit that fits the largest."""
+    series = [Series(label, values, color) for label, values, color in found if values]
+    if not series:
+        return []
+    if panel.unit == "bytes":
+        largest = max(y for s in series for _, y in s.points)
+        unit, factor = next((unit, factor) for unit, factor in UNITS if largest >= factor or factor == 1)
+        panel = replace(panel, unit=unit)
+        series = [replace(s, points=[(x, y / factor) for x, y in s.points]) for s in series]
+    return [Plot(panel, series, pale)]
+
+
+def _of_run(panel: Panel, record: RunRecord) -> list[Plot]:
+    found = _found(panel, record)
+    if panel.stacked and found and len(found[0][1]) < 2:
+        return []  # a band needs two points
     places = iter(range(len(found)))
-    series = [
-        Series(line.label, panel.fewer(values, MOST_POINTS), "ref" if line.reference else color(next(places)))
+    lines = [
+        (line.label, _thinned(panel, values, MOST_POINTS), "ref" if line.reference else color(next(places)))
         for line, values in found
     ]
-    series, unit = _in_unit(series, panel.unit)
-    return Plot(panel.title, unit, panel.caption, series, log=panel.log, stacked=panel.stacked, exact=panel.exact)
+    return _plot(panel, lines)
 
 
-def _of_runs(panel: Panel, records: Sequence[tuple[str, RunRecord]]) -> list[Plot]:
-    """The panel's first line, or the sum of a stack; of a tail both lines, because the first may tell nothing."""
+def _of_runs(panel: Panel, records: Named) -> list[Plot]:
+    """The panel's first line, or the sum of a stack; of a tail both lines, because the first may show nothing."""
     if panel.stacked:
-        totals = [_total([values for _, values in _shared(panel.found(record))]) for _, record in records]
-        return _together(panel, panel.title, totals, records)
+        totals = [_total([values for _, values in _found(panel, record)]) for _, record in records]
+        return _together(replace(panel, stacked=False), totals, records)
     plots = []
     for line in panel.lines if panel.log else panel.lines[:1]:
         is_only = len(panel.lines) == 1 or any(other.reference for other in panel.lines)
         title = panel.title if is_only else f"{panel.title}: {line.label}"
-        plots += _together(panel, title, [points(record, line.key, panel.factor) for _, record in records], records)
+        found = [points(record, line.key, panel.factor) for _, record in records]
+        plots += _together(replace(panel, title=title), found, records)
     return plots
 
 
-def _together(panel: Panel, title: str, found: list[Points], records: Sequence[tuple[str, RunRecord]]) -> list[Plot]:
+def _together(panel: Panel, found: list[Points], records: Named) -> list[Plot]:
     """One chart with a line per run that has values, none if no run has."""
     most = max(100, 3 * MOST_POINTS // len(records))
-    named = zip(found, (name for name, _ in records), strict=True)
-    series = [
-        Series(name, panel.fewer(values, most), color(place)) for place, (values, name) in enumerate(named) if values
-    ]
-    if not series:
-        return []
-    series, unit = _in_unit(series, panel.unit)
-    few = len(records) < 3
-    return [Plot(title, unit, panel.caption, series, log=panel.log, pale=few, exact=panel.exact)]
-
-
-def _accuracy_of_run(record: RunRecord) -> Plot | None:
-    found = [(name, accuracy_points(record, cache)) for cache, name in CACHES.items()]
-    series = [Series(name, values, color(place), marked=True) for place, (name, values) in enumerate(found) if values]
-    if not series:
-        return None
-    measure, count = accuracy_measure(record), f"{record.num_problems} " if record.num_problems else ""
-    is_greedy = bool(record.before or record.after)
-    parts = [f"Greedy completions of {count}held-out problems, before and after training."] if is_greedy else []
-    parts += ["Between them, validations as the run is set to draw."] if is_greedy and record.validation else []
-    parts += ["Validations of held-out problems, as the run is set to draw."] if not is_greedy else []
-    title = f"Greedy {measure}" if is_greedy else "Validation accuracy"
-    return Plot(title, f"mean {measure}", f"{' '.join(parts)} These are not trained on.", series)
-
-
-def _accuracy_of_runs(records: Sequence[tuple[str, RunRecord]], cache: str) -> Plot | None:
-    found = [(place, name, accuracy_points(record, cache)) for place, (name, record) in enumerate(records)]
-    series = [Series(name, values, color(place), marked=True) for place, name, values in found if values]
-    measures = list(dict.fromkeys(accuracy_measure(record) for _, record in records))
-    title = f"Greedy {' or '.join(measures)}, {CACHES[cache]}"
-    caption = "Held-out problems, which are not trained on: greedy before and after, between them validations."
-    return Plot(title, f"mean {measures[0]}", caption, series) if series else None
-
-
-def _shared(found: list[tuple[Line, Points]]) -> list[tuple[Line, Points]]:
-    """Only rollouts of which all lines are known, so that they can be added up, and not the first, which warms up."""
-    common = set.intersection(*({x for x, _ in values} for _, values in found)) if found else set()
-    common -= {min(common)} if len(common) > 2 else set()
-    return [(line, [(x, y) for x, y in values if x in common]) for line, values in found] if common else []
+    named = enumerate(zip(found, records, strict=True))
+    lines = [(name, _thinned(panel, values, most), color(place)) for place, (values, (name, _)) in named]
+    return _plot(panel, lines, pale=len(records) < 3)
 
 
 def _total(lines: list[Points]) -> Points:
     return [(column[0][0], sum(y for _, y in column)) for column in zip(*lines, strict=True)]
 
 
-def _in_unit(series: list[Series], unit: str) -> tuple[list[Series], str]:
-    """Bytes in the unit that fits the largest."""
-    if unit != "bytes":
-        return series, unit
-    largest = max(y for s in series for _, y in s.points)
-    name, factor = next((name, factor) for name, factor in UNITS if largest >= factor or factor == 1)
-    return [replace(s, points=[(x, y / factor) for x, y in s.points]) for s in series], name
+# ---------------------------------------------------------------- accuracy on held-out problems
+
+
+def _accuracy_points(record: RunRecord, cache: str) -> Points:
+    """Accuracy before training, at validations, and after, by the rollouts done."""
+    history = record.history or [{"rollout": 0.0}]
+    first = history[0].get("rollout", 0.0)
+    last = history[-1].get("rollout", len(history) - 1.0) + bool(record.history)
+    middle = [(row.get("rollout", math.nan), row.get(cache, math.nan)) for row in record.validation]
+    found = [(first, record.before.get(cache, math.nan)), (last, record.after.get(cache, math.nan))]
+    found[1:1] = middle if _measure(record) == "accuracy" else []
+    return [(x, y) for x, y in found if math.isfinite(x) and math.isfinite(y)]
+
+
+def _measure(record: RunRecord) -> str:
+    """Measure of :func:`_accuracy_points`; validations, which may be alone, always have accuracy."""
+    return record.measure if record.before or record.after else "accuracy"
+
+
+def _accuracy_of_run(record: RunRecord) -> list[Plot]:
+    lines = [
+        (name, _accuracy_points(record, cache), color(place)) for place, (cache, name) in enumerate(CACHES.items())
+    ]
+    measure, count = _measure(record), f"{record.num_problems} " if record.num_problems else ""
+    if record.before or record.after:
+        title = f"Greedy {measure}"
+        caption = f"Greedy completions of {count}held-out problems, before and after training."
+        caption += " Between them, validations as the run is set to draw." * bool(record.validation)
+    else:
+        title, caption = "Validation accuracy", "Validations of held-out problems, as the run is set to draw."
+    return _accuracy(title, measure, f"{caption} These are not trained on.", lines)
+
+
+def _accuracy_of_runs(records: Named, cache: str) -> list[Plot]:
+    lines = [(name, _accuracy_points(record, cache), color(place)) for place, (name, record) in enumerate(records)]
+    measures = list(dict.fromkeys(_measure(record) for _, record in records))
+    caption = "Held-out problems, which are not trained on: greedy before and after, between them validations."
+    return _accuracy(f"Greedy {' or '.join(measures)}, {CACHES[cache]}", measures[0], caption, lines)
+
+
+def _accuracy(title: str, measure: str, caption: str, lines: list[tuple[str, Points, str]]) -> list[Plot]:
+    return _plot(Panel(LEARNING, title, f"mean {measure}", caption, marked=True, pictured=True), lines)

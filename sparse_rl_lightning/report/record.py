@@ -1,4 +1,4 @@
-"""What is known about a run: the numbers behind its table, picture and page."""
+"""The record of a run: the numbers behind its table, picture and page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SUMMARY, PROGRESS = "summary.json", "progress.json"
-"""Where RunSummary writes a record: at the end, and until then."""
+"""Files that RunSummary writes: at the end, and until then."""
+BESIDE = ("title", "state", "written", "settings", "config", "versions", "warnings", "validation", "samples", "worst")
+"""Fields that a file has beside its summary and history."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class RunRecord:
     num_problems: int = 0
     measure: str = "reward"  # "accuracy" where all rewards are 0 or 1
     seconds: float = 0.0  # wall time of training
-    steps: int = 0  # optimiser steps
+    steps: int = 0  # optimizer steps
     settings: dict[str, str] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     title: str = "Sparse-RL run"
@@ -41,10 +43,6 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     state: str = "finished"  # "running" until then; a sentence where an error ended the run
     written: str = ""  # when, UTC
-
-    def column(self, key: str) -> list[float]:
-        """One number per rollout, NaN where there is none."""
-        return [row.get(key, math.nan) for row in self.history]
 
     def mean(self, key: str) -> float | None:
         """Mean over the rollouts that have it, None if none has."""
@@ -78,24 +76,12 @@ class RunRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with null in place of numbers that JSON does not have."""
-        told = (
-            "title",
-            "state",
-            "written",
-            "settings",
-            "config",
-            "versions",
-            "warnings",
-            "validation",
-            "samples",
-            "worst",
-        )
-        parts = {"summary": self.summary(), **{name: getattr(self, name) for name in told}, "history": self.history}
+        parts = {"summary": self.summary(), **{name: getattr(self, name) for name in BESIDE}, "history": self.history}
         cleaned: dict[str, Any] = _finite(parts)
         return cleaned
 
     def _known(self, key: str) -> list[float]:
-        return [value for value in self.column(key) if math.isfinite(value)]
+        return [value for row in self.history if math.isfinite(value := row.get(key, math.nan))]
 
 
 def _finite(value: Any) -> Any:

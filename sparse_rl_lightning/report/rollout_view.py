@@ -1,7 +1,4 @@
-"""Looking at a rollout: who could see which token, and numbers as colours behind the text they belong to.
-
-For notebooks: a :class:`TextHeat` shows itself as HTML there and as plain text elsewhere. Letters as in ``types``.
-"""
+"""Visualize a rollout: attention visibility and per-token heat maps, for notebooks. Letters as in ``records``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,41 +17,33 @@ from sparse_rl_lightning.text import printable
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
+    from transformers import PreTrainedTokenizerBase
 
-Color = tuple[int, int, int]
 WHITE, BLUE, RED, INK = (255, 255, 255), (37, 99, 235), (194, 65, 12), (31, 41, 55)
-NOTHING, FADED = (229, 231, 235), (156, 163, 175)  # greys: behind a token without a number, letters where it is 0
-DARK = 140  # brightness of 255 below which letters are white
-FAINT = 0.02  # share of the scale below which a colour cannot be told from white
+NOTHING, FADED = (229, 231, 235), (156, 163, 175)  # grays: behind a token without a number, letters of a 0
+DARK = 140  # brightness below which letters are white
+FAINT = 0.02  # share of the scale below which a color cannot be told from white
 SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
-"""What stands for a token that is nothing but one of these."""
+"""Signs for tokens that are nothing but one of these."""
 
 
-class Decodes(Protocol):
-    """A tokenizer, as far as it is needed here."""
-
-    def decode(self, ids: Any) -> Any:
-        """The text of token ids."""
-
-
-def token_texts(tokenizer: Decodes, ids: Sequence[int] | Tensor) -> list[str]:
-    """What each token looks like alone; blanks and line ends get a sign, a token without text its number.
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tensor) -> list[str]:
+    """The text of each token alone; blanks and line ends get a sign, a token without text its number.
 
     Args:
-        tokenizer: Of the policy.
+        tokenizer: Tokenizer of the policy.
         ids: T token ids.
     """
-    numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    texts = [str(tokenizer.decode([number])) for number in numbers]
-    return [SIGNS.get(text, text) or f"<{number}>" for text, number in zip(texts, numbers, strict=True)]
+    texts = [(int(number), str(tokenizer.decode([int(number)]))) for number in ids]
+    return [SIGNS.get(text, text) or f"<{number}>" for number, text in texts]
 
 
 def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
-    """How many of the layers' KV heads still held each token, as a share.
+    """Share of all layers' KV heads that still held each token.
 
     Args:
-        evictions: Of B sequences.
-        query: Index of the token that looks; the default is after the last one.
+        evictions: Record of B sequences.
+        query: Index of the token that attends; the default is the last one.
 
     Returns:
         (B, T) from 0, evicted everywhere, to 1, held everywhere. Tokens behind the query count as not held.
@@ -65,11 +54,11 @@ def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
 
 
 def visibility(evictions: EvictionRecord, sequence: int = 0) -> Tensor:
-    """How many of the layers' KV heads let each query see each key, as a share.
+    """Share of all layers' KV heads in which each query sees each key.
 
     Args:
-        evictions: Of B sequences.
-        sequence: Which of them.
+        evictions: Record of B sequences.
+        sequence: Index of one of them.
 
     Returns:
         (T, T) by query and key; 0 above the diagonal, 1 below it where nothing was evicted.
@@ -83,16 +72,16 @@ def visibility(evictions: EvictionRecord, sequence: int = 0) -> Tensor:
 
 
 def draw_visibility(ax: Axes, share: Tensor, tokens: Sequence[str], prompt_length: int = 0) -> AxesImage:
-    """Paint :func:`visibility` into a matplotlib axes: keys from left to right, queries from top to bottom.
+    """Draw :func:`visibility` into a matplotlib axes: keys from left to right, queries from top to bottom.
 
     Args:
-        ax: Where to.
-        share: (T, T).
+        ax: Axes to draw into.
+        share: Visibility, (T, T).
         tokens: T labels; more than 64 are left out.
-        prompt_length: Where the completion begins, marked by a line.
+        prompt_length: Index of the first token of the completion, marked by a line.
 
     Returns:
-        The image, for a colour bar.
+        The image, for a color bar.
     """
     above = torch.ones_like(share, dtype=torch.bool).triu(1)
     image = ax.imshow(share.masked_fill(above, math.nan).cpu().numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
@@ -112,15 +101,15 @@ def draw_visibility(ax: Axes, share: Tensor, tokens: Sequence[str], prompt_lengt
 
 @dataclass(frozen=True)
 class TextHeat:
-    """A text several times, each token on a colour that stands for a number: blue up from 0, red down, 0 is faded.
+    """A text several times, with a number per token as the color behind it: blue above 0, red below.
 
-    All text is escaped: completions are whatever a policy came up with.
+    A notebook shows it as HTML, in which all text is escaped; printed, it is plain text.
 
     Args:
         tokens: T texts.
-        rows: T numbers for each row, by the row's label; NaN is grey.
-        limit: The number whose colour is full; default the largest there is.
-        caption: What the colours mean.
+        rows: T numbers for each row, by the row's label; NaN is gray.
+        limit: Number of full color; default the largest.
+        caption: Meaning of the colors.
 
     Raises:
         ValueError: If a row has another length than the tokens.
@@ -145,7 +134,7 @@ class TextHeat:
 
     @property
     def scale(self) -> float:
-        """The number whose colour is full."""
+        """Number of full color."""
         known = [abs(value) for row in self.rows.values() for value in _numbers(row) if math.isfinite(value)]
         return self.limit or max(known, default=0.0) or 1.0
 
@@ -166,7 +155,7 @@ class TextHeat:
         )
 
     def __str__(self) -> str:
-        """Tokens at least half of the scale up stand as they are, others as a dot, those down in brackets."""
+        """Tokens from half of the scale up as they are, from half of it down in brackets, others as dots."""
         scale, tokens, labels = self.scale, [printable(token) for token in self.tokens], [*map(printable, self.rows)]
         width = max(map(len, labels), default=0)
         return "\n".join(
@@ -182,23 +171,15 @@ _LEGEND = "text-align:left;padding-top:6px;font-size:85%"
 
 
 def _span(token: str, value: float, scale: float) -> str:
-    back = _color(value, scale)
+    full, share = BLUE if value > 0 else RED, min(abs(value) / scale, 1.0)
+    back = NOTHING if math.isnan(value) else [round(255 + share * (part - 255)) for part in full]
     brightness = 0.299 * back[0] + 0.587 * back[1] + 0.114 * back[2]
     front = WHITE if brightness < DARK else INK if abs(value) >= FAINT * scale else FADED
     style = f"background:{_css(back)};color:{_css(front)};padding:2px 0;white-space:pre-wrap"
     return f'<span style="{style}" title="{value:.4g}">{html.escape(token)}</span>'
 
 
-def _color(value: float, scale: float) -> Color:
-    if math.isnan(value):
-        return NOTHING
-    share = min(abs(value) / scale, 1.0)
-    full = BLUE if value > 0 else RED
-    mixed = [round(white + share * (color - white)) for white, color in zip(WHITE, full, strict=True)]
-    return mixed[0], mixed[1], mixed[2]
-
-
-def _css(color: Color) -> str:
+def _css(color: Sequence[int]) -> str:
     return "#" + "".join(f"{part:02x}" for part in color)
 
 
@@ -209,4 +190,4 @@ def _plain(token: str, share: float) -> str:
 
 
 def _numbers(values: Sequence[float] | Tensor) -> list[float]:
-    return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+    return [float(value) for value in values]

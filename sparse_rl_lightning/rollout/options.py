@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler
-from sparse_rl_lightning.rollout.cache.memory import check_limit
+from sparse_rl_lightning.rollout.engine.memory import check_limit
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class SamplerOptions:
     kv_dtype: str | None = None
     keep_pool: bool = True
     cuda_graphs: bool = True
-    record_pages: int = 0  # bytes for the pages that a retriever reads, as in RolloutSampler
 
     def __post_init__(self) -> None:
         if self.memory_limit is not None:
@@ -51,7 +50,6 @@ class SamplerOptions:
             cuda_graphs=self.cuda_graphs,
             memory_limit=self.memory_limit,
             retriever=retriever,
-            record_pages=0 if retriever is None else self.record_pages,
         )
         sampler.end_token_ids = sorted({*sampler.end_token_ids, *self._end_token_ids(tokenizer)})
         return sampler

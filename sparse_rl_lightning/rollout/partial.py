@@ -93,8 +93,8 @@ class PartialRollouts:
         self.rows |= dict(zip(session.add(prompts, sequence_ids), rows, strict=True))
         session.advance(
             self.max_steps,
-            until=lambda: not session.run.waiting and len(session.complete) >= unit,
-            progress=None if progress is None else _since(session.run.progress, progress),
+            until=lambda: not session.scheduler.waiting and len(session.complete) >= unit,
+            progress=None if progress is None else _since(session.scheduler.progress, progress),
         )
         complete = session.complete
         taken = complete[: min(len(complete), len(rows)) // unit * unit]

@@ -30,6 +30,7 @@ from sparse_rl_lightning.callbacks import (
     CompletionsTable,
     ImportanceReweighting,
     RolloutCallback,
+    RolloutCheckpoint,
     RunSummary,
     SparsityAwareRejection,
     StepGuard,
@@ -76,6 +77,11 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
     fit(module(), 1, [saves(folder)], enable_checkpointing=True)  # killed: nothing is left of its lock
     with another_process(FolderLock(folder)):
         pass  # the run that has ended let go of it
+
+
+def test_the_folder_that_follows_from_the_run_s_is_locked_too(tmp_path: Path) -> None:
+    with another_process(FolderLock(tmp_path / "checkpoints")), pytest.raises(ValueError, match="is in use by a run"):
+        fit(module(), 1, [RolloutCheckpoint()], enable_checkpointing=True, default_root_dir=tmp_path)
 
 
 def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:

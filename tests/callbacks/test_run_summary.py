@@ -61,7 +61,7 @@ def test_rows_hold_what_training_logged(tmp_path: Path) -> None:
     """Every rollout has its own numbers, as the trainer's logger got them; the monitor's only where it measured."""
     summary = Quick(folder=tmp_path)
     logger = CSVLogger(tmp_path, name="", version="", flush_logs_every_n_steps=1)
-    monitor = AcceptanceMonitor(every_n_rollouts=2, ceiling_prompts=2, beta_fit=False)
+    monitor = AcceptanceMonitor(every_n_rollouts=2, ceiling_prompts=2)
     fit(tmp_path, [summary, monitor], steps=6, logger=logger)
     with (tmp_path / "metrics.csv").open(encoding="utf-8") as file:
         logged = [float(one["time/update"]) for one in csv.DictReader(file) if one["time/update"]]

@@ -170,6 +170,10 @@ TRAINER = [
          edit=lambda v: v["trainer"]["logger"]["init_args"].update(save_dir="config.yaml/log")),
     Case("`--ckpt_path=last` with another `dirpath` than before", "there is no last.ckpt in ['elsewhere']", 1,
          "--ckpt_path=last", edit=lambda v: callback(v, 1)["init_args"].update(dirpath="elsewhere")),
+    Case("`--ckpt_path=last` of `RolloutCheckpoint` in another `default_root_dir`",
+         "there is no last.ckpt in ['other/checkpoints']", 1,
+         "--ckpt_path=last --trainer.default_root_dir=other",
+         edit=lambda v: v["trainer"]["callbacks"].__setitem__(1, {"class_path": "RolloutCheckpoint"})),
     Case("`--ckpt_path=last` with another policy than before", "this checkpoint is of another model: 0 unknown", 1,
          "--ckpt_path=last", edit=lambda v: model(v)["policy"]["init_args"].update(hidden_size=64)),
     Case("ckpt_path=nowhere.ckpt", "ckpt_path='nowhere.ckpt' does not exist", 1, slow=True),
@@ -192,6 +196,32 @@ FILES = [
             "class_path: RKV\ninit_args: {budget: 12, buffer: 4}\ninit_args: {budget: 13}\n"
         ),
     ),
+    Case(
+        "a `base` that is not there", "config.yaml: base: 'nowhere.yaml' cannot be read: No such file or directory.", 2,
+        text=lambda text: f"base: nowhere.yaml\n{text}",
+    ),
+    Case(
+        "a file that is its own `base`", "config.yaml: base: config.yaml -> config.yaml is a circle.", 2,
+        text=lambda text: f"base: config.yaml\n{text}", slow=True,
+    ),
+    Case(
+        "a `base` of another kind", "config.yaml: base must name a file or a list of files", 2,
+        text=lambda text: f"base: {{file: other.yaml}}\n{text}", slow=True,
+    ),
+    Case(
+        "a key twice in the `base`", "config.yaml: low.yaml: the key 'trainer' is given twice, in lines 1 and 2", 2,
+        text=lambda text: f"base: low.yaml\n{text}",
+        prepare=lambda folder: (folder / "low.yaml").write_text("trainer: {max_steps: 2}\ntrainer: {max_steps: 3}\n"),
+    ),
+    Case(
+        "a class of the file in place of another of its `base`, whose options it does not take", slow=True,
+        text=lambda text: f"base: low.yaml\n{text}",
+        prepare=lambda folder: (folder / "low.yaml").write_text(
+            "model: {init_args: {compressor: {class_path: SnapKV, init_args: {pooling: avg}}}}\n"
+        ),
+    ),
+    Case("a section `bas` in place of `base`", "Did you mean 'base'", 2, slow=True,
+         edit=lambda v: v.update(bas="low.yaml")),
     Case(
         "a key that a merge overrides, `{<<: *options, budget: 12}`", slow=True,
         text=replaced(r"budget: 12\n( +)", r"<<: {budget: 64}\n\1budget: 12\n\1"),

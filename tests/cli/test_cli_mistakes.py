@@ -9,10 +9,12 @@ import pytest
 from jsonargparse import ArgumentError
 from tiny_run import config, run_console, write
 
-from sparse_rl_lightning.cli.messages import ClearParser, explain, is_own
+from sparse_rl_lightning.cli.messages import ClearParser, explain
 from sparse_rl_lightning.cli.yaml_files import UnusableYAML, read
+from sparse_rl_lightning.errors import UserError
 
 COMPRESSOR = "model.init_args.compressor"
+TRY = "try:\n    raise UserError('budget')\nfinally:\n    raise"
 
 
 def test_a_traceback_is_there_for_those_who_ask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,16 +36,32 @@ def test_errors_in_a_users_code_keep_their_traceback(folder: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("module", "code", "expected"),
     [
-        ("sparse_rl_lightning.data", "raise ValueError('budget')", True),
+        ("sparse_rl_lightning.data", "raise UserError('budget')", True),
         ("sparse_rl_lightning.data", "int('x')", False),  # a bug of ours
         ("sparse_rl_lightning_plugin", "raise ValueError('budget')", False),
         ("mine", "raise ValueError('budget')", False),
+        ("mine", "raise UserError('budget')", True),
+        ("lightning.pytorch", "raise RuntimeError('teardown') from UserError('budget')", False),
+        (
+            "lightning.pytorch",
+            f"{TRY} RuntimeError('teardown')",
+            True,
+        ),
+        ("mine", f"{TRY} ValueError('teardown')", False),
     ],
 )
-def test_only_deliberate_errors_of_the_package_count_as_messages(module: str, code: str, expected: bool) -> None:
-    with pytest.raises(ValueError, match=r"budget|invalid literal") as caught:
-        exec(code, {"__name__": module})
-    assert is_own(caught.value) is expected
+def test_only_errors_meant_for_users_count_as_messages(
+    module: str, code: str, expected: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sparse_rl_lightning.cli.main", lambda: exec(code, {"__name__": module, "UserError": UserError})
+    )
+    if expected:
+        assert run_console(monkeypatch, "fit") == 1
+        assert capsys.readouterr().err == "error: budget\n"
+    else:
+        with pytest.raises((ValueError, RuntimeError), match=r"budget|invalid literal|teardown"):
+            run_console(monkeypatch, "fit")
 
 
 def test_messages_of_the_parser_lose_their_noise() -> None:

@@ -218,7 +218,9 @@ def test_folders_are_told_of_on_one_device(file: str, said: str, tmp_path: Path)
 
 @pytest.mark.parametrize("left", ["last.ckpt", ".replaced/last.ckpt"])
 def test_a_new_run_is_told_of_what_an_earlier_one_left(left: str, tmp_path: Path) -> None:
-    callback = Namespace(class_path="ModelCheckpoint", init_args=Namespace(dirpath=str(tmp_path)))
+    callback = Namespace(
+        class_path="lightning.pytorch.callbacks.ModelCheckpoint", init_args=Namespace(dirpath=str(tmp_path))
+    )
     config = Namespace(ckpt_path=None, trainer=Namespace(fast_dev_run=False, callbacks=[callback]))
     (tmp_path / left).mkdir(parents=True)
     with pytest.warns(UserWarning, match="holds checkpoints of an earlier run"):

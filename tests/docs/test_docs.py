@@ -13,6 +13,7 @@ import pytest
 from matplotlib.image import imread
 from test_readme import without_blocks
 
+from docs import docstrings, figures, generate, listing, predictions
 from sparse_rl_lightning.learner.block import BlockPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,16 +21,6 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 PACKAGES = ("callbacks", "compressors", "data", "modules", "retrievers", "rewards")
 LINK = re.compile(r"\]\((https?:[^)]*)\)|<(https?:[^>]*)>")
-
-sys.path.append(str(DOCS))  # the scripts that write and draw
-
-import docstrings  # noqa: E402
-import figures  # noqa: E402
-import generate  # noqa: E402
-import listing  # noqa: E402
-import predictions  # noqa: E402
-
-sys.path.remove(str(DOCS))
 
 
 def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
@@ -151,10 +142,6 @@ def test_predictions_by_hand() -> None:
     # compress_prompt: false holds the prompt of 256 tokens, less than the budget
     keys_values = 256 * 28 * 2 * (512 + 128) * 2 * 128 * 2
     assert keys_values < recipe.cache(recipe.compressor) < 1.3 * keys_values
-    assert recipe.num_rollouts == 100
-    steps = 4 * 4096  # 1024 sequences in 256 slots
-    weights = recipe.shape.weights_read * 2 / predictions.H200.bandwidth
-    assert recipe.rollout(recipe.method) > steps * weights
 
 
 def test_sharded_predictions_by_hand() -> None:

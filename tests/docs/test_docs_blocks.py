@@ -48,7 +48,10 @@ def whole(block: Block) -> dict[str, Any]:
 
 
 def build(block: Block, folder: Path) -> Namespace:
-    (folder / "block.yaml").write_text(yaml.safe_dump(whole(block)), encoding="utf-8")
+    values = whole(block)
+    if "base" in values:  # of another example
+        (folder / values["base"]).write_bytes((folder / "base.yaml").read_bytes())
+    (folder / "block.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     built.clear()
     with pytest.raises(ParsedError):
         main(["fit", "--config", "base.yaml", "--config", "block.yaml", "--trainer.accelerator=cpu"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,21 @@ from pyarrow import parquet
 
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
+from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
-from sparse_rl_lightning.evaluation.store import BenchmarkResult
-from sparse_rl_lightning.evaluation.tables import completion_table, name_arms, row_number
-from sparse_rl_lightning.evaluation.time_left import TimeLeft
+from sparse_rl_lightning.evaluation.problems import Problems, TimeLeft, row_number
+from sparse_rl_lightning.evaluation.results import BenchmarkResult, completion_table, judge_answers, name_caches
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.modules.evaluation import Evaluation
+from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards.math import CONVENTIONS, MathChecker
 from sparse_rl_lightning.rollout import Progress, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "eval.yaml"
-ARMS = ["dense", "RKV-24", "RKV-12"]
+CACHES = ["dense", "RKV-24", "RKV-12"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not the published file", "ignore:.* rows, the published one")
 
@@ -60,25 +62,25 @@ def config(folder: Path, policy: Path, **model: Any) -> str:
     return str(path)
 
 
-def stored(folder: Path, arm: str, benchmark: str) -> dict[str, Any]:
-    return json.loads((folder / "runs/eval/evaluation" / arm / f"{benchmark}.json").read_text(encoding="utf-8"))
+def stored(folder: Path, cache: str, benchmark: str) -> dict[str, Any]:
+    return json.loads((folder / "runs/eval/evaluation" / cache / f"{benchmark}.json").read_text(encoding="utf-8"))
 
 
 def test_all_seven_benchmarks_end_to_end(folder: Path, policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = config(folder, policy)
     cli = main(["test", "--config", file])
-    assert list(cli.model.arms) == ARMS
+    assert list(cli.model.caches) == CACHES
     results = json.loads((folder / "runs/eval/evaluation/results.json").read_text(encoding="utf-8"))
-    assert [(r["benchmark"], r["arm"]) for r in results] == [(name, arm) for name in GOLDS for arm in ARMS]
+    assert [(r["benchmark"], r["cache"]) for r in results] == [(name, cache) for name in GOLDS for cache in CACHES]
     for name, golds in GOLDS.items():
-        for arm in ARMS:
-            result = stored(folder, arm, name)
+        for cache in CACHES:
+            result = stored(folder, cache, name)
             samples, limit = (3 if name == "amc23" else 1), (8 if name == "aime24" else 6)
             assert (result["accuracy"]["num_problems"], result["accuracy"]["num_samples"]) == (len(golds), samples)
             assert result["counters"]["checks"] == len(golds) * samples
             assert 0 < result["mean_length"] <= limit
-            assert (result["kv_saving_final"] > 0) == (arm != "dense")
-            table = parquet.read_table(folder / "runs/eval/evaluation" / arm / f"{name}.parquet").to_pydict()
+            assert (result["kv_saving_final"] > 0) == (cache != "dense")
+            table = parquet.read_table(folder / "runs/eval/evaluation" / cache / f"{name}.parquet").to_pydict()
             assert table["answer"] == [gold for gold in golds for _ in range(samples)]
             assert table["sample"] == list(range(samples)) * len(golds)
             assert set(table["benchmark"]) == {name}
@@ -110,13 +112,13 @@ def test_sparrows_evaluation(folder: Path) -> None:
     settings["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
     (folder / "sparrow.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     run = main(["test", "--config", str(folder / "sparrow.yaml")])
-    found = {(result.benchmark, result.arm): result for result in run.model.results}
+    found = {(result.benchmark, result.cache): result for result in run.model.results}
     names = ["aime24", "aime25", "aime26", "amc23"]
-    assert list(found) == [(name, arm) for name in names for arm in ("dense", "Centroid-8")]
+    assert list(found) == [(name, cache) for name in names for cache in ("dense", "Centroid-8")]
     assert run.datamodule.reports["aime25"].dropped == [1]  # it asks nothing
     assert all(result.accuracy.num_samples == 2 for result in found.values())
     assert found["amc23", "Centroid-8"].kv_saving_final == 0  # nothing is deleted
-    drawn = [folder / "runs/eval/evaluation" / arm / "amc23.parquet" for arm in ("dense", "Centroid-8")]
+    drawn = [folder / "runs/eval/evaluation" / cache / "amc23.parquet" for cache in ("dense", "Centroid-8")]
     texts = [parquet.read_table(path).to_pydict()["completion"] for path in drawn]
     assert texts[0] != texts[1]  # but less is read
 
@@ -175,7 +177,10 @@ def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
     with module.caching("dense") as sampler:
         rollout = sampler.generate(module.encode(rows), SamplingParams(num_generations=2, max_completion_length=3))
     texts = [r"\boxed{0.5}", r"\boxed{0.50001}", r"\boxed{4.5001\times10^{33}}", "4.5e33"]
-    table = completion_table(rows, rollout, texts, MathChecker())
+    scored = ScoredRollout(rollout, rows, texts, {}, 0)
+    table = completion_table(
+        Problems("own", rows, rows, [], []), Scores.of(scored, judge_answers(scored, MathChecker()))
+    )
     assert table["correct"] == [True, False, True, False]
     assert table["extracted"] == ["0.5", "0.50001", r"4.5001\times10^{33}", None]
     assert table["index"] == [7, 7, 9, 9]
@@ -195,7 +200,7 @@ def test_predict_completes_a_file_of_prompts(folder: Path, policy: Path) -> None
     main(["predict", "--config", file, "--model.init_args.num_samples=2"])
     rows = [json.loads(line) for line in (folder / "runs/eval/predictions.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["1+1=", "2+2=", "3"]
-    assert all(list(row["completions"]) == ARMS for row in rows)
+    assert all(list(row["completions"]) == CACHES for row in rows)
     assert all(len(texts) == 2 for row in rows for texts in row["completions"].values())
     with pytest.raises(ValueError, match="Evaluation tests on MathBenchmarks"):
         main(["test", "--config", file, "--data.init_args.val_path=prompts.jsonl"])
@@ -219,8 +224,8 @@ def test_the_papers_settings() -> None:
 
 def test_names_of_caches() -> None:
     sizes = {"buffer": 4, "window": 4}
-    arms = name_arms([FullKV(), RKV(budget=24, **sizes), SnapKV(budget=24, **sizes), RKV(budget=24, **sizes)])
-    assert list(arms) == ["dense", "RKV-24", "SnapKV-24", "RKV-24#2"]
+    caches = name_caches([FullKV(), RKV(budget=24, **sizes), SnapKV(budget=24, **sizes), RKV(budget=24, **sizes)])
+    assert list(caches) == ["dense", "RKV-24", "SnapKV-24", "RKV-24#2"]
     with pytest.raises(ValueError, match="needs dense: true, compressors or retrievers"):
         Evaluation("nowhere", dense=False)
 
@@ -262,15 +267,15 @@ def results() -> list[BenchmarkResult]:
     return [
         BenchmarkResult(
             name,
-            arm,
+            cache,
             "",
-            accuracy(correct[: 1 + (arm == "dense")]),
+            accuracy(correct[: 1 + (cache == "dense")]),
             accuracy(correct[1:]),
             kv_saving_final=0.5,
             **costs,
         )
         for name in ("gsm8k", "aime24")
-        for arm in ("dense", "RKV-24")
+        for cache in ("dense", "RKV-24")
     ]
 
 
@@ -303,12 +308,11 @@ def test_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     clock.report("gsm8k, dense", Progress(step=1, active=2, finished=0, total=4, tokens=9), limit=100)
     clock.report("gsm8k, dense", Progress(step=9, active=2, finished=2, total=4, tokens=99), limit=100)
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "gsm8k, dense: 0/4 sequences of this batch, 0 % of the evaluation, time left not known yet"
-    assert second.startswith("gsm8k, dense: 2/4 sequences of this batch, 20 % of the evaluation, about ")
-    assert clock.left(0, 5.0) == "time left not known yet"
-    assert clock.left(250, 60.0) == "about 3 min 00 s left"
-    clock.finished(sequences=5, limit=100)
-    assert clock.done == 500
+    assert first == "gsm8k, dense: 0/4 sequences of this batch, 0 % of the evaluation, ? left"
+    assert re.fullmatch(r"gsm8k, dense: 2/4 sequences of this batch, 20 % of the evaluation, [\d:]+ left", second)
+    clock.done, clock._start = 250, clock._start - 60.0
+    clock.report("{x}", Progress(step=1, active=2, finished=0, total=4, tokens=9), limit=100)
+    assert capsys.readouterr().out == "{x}: 0/4 sequences of this batch, 25 % of the evaluation, 03:00 left\n"
 
 
 def test_real_rows_go_through_too(folder: Path, policy: Path, data_dir: Path) -> None:

@@ -17,7 +17,7 @@ from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 QUESTIONS = ["1+1?", "What is one plus one, " + "if one is one, " * 30, "One and one?"]
-ARMS = ["dense", "KNorm-24"]
+CACHES = ["dense", "KNorm-24"]
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def write_benchmark(questions: list[str]) -> None:
     Path("mine.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
-def completions(arm: str) -> dict[str, list[Any]]:
-    return parquet.read_table(Path("run") / "evaluation" / arm / "mine.parquet").to_pydict()
+def completions(cache: str) -> dict[str, list[Any]]:
+    return parquet.read_table(Path("run") / "evaluation" / cache / "mine.parquet").to_pydict()
 
 
 def test_a_problem_without_room_is_wrong_counted_and_said_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,16 +65,16 @@ def test_a_problem_without_room_is_wrong_counted_and_said_once(file: str, monkey
     (said,) = [str(warning.message) for warning in caught if "mine" in str(warning.message)]
     assert "no room for max_completion_length=6 in the model's context of 400 tokens" in said
     assert "count as wrong" in said
-    for result, arm in zip(cli.model.results, ARMS, strict=True):
-        assert (result.arm, result.too_long) == (arm, 1)
+    for result, cache in zip(cli.model.results, CACHES, strict=True):
+        assert (result.cache, result.too_long) == (cache, 1)
         assert (result.accuracy.num_problems, result.accuracy.mean) == (3, pytest.approx(2 / 3))
-        table = completions(arm)
+        table = completions(cache)
         assert list(zip(table["index"], table["completion"], table["correct"], strict=True)) == [
             *[(index, r"\boxed{2}", True) for index in (0, 0, 2, 2)], *[(1, None, False)] * 2
         ]  # fmt: skip
         assert result.mean_length == sum(table["length"]) / 4  # of those that were sampled
         assert result.counters["checks"] == 4
-        assert cli.trainer.callback_metrics[f"test/mine/{arm}"] == pytest.approx(2 / 3)
+        assert cli.trainer.callback_metrics[f"test/mine/{cache}"] == pytest.approx(2 / 3)
     assert cli.trainer.callback_metrics["test/mine/too_long"] == 1
     assert cli.model._clock.done == cli.model._clock.total  # the time left is of what is sampled
 
@@ -100,12 +100,12 @@ def test_a_resumed_evaluation_says_the_same(file: str, capsys: pytest.CaptureFix
 @pytest.mark.filterwarnings("ignore:mine")
 def test_the_others_draw_what_they_would_draw_without_it(file: str) -> None:
     main(["test", "--config", file])
-    beside = {arm: completions(arm)["completion"][:4] for arm in ARMS}
+    beside = {cache: completions(cache)["completion"][:4] for cache in CACHES}
     write_benchmark([QUESTIONS[0], "Two?", QUESTIONS[2]])
     main(["test", "--config", file])
-    for arm in ARMS:
-        drawn = completions(arm)["completion"]
-        assert beside[arm] == drawn[:2] + drawn[4:]
+    for cache in CACHES:
+        drawn = completions(cache)["completion"]
+        assert beside[cache] == drawn[:2] + drawn[4:]
 
 
 @pytest.mark.filterwarnings("ignore:mine")

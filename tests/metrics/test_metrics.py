@@ -1,9 +1,8 @@
-"""Rollout metrics by hand, and metric classes against the pure functions over several updates and ranks."""
+"""Rollout metrics by hand and against brute force."""
 
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -11,20 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchmetrics import Metric
 
-from sparse_rl_lightning.corrections import mismatch_statistics
-from sparse_rl_lightning.metrics import (
-    EffectiveSampleSize,
-    KVSaving,
-    MismatchKL,
-    RejectionRate,
-    RepetitionRate,
-    rejection_rate,
-    repetition_rates,
-    rollout_metrics,
-    token_mask_rate,
-)
+from sparse_rl_lightning.metrics import rejection_rate, repetition_rates, rollout_metrics, token_mask_rate
 from sparse_rl_lightning.records import KVUsage, Rollout, ScoredRollout
 
 
@@ -169,101 +156,3 @@ def test_repetition_is_that_of_brute_force(completions: list[list[int]], n: int,
         mask[row, prompt : prompt + len(tokens)] = True
     expected = [brute_force_repetition(tokens, n) for tokens in completions]
     assert repetition_rates(sequences, mask, n).tolist() == pytest.approx(expected)
-
-
-# ---------------------------------------------------------------- classes
-
-
-def random_update(kind: type[Metric], seed: int) -> tuple[Any, ...]:
-    """Arguments of one update, of another size for every seed."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, width = 2 + seed, 9
-    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
-    mask = torch.arange(width) < lengths
-    if kind is RejectionRate:
-        return mask & (torch.rand(rows, 1, generator=generator) < 0.6), mask
-    if kind is RepetitionRate:
-        return torch.randint(0, 2, (rows, width), generator=generator), mask
-    if kind is KVSaving:
-        full = torch.rand(2, rows, generator=generator) * 50 + 10
-        stored = full * torch.rand(2, rows, generator=generator)
-        return (usage(*(t.tolist() for t in (stored[0], full[0], stored[1], full[1]))),)
-    return torch.randn(rows, width, generator=generator) * 2, mask
-
-
-def together(kind: type[Metric], updates: list[tuple[Any, ...]]) -> Any:
-    """What the pure function says of all updates as one rollout."""
-    if kind is KVSaving:
-        names = ("stored", "full", "stored_integral", "full_integral")
-        joined = KVUsage(*(torch.cat([getattr(u[0], name) for u in updates]) for name in names), 0, 0, 0)
-        return {"final": joined.saving_final, "integral": joined.saving_integral}
-    first, mask = (torch.cat(parts) for parts in zip(*updates, strict=True))
-    if kind is RejectionRate:
-        return rejection_rate(first, mask)
-    if kind is RepetitionRate:
-        return repetition_rates(first, mask).mean()
-    statistics = mismatch_statistics(first, mask)
-    if kind is EffectiveSampleSize:
-        return statistics["mismatch/ess"]
-    return {"k1": statistics["mismatch/kl_k1"], "k3": statistics["mismatch/kl_k3"]}
-
-
-def numbers(value: Any) -> Any:
-    return {k: float(v) for k, v in value.items()} if isinstance(value, dict) else float(value)
-
-
-CLASSES = pytest.mark.parametrize("kind", [RejectionRate, RepetitionRate, KVSaving, MismatchKL, EffectiveSampleSize])
-
-
-@CLASSES
-def test_updates_add_up_to_the_pure_function(kind: type[Metric]) -> None:
-    metric, updates = kind(), [random_update(kind, seed) for seed in range(4)]
-    for update in updates:
-        metric.update(*update)
-    assert numbers(metric.compute()) == pytest.approx(numbers(together(kind, updates)), rel=1e-5)
-    last = random_update(kind, 7)
-    assert numbers(metric(*last)) == pytest.approx(numbers(together(kind, [last])), rel=1e-5)  # forward: of this one
-    assert numbers(metric.compute()) == pytest.approx(numbers(together(kind, [*updates, last])), rel=1e-5)
-    metric.reset()
-    metric.update(*last)
-    assert numbers(metric.compute()) == pytest.approx(numbers(together(kind, [last])), rel=1e-5)
-
-
-@CLASSES
-def test_ranks_merge_and_states_survive_pickling(kind: type[Metric]) -> None:
-    updates = [random_update(kind, seed) for seed in range(5)]
-    here, there = kind(), kind()
-    for update in updates[:2]:
-        here.update(*update)
-    for update in updates[2:]:
-        there.update(*update)
-    here.merge_state(pickle.loads(pickle.dumps(there)))
-    assert numbers(here.compute()) == pytest.approx(numbers(together(kind, updates)), rel=1e-5)
-    reductions = there._reductions.values()  # what a gather over ranks applies to the states
-    assert all(reduce(torch.ones(2, 1)).item() == 2 for reduce in reductions if reduce is not None)
-    assert None not in reductions
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        (RejectionRate, 0.0),
-        (RepetitionRate, 0.0),
-        (KVSaving, {"final": 0.0, "integral": 0.0}),
-        (MismatchKL, {"k1": 0.0, "k3": 0.0}),
-        (EffectiveSampleSize, 1.0),
-    ],
-)
-def test_before_the_first_update(kind: type[Metric], value: Any) -> None:
-    assert numbers(kind().compute()) == value
-
-
-def test_infinite_ratios_do_not_overflow() -> None:
-    log_ratio, mask = torch.tensor([[200.0, -300.0, 0.0]]), boolean([[1, 1, 1]])
-    kl, ess = MismatchKL(), EffectiveSampleSize()
-    kl.update(log_ratio, mask)
-    ess.update(log_ratio, mask)
-    expected = mismatch_statistics(log_ratio, mask)
-    assert float(kl.compute()["k3"]) == pytest.approx(float(expected["mismatch/kl_k3"]), rel=1e-5)
-    assert float(ess.compute()) == pytest.approx(float(expected["mismatch/ess"]), rel=1e-4)

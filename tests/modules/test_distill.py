@@ -182,15 +182,12 @@ def test_export_is_the_dense_policy_with_the_adapter_beside_it(tmp_path: Path) -
 
 def test_under_retrieval_the_learner_chooses_pages_again() -> None:
     retriever = Centroid(budget=8, page_size=2, num_first_pages=1, num_last_pages=1, num_dense_layers=1)
-    grpo = shaken(distill(compressor=FullKV(), retriever=retriever, record_pages=10**6, max_completion_length=24))
-    seen = Recorder()
+    grpo = shaken(distill(compressor=FullKV(), retriever=retriever, max_completion_length=24))
     rollout = scored_part(grpo)
     torch.testing.assert_close(rollout.replay_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
     assert (rollout.old_logprobs - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() > 0.01
-    trainer = fit(grpo, steps=4, callbacks=[seen])
-    assert trainer.callback_metrics["distill/differing_pages"] < 0.01
+    trainer = fit(grpo, steps=4)
     assert trainer.callback_metrics["distill/kl"] > 0
-    assert all(one.rollout.pages is None for one in seen.scored)
     with pytest.raises(ValueError, match=r"either evictions or a retriever: RKV moves entries"):
         distill(retriever=retriever)
 

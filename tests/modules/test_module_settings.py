@@ -10,12 +10,12 @@ import torch
 from tiny_grpo import Recorder, Rows, fit, module, weights
 from tiny_run import config, write
 
+from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.cache.memory import slot_bytes
-from sparse_rl_lightning.rollout.cache.slots import CacheSize
+from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 
 
 def cut(text: str, stop: str) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +21,12 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 50  # of code: long signatures and docstrings are what the CLI shows its users
 LONG_FILES: dict[str, int] = {}  # path in the repository -> its own limit; say why beside each
 LONG_FUNCTIONS: dict[str, int] = {}  # path::name -> its own limit
+
+MAX_UNLIKE_FILES = 12
+ONE_KIND = {  # by package: what a file of the kind that it collects defines a class of, by the name of a base
+    "compressors": {"Compressor", "AttentionCompressor", "SnapKV"},
+    "retrievers": {"Retriever"},
+}
 
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp/bash_jobs\S*)/")
 
@@ -68,6 +76,26 @@ def test_files_are_short() -> None:
     assert {name: n for name, n in lengths.items() if n > LONG_FILES.get(name, MAX_FILE_LINES)} == {}
 
 
+def bases(path: Path) -> set[str]:
+    """Names of the classes that a file's classes are made of."""
+    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return {ast.unparse(base).split(".")[-1] for node in classes for base in node.bases}
+
+
+def test_a_package_is_of_one_kind_or_small() -> None:
+    unlike: dict[str, int] = {}
+    for path in SOURCES:
+        package = path.parent.relative_to(ROOT / "sparse_rl_lightning").as_posix()
+        if path.name != "__init__.py" and not bases(path) & ONE_KIND.get(package, set()):
+            unlike[package] = unlike.get(package, 0) + 1
+    assert {package: count for package, count in unlike.items() if count > MAX_UNLIKE_FILES} == {}
+
+
+def test_no_module_is_named_as_one_of_the_standard_library() -> None:
+    own = [path for path in SOURCES if path.stem in sys.stdlib_module_names and path.stem != "__main__"]
+    assert [name_of(path) for path in own] == []
+
+
 def test_length_of_a_function_is_its_code() -> None:
     source = 'class C:\n  def f(\n    self,\n  ):\n    """Say\n    it."""\n    def g(): return 1\n\n    return g'
     assert dict(function_lengths(source)) == {"f": 3, "g": 1}
@@ -101,15 +129,28 @@ def package_version() -> Version:
 
 
 def test_version_fits_the_changelog() -> None:
-    """Between releases a .dev version above the newest release, and an empty Unreleased section after one."""
+    """The version is the newest release; with changes under Unreleased it is a .dev version above it."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## \[(.+?)\][^\n]*\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
-    assert sections[0][0] == "Unreleased"
-    releases = [Version(title) for title, _ in sections[1:]]
+    unreleased = [text for title, text in sections[:1] if title == "Unreleased"]
+    releases = [Version(title) for title, _ in sections[len(unreleased) :]]
+    assert releases
     assert releases == sorted(releases, reverse=True)
     version = package_version()
-    if re.search(r"^- ", sections[0][1], re.MULTILINE):
+    if any(re.search(r"^- ", text, re.MULTILINE) for text in unreleased):
         assert version.is_devrelease
-        assert all(release < version for release in releases)
+        assert version > releases[0]
     else:
         assert version == releases[0]
+
+
+def test_the_public_hosts_workflow_runs_what_there_is() -> None:
+    """Its steps call ``.ci/run`` and targets of the Makefile, nothing of their own."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    calls = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert calls == [".ci/run", "make dist"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    wanted = re.findall(r"\bmake ([a-z-]+)", "\n".join([*calls, script]))
+    assert {"dist", "test"} <= set(wanted)
+    assert set(wanted) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))

@@ -55,6 +55,7 @@ def test_a_library_needs_only_stable_symbols_of_torch_and_python(path: Path) -> 
 def test_a_wheel_from_the_source_distribution_runs_from_anywhere(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.so", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    shutil.copytree(ROOT / ".ci", tmp_path / "source" / ".ci")
     environment = {**os.environ, "SPARSE_RL_BUILD": "cpu", "SPARSE_RL_NATIVE": "1"}
     environment.pop("PYTHONPATH", None)
 
@@ -63,11 +64,12 @@ def test_a_wheel_from_the_source_distribution_runs_from_anywhere(tmp_path: Path)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run("setup.py", "-q", "sdist", cwd=tmp_path / "source")
-    archive = next((tmp_path / "source" / "dist").glob("*.tar.gz"))
-    run("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", archive, "-w", ".", cwd=tmp_path)
-    wheel = next(tmp_path.glob("*.whl"))
+    run("-m", "build", "--no-isolation", cwd=tmp_path / "source")
+    dist = tmp_path / "source" / "dist"
+    run(".ci/check_dist.py", "dist", "--no-install", cwd=tmp_path / "source")
+    wheel = next(dist.glob("*.whl"))
     assert "-cp311-abi3-" in wheel.name
+    assert sys.platform != "linux" or "-manylinux_" in wheel.name
     with zipfile.ZipFile(wheel) as files:
         libraries = [name for name in files.namelist() if name.endswith(".so")]
         assert libraries == ["sparse_rl_lightning/_C.abi3.so"]

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from report_runs import HOSTILE, Parser, record, row
 
 from sparse_rl_lightning.report import RunRecord, page, picture, summary_text
-from sparse_rl_lightning.report.html import text as escaped
-from sparse_rl_lightning.report.plots import plots_of_run
-from sparse_rl_lightning.report.scale import smoothed
-from sparse_rl_lightning.report.svg import drawing
+from sparse_rl_lightning.report.charts import draw, drawings, smoothed
+from sparse_rl_lightning.report.page import environment
+from sparse_rl_lightning.report.plots import Plot, plots_of_run
 from sparse_rl_lightning.text import (
     duration,
     number,
@@ -57,7 +56,7 @@ def test_text_has_the_results_and_leaves_out_what_was_not_measured() -> None:
     assert "compressed cache                        0.200  0.450" in text
     assert re.search(r"KV tokens saved at the end of a sequence +40\.0 %", text)
     assert re.search(r"2\.0 MiB of a full cache's 8\.0 MiB +25\.0 %", text)
-    assert re.search(r"20 optimiser steps, 10 rollouts +1 min 15 s", text)
+    assert re.search(r"20 optimizer steps, 10 rollouts +1 min 15 s", text)
     bare = summary_text(record(history=[{"rollout": 0.0}], before={}, after={}, samples=[]))
     assert "mismatch" not in bare
     assert "held-out" not in bare
@@ -99,7 +98,7 @@ def test_page_is_one_valid_document_with_the_numbers() -> None:
     text = " ".join(parser.text)
     for expected in (
         "0.250 → 0.500", "0.200 → 0.450", "40.0 %", "SnapKV(budget=24)", "1+1=", "1 min 15 s", "A run", "torch", "2.13",
-        "model.num_generations", "10 rollouts, 20 optimiser steps, 1 min 15 s.",
+        "model.num_generations", "10 rollouts, 20 optimizer steps, 1 min 15 s.",
     ):  # fmt: skip
         assert expected in text
     assert parser.tags.count("figure") == parser.tags.count("svg") == len(plots_of_run(record())) == 17
@@ -111,44 +110,46 @@ def test_page_is_one_valid_document_with_the_numbers() -> None:
 
 def test_panels_without_data_are_left_out() -> None:
     bare = RunRecord(history=[{"rollout": float(i), "reward": 0.5, "mismatch/kl_k3": 0.1} for i in range(5)])
-    assert [plot.title for _, plot in plots_of_run(bare)] == ["Reward", "Mismatch KL"]
+    assert [plot.panel.title for plot in plots_of_run(bare)] == ["Reward", "Mismatch KL"]
     html = page(bare)
     assert "KV memory" not in html
     assert "Worst completions" not in html
     assert "Settings" not in html
 
 
+def chart(run: RunRecord, title: str) -> Plot:
+    return next(plot for plot in plots_of_run(run) if plot.panel.title == title)
+
+
 def test_charts_hold_the_numbers_they_show() -> None:
-    parser = Parser(page(record()))
-    kl = next(
-        series for label, series in zip(parser.labels, parser.series, strict=True) if label.startswith("Mismatch")
-    )
-    assert kl == [("0 1 2 3 4 5 6 7 8 9", " ".join(["0.02"] * 10))]
-    memory = next(one for label, one in zip(parser.labels, parser.series, strict=True) if label.startswith("KV memory"))
-    assert memory[0][1] == "1 2 1 2 1 2 1 2 1 2"  # MiB
-    assert memory[1][1] == " ".join(["8"] * 10)
-    label = next(label for label in parser.labels if label.startswith("Reward in"))
+    (kl,) = chart(record(), "Mismatch KL").series
+    assert kl.points == [(float(i), 0.02) for i in range(10)]
+    memory = chart(record(), "KV memory")
+    assert memory.panel.unit == "MiB"
+    assert [y for _, y in memory.series[0].points] == [1, 2] * 5
+    assert [y for _, y in memory.series[1].points] == [8] * 10
+    label = next(label for label in Parser(page(record())).labels if label.startswith("Reward in"))
     assert label == "Reward in mean reward up to rollout 9. reward: from 0.25 to 0.34, between 0.25 and 0.34."
 
 
 def test_greedy_accuracy_goes_through_the_validations() -> None:
-    (_, plot), *_ = plots_of_run(record(validation=[{"rollout": 4.0, "dense": 0.3}]))
+    plot, *_ = plots_of_run(record(validation=[{"rollout": 4.0, "dense": 0.3}]))
     assert [s.points for s in plot.series] == [[(0.0, 0.25), (4.0, 0.3), (10.0, 0.5)], [(0.0, 0.2), (10.0, 0.45)]]
 
 
 def test_validations_are_shown_without_an_evaluation() -> None:
     bare = record(before={}, after={}, measure="reward", num_problems=0, validation=[{"rollout": 4.0, "dense": 0.3}])
-    (_, plot), *_ = plots_of_run(bare)
-    assert (plot.title, plot.unit) == ("Validation accuracy", "mean accuracy")
+    plot, *_ = plots_of_run(bare)
+    assert (plot.panel.title, plot.panel.unit) == ("Validation accuracy", "mean accuracy")
     assert [s.points for s in plot.series] == [[(4.0, 0.3)]]
-    (_, plot), *_ = plots_of_run(record(measure="reward", validation=[{"rollout": 4.0, "dense": 0.3}]))
+    plot, *_ = plots_of_run(record(measure="reward", validation=[{"rollout": 4.0, "dense": 0.3}]))
     assert plot.series[0].points == [(0.0, 0.25), (10.0, 0.5)], "shares and other rewards share no line"
 
 
 def test_time_is_stacked_without_the_first_rollout_and_incomplete_ones() -> None:
     history = [row(i, **{"time/rollout": 1.0 + i, "time/rescoring": 2.0}) for i in range(5)]
     del history[4]["time/update"]
-    plot = next(plot for _, plot in plots_of_run(record(history=history)) if plot.stacked)
+    plot = chart(record(history=history), "Time per rollout")
     assert [(s.label, s.points) for s in plot.series] == [
         ("rollout", [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]),
         ("rescoring", [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]),
@@ -158,19 +159,34 @@ def test_time_is_stacked_without_the_first_rollout_and_incomplete_ones() -> None
 
 
 def test_bands_stand_on_each_other() -> None:
-    """2 + 1 + 0.5 + 1.5 = 5 seconds on an axis from 0 (176) to 6 (8): the highest edge is at 176 - 168 x 5 / 6 = 36."""
-    plot = next(plot for _, plot in plots_of_run(record()) if plot.stacked)
-    bands = re.findall(r'class="band (c\d)" d="M([\d.]+) ([\d.]+)L', drawing(plot))
-    assert [(color, y) for color, _, y in bands] == [("c0", "120.0"), ("c1", "92.0"), ("c2", "78.0"), ("c3", "36.0")]
+    """2 + 1 + 0.5 + 1.5 = 5 seconds."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    ax = figure.add_subplot()
+    draw(ax, chart(record(), "Time per rollout"))
+    edges = [sorted(set(band.get_paths()[0].vertices[:, 1])) for band in ax.collections]
+    assert edges == [[0, 2], [2, 3], [3, 3.5], [3.5, 5]]
+    assert ax.get_ylim() == (0, 5)
+
+
+def test_svg_of_a_chart_is_only_drawn_elements() -> None:
+    """The same numbers make the same text: no identifiers, no date, no references, no styles."""
+    pytest.importorskip("matplotlib")
+    plots = plots_of_run(record())
+    drawn = drawings(plots)
+    assert drawn == drawings(plots)
+    for svg in drawn:
+        assert set(Parser(f"<div>{svg}</div>").tags) <= {"div", "g", "path", "text", "circle"}
+        assert not re.search(r' (id|style|clip-path|[\w:]*href)="|url\(|#', svg), "colors are the style sheet's"
+    assert drawn[0].count("<circle") == 4, "accuracy before and after, with two caches"
 
 
 def test_long_runs_stay_small_and_keep_their_worst_ratio() -> None:
     history = [row(i) for i in range(20_000)]
     history[12_345]["sampling/importance_sampling_ratio/min"] = 1e-9
     run = record(history=history)
-    ratio = next(plot for _, plot in plots_of_run(run) if plot.title.startswith("Ratio"))
+    ratio = chart(run, "Ratio dense / sparse")
     assert min(y for _, y in ratio.series[1].points) == 1e-9
-    reward = next(plot for _, plot in plots_of_run(run) if plot.title == "Reward")
+    reward = chart(run, "Reward")
     assert len(reward.series[0].points) == 400
     assert reward.series[0].points[0] == (25.0, pytest.approx(0.25 + 0.01 * 24.5))  # the mean of 50 rollouts
     html = page(run)
@@ -184,7 +200,7 @@ def test_warnings_are_shown_with_their_counts() -> None:
     history[4]["rewards/right/failed"] = 1.0
     told = [{"rollout": 2, "text": "TailGuard: Responses have shrunk."}, {"rollout": -1, "text": "a file"}, {"text": 3}]
     text = " ".join(Parser(page(record(history=history, warnings=told))).text)
-    assert "Optimiser steps skipped because their gradient was not finite: 2." in text
+    assert "Optimizer steps skipped because their gradient was not finite: 2." in text
     assert "reward function right could not judge: 5." in text
     assert "Rollout 2: TailGuard: Responses have shrunk." in text
     assert "rejection kept no token" not in text
@@ -235,7 +251,7 @@ def test_page_loads_nothing_and_runs_nothing_whatever_the_completions_are() -> N
     assert not [c for c in html if not c.isprintable() and c != "\n"]
     parser = Parser(html)
     assert not {"img", "link", "iframe", "object", "embed", "base", "form"} & set(parser.tags)
-    assert parser.tags.count("script") == parser.tags.count("style") == 1
+    assert (parser.tags.count("script"), parser.tags.count("style")) == (0, 1)
     assert not [name for name, _ in parser.attributes if name.startswith("on") or name == "style"]
     links = {"href", "src", "action", "srcset", "data", "xlink:href"}
     assert not [name for name, _ in parser.attributes if name in links]
@@ -244,15 +260,15 @@ def test_page_loads_nothing_and_runs_nothing_whatever_the_completions_are() -> N
     assert "http://" not in html
 
 
-def test_policy_allows_our_script_and_style_only() -> None:
+def test_policy_allows_our_style_only() -> None:
     html = hostile_page()
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', html)
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
-    for tag in ("script", "style"):
-        content = html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "script" not in policy
+    content = html.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    assert f"style-src 'sha256-{digest}'" in policy
 
 
 def test_megabytes_are_cut() -> None:
@@ -267,11 +283,11 @@ def test_megabytes_are_cut() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.text(st.characters(codec=None), max_size=30))
 def test_any_text_survives_a_page_line_by_line(text: str) -> None:
-    shown = Parser(f"<p>{escaped(text)}</p>").text
+    shown = Parser(environment().from_string('<p title="{{ text }}">{{ text }}</p>').render(text=text)).text
     assert "".join(shown) == "\n".join(printable(line) for line in text.split("\n"))
 
 
-def test_the_page_needs_no_matplotlib_and_the_picture_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_page_has_its_tables_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
 
     def missing(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -280,6 +296,9 @@ def test_the_page_needs_no_matplotlib_and_the_picture_says_what_to_install(monke
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    assert page(record()).count("<svg") == 17
+    html = page(record())
+    assert "<svg" not in html
+    assert "The charts need matplotlib: pip install 'sparse-rl-lightning[report]'." in " ".join(Parser(html).text)
+    assert html.count("<table") == 3
     with pytest.raises(ModuleNotFoundError, match=r"sparse-rl-lightning\[report\]"):
         picture(record())

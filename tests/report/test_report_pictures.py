@@ -1,17 +1,18 @@
-"""The report's pictures: charts of matplotlib, runs of unusual numbers, and colours that every eye tells apart."""
+"""The report's pictures: charts of matplotlib, runs of unusual numbers, and colors that every eye tells apart."""
 
 from __future__ import annotations
 
 import math
 import re
 from itertools import combinations
+from typing import Any
 
 import pytest
 from report_runs import Parser, record, row
 
 from sparse_rl_lightning.report import RunRecord, page, picture
-from sparse_rl_lightning.report.assets import DARK, LIGHT, STYLE
-from sparse_rl_lightning.report.charts import charts
+from sparse_rl_lightning.report.charts import DARK, LIGHT, draw
+from sparse_rl_lightning.report.page import STYLE
 from sparse_rl_lightning.report.plots import plots_of_run
 
 
@@ -22,10 +23,22 @@ def test_picture_is_a_png_of_every_chart_with_data() -> None:
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
     assert dict(matplotlib.rcParams) == before
-    titles = [title for title, _ in charts(record())]
-    assert titles[:4] == ["Held-out problems", "Peak KV memory", "Reward", "Completion length"]
-    assert len(titles) == 9
-    assert [title for title, _ in charts(RunRecord(history=[{"rollout": 0.0, "reward": 1.0}]))] == ["Reward"]
+    assert pictured(record()) == [
+        "Greedy accuracy", "Reward", "Completion length", "Repeated and cut off", "Rejected", "Mismatch KL",
+        "Ratio dense / sparse", "KV memory", "KV tokens saved",
+    ]  # fmt: skip
+    assert pictured(RunRecord(history=[{"rollout": 0.0, "reward": 1.0}])) == ["Reward"]
+
+
+def pictured(run: RunRecord) -> list[str]:
+    return [plot.panel.title for plot in plots_of_run(run) if plot.panel.pictured]
+
+
+def drawn(run: RunRecord, title: str) -> Any:
+    """The axes of one chart."""
+    ax = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    draw(ax, next(plot for plot in plots_of_run(run) if plot.panel.title == title))
+    return ax
 
 
 UNUSUAL = {
@@ -49,28 +62,31 @@ def test_unusual_runs_are_shown_too(run: RunRecord) -> None:
     assert picture(run).startswith(b"\x89PNG")
 
 
-def test_chart_of_the_picture_shows_the_numbers() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    ax = Figure().add_subplot()
-    dict(charts(record(history=[row(i) for i in range(3)])))["Rejected"](ax)
+def test_chart_shows_the_numbers() -> None:
+    ax = drawn(record(history=[row(i) for i in range(3)]), "Rejected")
     sequences, tokens = ax.get_lines()
     assert list(sequences.get_ydata()) == [0.0, 10.0, 0.0]  # percent
     assert list(tokens.get_ydata()) == [10.0] * 3
     assert ax.get_ylim()[0] == 0
 
 
-def test_the_picture_of_a_long_run_draws_few_points() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    ax = Figure().add_subplot()
-    dict(charts(record(history=[row(i) for i in range(20_000)])))["Reward"](ax)
+def test_chart_of_a_long_run_has_few_points() -> None:
+    ax = drawn(record(history=[row(i) for i in range(20_000)]), "Reward")
     assert {len(line.get_xdata()) for line in ax.get_lines()} == {400}
 
 
-# Colours as eyes without one of the three kinds of cones see them (Machado and others 2009), of linear RGB.
+def test_tail_keeps_its_values_on_whole_decades() -> None:
+    values = {"mismatch/ratio_p05": 0.7, "sampling/importance_sampling_ratio/min": 3e-4}
+    ax = drawn(record(history=[row(i, **values) for i in range(9)] + [row(9, **{"mismatch/ratio_p05": 0.0})]),
+               "Ratio dense / sparse")  # fmt: skip
+    assert (ax.get_yscale(), ax.get_ylim()) == ("log", (1e-4, 1.0))
+    percentile, smallest = ax.get_lines()
+    assert list(percentile.get_ydata()) == [0.7] * 9 + [1e-4], "what has no logarithm lies on the axis"
+    assert list(smallest.get_ydata())[:9] == [3e-4] * 9
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "0.1", "0.01", "0.001", "0.0001"]
+
+
+# Colors as eyes without one of the three kinds of cones see them (Machado and others 2009), of linear RGB.
 EYES = {
     "usual": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
     "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),

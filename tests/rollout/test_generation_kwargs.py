@@ -131,7 +131,7 @@ def test_results_under_other_templates_are_other_results() -> None:
     def fingerprint(**kwargs: Any) -> str:
         own = Evaluation(Thinking(), **kwargs)
         own._digest = "weights"
-        return own._fingerprint(with_room("b", rows, [[3]], own.sampling, None), next(iter(own.arms)))
+        return own._fingerprint(with_room("b", rows, [[3]], own.sampling, None), next(iter(own.caches)))
 
     assert fingerprint(chat_template_kwargs={"enable_thinking": False}) != fingerprint()
     assert fingerprint(repetition_penalty=1.1) != fingerprint()

@@ -242,7 +242,7 @@ def test_restarted_sequences_are_drawn_again_by_the_new_policy(tmp_path: Path, c
     assert large["session"]["slots"]
     assert small["session"]["slots"] == {}
     assert small["rows"] == large["rows"] == stored.partial.rows
-    ended = set(stored.partial.session.run.ended)
+    ended = [one for group in stored.partial.session.scheduler.groups.values() for one in group.finished]
     seen, resumed = Recorder(), partial(partial_checkpoint="restart")
     fit(resumed, 4, [seen], ckpt_path=path)
     (scored,) = seen.scored

@@ -41,15 +41,12 @@ def interrupt(progress: Progress) -> None:
 
 
 def one(sampler: RolloutSampler, index: int) -> Rollout:
-    """A rollout of 18 sequences in 5 slots; now and then an interrupted one before it, and a streamed one after it."""
+    """A rollout of 18 sequences in 5 slots; now and then an interrupted one before it."""
     params = SamplingParams(num_generations=3, max_completion_length=16, seed=index)
     if index % 10 == 3:
         with pytest.raises(Interrupted):
             sampler.generate(prompts_of(index + 1), params, progress=interrupt)
-    rollout = sampler.generate(prompts_of(index), params)
-    if index % 10 == 7:
-        assert len(list(sampler.stream(prompts_of(index)[:2], params))) == 6
-    return rollout
+    return sampler.generate(prompts_of(index), params)
 
 
 @needs_proc

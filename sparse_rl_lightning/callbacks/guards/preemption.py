@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, AgreedExit
+from sparse_rl_lightning.callbacks.outputs.checkpoint import checkpoint_folder
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -76,8 +77,9 @@ class Preemption(Callback):
 
 
 def last_path(trainer: Trainer) -> Path | None:
-    """Where the trainer's ModelCheckpoint keeps its last checkpoint, None if none does."""
+    """Where the trainer's checkpoint callback keeps its last checkpoint, None if none does."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.dirpath:
-            return Path(callback.dirpath) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+        folder = checkpoint_folder(callback, trainer)
+        if isinstance(callback, ModelCheckpoint) and callback.save_last and folder:
+            return Path(folder) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
     return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
+from sparse_rl_lightning.callbacks.outputs.checkpoint import checkpoint_folder
 from sparse_rl_lightning.checkpoints.lock import FolderLock
 
 
 class RunLock(Callback):
-    """During ``fit``, keep other runs out of the fixed folders (``dirpath``) of the trainer's ModelCheckpoints.
+    """During ``fit``, keep other runs out of the fixed folders of the trainer's checkpoint callbacks.
 
     The lock is one of the operating system, held by rank zero, so that a killed run does not leave it behind; a file
     system that has none is told of. All modules add this callback themselves.
@@ -55,6 +55,5 @@ class RunLock(Callback):
 
 
 def _folders(trainer: Trainer) -> list[Path]:
-    callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-    fixed = {str(callback.dirpath) for callback in callbacks if callback.dirpath and "://" not in str(callback.dirpath)}
-    return [Path(folder) for folder in sorted(fixed)]
+    folders = {checkpoint_folder(callback, trainer) for callback in trainer.checkpoint_callbacks}
+    return [Path(folder) for folder in sorted(filter(None, folders)) if "://" not in folder]

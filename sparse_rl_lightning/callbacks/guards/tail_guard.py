@@ -15,7 +15,7 @@ from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.files import writable_folder
-from sparse_rl_lightning.metrics.rejection import rejection_rate
+from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import ScoredRollout
 
 Mode = Literal["off", "warn", "raise", "stop"]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import Progress
-from sparse_rl_lightning.rollout.cache.trigger import Trigger
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO

@@ -10,10 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from sparse_rl_lightning.acceptance import tail_target
+from sparse_rl_lightning.acceptance import BIN_SIZE, NUM_BINS, AcceptanceTail, sampled_acceptance, tail_target
 from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.metrics.acceptance import BIN_SIZE, AcceptanceTail, SampledAcceptanceTail
-from sparse_rl_lightning.metrics.beta import fit_beta
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
@@ -53,9 +51,6 @@ class AcceptanceMonitor(RolloutCallback):
     acceptance/ceiling_p05          share     p05 between dense policies, lower bound
     acceptance/ceiling_p05_upper    share     the same, upper bound
     acceptance/target               share     0.86 x the ceiling / 0.945, Sparrow's target under its own ceiling
-    acceptance/beta_a               number    first parameter of a Beta fitted to rank zero's lower bounds up to 0.999
-    acceptance/beta_b               number    its second parameter
-    acceptance/beta_ks              share     its Kolmogorov-Smirnov distance, below 0.04 in the paper
     =============================== ========= ========================================================================
 
     Bins without tokens are left out. The sampled keys need dense rescoring. Tokens of partial rollouts count where the
@@ -68,7 +63,6 @@ class AcceptanceMonitor(RolloutCallback):
         num_bins: Bins; the last has no end.
         ceiling_prompts: Prompts of the small rollout with the full cache, one sample each; 0 measures no ceiling.
         ceiling_every_n_rollouts: Rollouts until the ceiling is measured again; it hardly moves in training.
-        beta_fit: Fit the Beta distribution.
 
     Raises:
         ValueError: If an argument is out of range; at the start of ``fit``, if the module does not roll out.
@@ -79,10 +73,9 @@ class AcceptanceMonitor(RolloutCallback):
         every_n_rollouts: int = 10,
         top_k: int = 20,
         bin_size: int = BIN_SIZE,
-        num_bins: int = 20,
+        num_bins: int = NUM_BINS,
         ceiling_prompts: int = 8,
         ceiling_every_n_rollouts: int = 100,
-        beta_fit: bool = True,
     ) -> None:
         for name, value, least in (
             ("every_n_rollouts", every_n_rollouts, 1), ("top_k", top_k, 1), ("bin_size", bin_size, 1),
@@ -97,7 +90,6 @@ class AcceptanceMonitor(RolloutCallback):
         self.num_bins = num_bins
         self.ceiling_prompts = ceiling_prompts
         self.ceiling_every_n_rollouts = ceiling_every_n_rollouts
-        self.beta_fit = beta_fit
         self.report: TailReport | None = None
         self._ceiling: dict[str, float] = {}  # lower and upper
         self._ceiling_index = 0  # the rollout it was measured at
@@ -152,9 +144,6 @@ class AcceptanceMonitor(RolloutCallback):
         ceiling = self._ceiling.get("p05")
         if ceiling is not None:
             logged["acceptance/target"] = tail_target(ceiling)
-        if self.beta_fit:
-            fit = fit_beta(lower[rollout.completion_mask])
-            logged |= {"acceptance/beta_a": fit.a, "acceptance/beta_b": fit.b, "acceptance/beta_ks": fit.ks}
         self.report = TailReport(
             scored.index, {name: logged[f"acceptance/p05/{name}"] for name in tokens}, tokens, ceiling, logged
         )
@@ -164,24 +153,18 @@ class AcceptanceMonitor(RolloutCallback):
         """The numbers to log, and how many tokens each length bin has that has any."""
         mask = rollout.completion_mask
         logged: dict[str, float] = {}
-        tokens: dict[str, int] = {}
         for suffix, bound in (("", lower), ("_upper", upper)):
-            metric = AcceptanceTail(self.bin_size, self.num_bins).to(mask.device)
-            metric.update(bound, mask)
-            found = metric.compute()
-            bins = zip(metric.bin_names, found["tail"].tolist(), found["tokens"].tolist(), strict=True)
-            present = [(name, tail, count) for name, tail, count in bins if count]
-            tokens = {name: count for name, _, count in present}
-            logged |= {f"acceptance/p05{suffix}/{name}": tail for name, tail, _ in present}
-            logged[f"acceptance/p05{suffix}"] = float(found["tail_all"])
-            logged |= {f"acceptance/{name}{suffix}": float(found[name]) for name in ("mean", "near_one")}
+            tail = AcceptanceTail.of(bound, mask, self.bin_size, self.num_bins)
+            logged |= {f"acceptance/p05{suffix}/{name}": value for name, value in tail.by_length.items()}
+            logged |= {
+                f"acceptance/p05{suffix}": tail.overall,
+                f"acceptance/mean{suffix}": tail.mean,
+                f"acceptance/near_one{suffix}": tail.near_one,
+            }
         if rollout.old_logprobs is not None:
-            sampled = SampledAcceptanceTail(self.bin_size, self.num_bins).to(mask.device)
-            sampled.update(rollout.old_logprobs, rollout.sampler_logprobs, mask)
-            found = sampled.compute()
-            logged["acceptance/sampled_p05"] = float(found["tail_all"])
-            logged["acceptance/sampled_mean"] = float(found["mean"])
-        return logged, tokens
+            drawn = AcceptanceTail.of(sampled_acceptance(rollout.old_logprobs, rollout.sampler_logprobs), mask)
+            logged |= {"acceptance/sampled_p05": drawn.overall, "acceptance/sampled_mean": drawn.mean}
+        return logged, tail.tokens
 
     def _measure_ceiling(self, module: Any, scored: ScoredRollout) -> None:
         """Draw with the full cache and score alike, when it is due."""
@@ -192,11 +175,8 @@ class AcceptanceMonitor(RolloutCallback):
         rows = scored.rows[: self.ceiling_prompts]
         rollout = module.generate(rows, params, dense=True, index=scored.index).rollout
         module.sampler(dense=True).release()  # it is small, but a run may have no memory to spare
-        found = {}
-        for name, bound in zip(("p05", "p05_upper"), acceptance_of(module, rollout), strict=True):
-            metric = AcceptanceTail(self.bin_size, 1).to(bound.device)
-            metric.update(bound, rollout.completion_mask)
-            found[name] = float(metric.compute()["tail_all"])
+        bounds = zip(("p05", "p05_upper"), acceptance_of(module, rollout), strict=True)
+        found = {name: AcceptanceTail.of(bound, rollout.completion_mask).overall for name, bound in bounds}
         if not math.isnan(found["p05"]):
             self._ceiling, self._ceiling_index = found, scored.index
 

@@ -1,4 +1,4 @@
-"""CompletionsTable: see what the policy writes, in the terminal and as parquet."""
+"""CompletionsTable: samples of the policy in the terminal, as parquet files and in loggers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class CompletionsTable(RolloutCallback):
     control characters are shown as escapes and long text loses its middle.
 
     Args:
-        every_n_rollouts: Do so for every so many rollouts, the first among them.
-        num_samples: Completions to print: those of the first prompt, then of the second.
-        folder: Where the ``completions`` folder goes, default ``trainer.default_root_dir``.
-        console: Print.
-        parquet: Write files.
-        loggers: Give the table to the trainer's loggers: W&B's as a table, TensorBoard's as text, CSVLogger's as
+        every_n_rollouts: Every n-th rollout, starting with the first.
+        num_samples: Number of completions to print, those of the first prompt first.
+        folder: Parent of the ``completions`` folder, default ``trainer.default_root_dir``.
+        console: Whether to print.
+        parquet: Whether to write files.
+        loggers: Whether the trainer's loggers get the table: W&B's as a table, TensorBoard's as text, CSVLogger's as
             ``completions.csv`` beside its metrics.
-        width: Most characters of a prompt and of a completion to print.
+        width: Largest number of characters of a prompt and of a completion to print.
 
     Raises:
         ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written.
@@ -68,7 +68,7 @@ class CompletionsTable(RolloutCallback):
         self._logged = Expendable("CompletionsTable: the table of a logger")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out before training that the folder can be written."""
+        """Check before training that the folder can be written."""
         if stage == "fit" and self.parquet and trainer.is_global_zero:
             writable_folder(self._folder(trainer), "CompletionsTable: folder")
 
@@ -93,8 +93,8 @@ def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]
     """A scored rollout as a table: column names with B values each.
 
     Args:
-        scored: The rollout, after all callbacks that edit it.
-        step: Optimiser steps done.
+        scored: Rollout after all callbacks that edit it.
+        step: Number of optimizer steps done.
     """
     rollout, count = scored.rollout, len(scored.completions)
     rows = [row for row in scored.rows for _ in range(scored.num_generations)]
@@ -113,12 +113,12 @@ def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]
 
 
 def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:
-    """Hand a table to a logger in the form it knows; one that knows none gets nothing.
+    """Log a table in the form that the logger supports; other loggers get nothing.
 
     Args:
-        logger: Of W&B (anything with ``log_text``), TensorBoard (an experiment with ``add_text``) or CSVLogger.
-        columns: As :func:`completion_columns` makes them.
-        step: Optimiser steps done.
+        logger: Logger of W&B (any with ``log_text``), TensorBoard (an experiment with ``add_text``) or CSVLogger.
+        columns: Table made by :func:`completion_columns`.
+        step: Number of optimizer steps done.
     """
     names, rows = list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
     if isinstance(logger, CSVLogger):
@@ -138,7 +138,7 @@ def _append_csv(path: Path, names: list[str], rows: list[list[Any]]) -> None:
 
 
 def csv_cell(value: Any) -> Any:
-    r"""Text as a cell of one line that takes over neither a terminal nor, being no formula, a spreadsheet.
+    r"""One line of text that is neither a terminal's control sequence nor a spreadsheet's formula.
 
     >>> csv_cell("=cmd|'/c calc'!A1"), csv_cell("a\x1b[2Jb"), csv_cell(-1.5)
     ("'=cmd|'/c calc'!A1", 'a\\x1b[2Jb', -1.5)

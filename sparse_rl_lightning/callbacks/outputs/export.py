@@ -1,4 +1,4 @@
-"""ExportPolicy: leave a Hugging Face folder behind when training has ended."""
+"""ExportPolicy: a Hugging Face folder of the policy at the end of training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ExportPolicy(Callback):
     sharded over ranks are gathered.
 
     Args:
-        folder: Where to; the export of an earlier run there is replaced.
+        folder: Folder to write; the export of an earlier run there is replaced.
 
     Raises:
         ValueError: At the start of ``fit``, if the folder cannot be written, holds something else than a model, or
@@ -29,7 +29,7 @@ class ExportPolicy(Callback):
         self.folder = Path(folder).expanduser()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out before training that the folder can be written."""
+        """Check before training that the folder can be written."""
         if stage != "fit":
             return
         if not hasattr(pl_module, "export"):

@@ -1,4 +1,4 @@
-"""RolloutProgress: one bar for a run of reinforcement learning, alive while a rollout is going on."""
+"""RolloutProgress: one progress bar for all training, which also moves during rollouts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sparse_rl_lightning.text import say
 
 
 class RolloutProgress(TQDMProgressBar, RolloutCallback):
-    """Replaces Lightning's bar: optimiser steps done, reward, completion length, rejection, KV tokens saved.
+    """Replaces Lightning's bar: optimizer steps done, reward, completion length, rejection, KV tokens saved.
 
-    While a rollout runs, the bar shows how many sequences have finished and how many tokens are sampled per second.
-    ``loss`` is left out: in GRPO it is near zero by construction and says nothing about learning. Where the output
-    is a file or a pipe, a plain line is printed every ``line_seconds`` instead of a bar.
+    While a rollout runs, the bar shows the finished sequences and the tokens sampled per second. ``loss`` is left
+    out: in GRPO it is near zero by construction. Where the output is a file or a pipe, a plain line is printed every
+    ``line_seconds`` instead of a bar.
 
     Args:
         refresh_seconds: Least time between two updates of the bar.
@@ -44,14 +44,11 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
         self.line_seconds = line_seconds
         self._numbers: dict[str, str] = {}  # of the last rollout
         self._rollout_start = self._last_shown = -math.inf
-        self._last_line = ""
 
     @property
     def is_enabled(self) -> bool:
         """Whether bars are drawn: not in a file, a pipe or on other ranks than zero."""
-        return super().is_enabled and _is_interactive()
-
-    # ---------------------------------------------------------------- what is shown
+        return super().is_enabled and (sys.stdout.isatty() or hasattr(sys, "ps1"))  # IPython sets ps1
 
     def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
         """Start the clock for tokens per second."""
@@ -59,10 +56,9 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
 
     def on_rollout_progress(self, trainer: Trainer, module: LightningModule, progress: Progress) -> None:
         """Show how far the rollout is."""
-        if self._is_due():
-            speed = progress.tokens / max(time.monotonic() - self._rollout_start, 1e-9)
-            finished = str(progress.finished).rjust(len(str(progress.total)))
-            self._show(trainer, f"Rollout {finished}/{progress.total}, {speed:,.0f} tokens/s")
+        speed = progress.tokens / max(time.monotonic() - self._rollout_start, 1e-9)
+        finished = str(progress.finished).rjust(len(str(progress.total)))
+        self._show(trainer, f"Rollout {finished}/{progress.total}, {speed:,.0f} tokens/s")
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         """Take the rollout's numbers for the next updates."""
@@ -74,15 +70,13 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
             self._numbers["rejected"] = f"{100 * rejection_rate(rollout.keep, rollout.completion_mask):.1f}%"
         if rollout.kv is not None:
             self._numbers["KV saved"] = f"{100 * rollout.kv.saving_final:.0f}%"
-        if self._is_due():
-            self._show(trainer, "Update")
+        self._show(trainer, "Update")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the optimiser steps done."""
-        if self._is_due():
-            self._show(trainer, "Update")
+        """Show the optimizer steps done."""
+        self._show(trainer, "Update")
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
@@ -92,8 +86,6 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
         rest = {k: v for k, v in logged.items() if k != "v_num" and not (self._numbers and k.startswith("loss"))}
         return {**self._numbers, **rest}
 
-    # ---------------------------------------------------------------- the bar's life
-
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """One bar for the whole run, also when it was resumed."""
         self.train_progress_bar = self.init_train_tqdm()
@@ -101,13 +93,14 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
         self.train_progress_bar.initial = self.train_progress_bar.n = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Passes over the prompts are not interesting enough to begin a new bar."""
+        """Keep one bar across epochs."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nor to end one."""
+        """Keep one bar across epochs."""
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Show the last numbers, whatever the clock says."""
+        self._last_shown = -math.inf
         self._show(trainer, "Trained")
         self.train_progress_bar.close()
 
@@ -115,36 +108,27 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
         """Print above the bar, also where there is none."""
         say(sep.join(map(str, args)))
 
-    def _is_due(self) -> bool:
-        wait = self.refresh_seconds if self.is_enabled else self.line_seconds
-        return time.monotonic() - self._last_shown >= wait
-
     def _show(self, trainer: Trainer, doing: str) -> None:
-        self._last_shown = time.monotonic()
+        """Move the bar or print a line, unless the last time was a moment ago."""
+        wait, now = self.refresh_seconds if self.is_enabled else self.line_seconds, time.monotonic()
+        if now - self._last_shown < wait:
+            return
+        self._last_shown = now
         numbers = self.get_metrics(trainer, trainer.lightning_module)
         shown = ", ".join(f"{name} {_short(value)}" for name, value in numbers.items())
-        bar = self.train_progress_bar
         if self.is_enabled:
+            bar = self.train_progress_bar
             bar.n = trainer.global_step
             bar.set_description(doing, refresh=False)
             bar.set_postfix_str(shown, refresh=True)
         elif super().is_enabled:
-            line = (
-                f"step {trainer.global_step}/{_total_steps(trainer) or '?'}: {doing.lower()}{'; ' * bool(shown)}{shown}"
-            )
-            if line != self._last_line:
-                say(line)
-            self._last_line = line
+            total = _total_steps(trainer) or "?"
+            say(f"step {trainer.global_step}/{total}: {doing.lower()}{'; ' * bool(shown)}{shown}")
 
 
 def _total_steps(trainer: Trainer) -> int | None:
     total = trainer.estimated_stepping_batches
     return int(total) if math.isfinite(total) else None
-
-
-def _is_interactive() -> bool:
-    """A terminal, or a notebook (IPython sets ``sys.ps1``)."""
-    return sys.stdout.isatty() or hasattr(sys, "ps1")
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a reader of a report must know of a run to judge its numbers: module, configuration, versions."""
+"""Facts of a run that its report shows: module, configuration, versions, and how it ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("sparse-rl-lightning", "torch", "lightning", "transformers")
 
 
 def default_title(module: GenerationModule) -> str:
-    """Module, compressor and budget, retriever and what it reads."""
+    """Module, compressor and budget, retriever and its budget."""
     compressor = module.compressor
     budget = f", budget {compressor.schedule} + {compressor.buffer} tokens" if compressor.evicts else ""
     r = module.retriever
@@ -31,7 +31,7 @@ def default_title(module: GenerationModule) -> str:
 
 
 def describe(module: GenerationModule) -> dict[str, str]:
-    """The settings that matter most, in words."""
+    """The most important settings, in words."""
     policy = module.dense_policy
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     edits = [type(callback).__name__ for callback in module.trainer.callbacks if getattr(callback, "edits", False)]  # type: ignore[attr-defined]

@@ -1,10 +1,12 @@
-"""RunSummary: what a run was worth, in a table, a picture and a page."""
+"""RunSummary: the results of a run as a table, a picture and a page."""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -22,14 +24,14 @@ from sparse_rl_lightning.callbacks.outputs.run_facts import (
     how_it_ended,
     versions,
 )
-from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions
-from sparse_rl_lightning.evaluation.held_out import evaluate, held_out_rows
+from sparse_rl_lightning.callbacks.outputs.worst_completions import LONGEST_TEXT, WorstCompletions
+from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
-from sparse_rl_lightning.text import say
+from sparse_rl_lightning.text import prompt_text, say, shortened
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.block_module import BlockModule
@@ -37,19 +39,11 @@ if TYPE_CHECKING:
 
 
 ROW_KEYS = (
-    "time/",
-    "memory/",
-    "guard/",
-    "clip_ratio/",
-    "entropy",
-    "kl",
-    "empty_rollouts",
-    "skipped_steps",
-    "grad_norm",
-)
-"""Beginnings of what is logged after a rollout was scored and belongs to its row."""
+    "time/", "memory/", "guard/", "clip_ratio/", "entropy", "kl", "empty_rollouts", "skipped_steps", "grad_norm"
+)  # fmt: skip
+"""Prefixes of values that are logged after a rollout was scored and belong to its row."""
 BLOCK_KEYS = ("time/", "memory/")
-"""Of these, what is logged at the end of all training on it."""
+"""Prefixes of values that are logged at the end of all training on a rollout."""
 
 
 class RunSummary(RolloutCallback):
@@ -58,18 +52,18 @@ class RunSummary(RolloutCallback):
     Held-out problems are the data module's validation rows, completed with the full and with the compressed cache and
     judged by the first of the module's reward functions.
     At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
-    ``report.html`` (one self-contained page) and ``report.png`` (one picture; needs matplotlib) are written. Until then
+    ``report.html`` (one self-contained page, whose charts need matplotlib) and ``report.png`` are written. Until then
     ``progress.json`` holds what there is, for ``sparse-rl report`` on a run that is going on or was killed.
     Of several ranks the means over all are kept; completions, and what ``AcceptanceMonitor`` measured, are rank zero's.
     A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so a
     run is the same with this callback and without it. A trial run (``fast_dev_run``) writes nothing.
 
     Args:
-        num_problems: Held-out problems to evaluate on, 0 for none.
-        num_samples: Completions to show, and of the worst so many of each kind.
-        folder: Where the files go, default ``trainer.default_root_dir``.
-        batch_size: Problems completed at the same time.
-        title: Of picture and page, default the module and its compressor.
+        num_problems: Number of held-out problems to evaluate on, 0 for none.
+        num_samples: Number of completions to show, and of the worst ones of each kind.
+        folder: Folder of the files, default ``trainer.default_root_dir``.
+        batch_size: Number of problems completed at the same time.
+        title: Title of picture and page, default the module and its compressor.
         progress_seconds: Least time between two writings of ``progress.json``.
 
     Raises:
@@ -109,7 +103,7 @@ class RunSummary(RolloutCallback):
     # ---------------------------------------------------------------- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out before training that the folder can be written, and begin a new record."""
+        """Check before training that the folder can be written, and begin a new record."""
         if stage != "fit":
             return
         if not hasattr(pl_module, "reward"):
@@ -138,7 +132,7 @@ class RunSummary(RolloutCallback):
             self._write_progress(trainer)
 
     def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
-        """Note which rollout it is, for warnings of callbacks that see it scored before this one."""
+        """Note the rollout's index, for warnings of callbacks that see it scored before this one."""
         self._rollout = scored.index
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
@@ -149,17 +143,17 @@ class RunSummary(RolloutCallback):
         self.worst.see(scored, cast("GenerationModule", module).tokenizer)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
-        """Keep it with the rollout it was said at."""
+        """Keep the warning with its rollout."""
         self.record.warnings.append({"rollout": self._rollout, "text": text})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """What was logged in training now speaks of the newest rollout; callbacks after this one are yet to log."""
+        """Mark logged values as the newest rollout's; callbacks after this one are yet to log."""
         self._trained = "wholly" if cast("BlockModule", pl_module).starts_rollout else "partly"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep its accuracies, those before training and of a trial apart."""
+        """Keep its accuracies, but not those of the sanity check."""
         logged = {cache: trainer.callback_metrics.get(f"val/pass@1_{cache}") for cache in ("dense", "sparse")}
         found = {cache: float(value) for cache, value in logged.items() if value is not None}
         if found and not trainer.sanity_checking:
@@ -193,7 +187,7 @@ class RunSummary(RolloutCallback):
         self._is_open = False
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Every callback has logged by now: what a resume could not see any more goes into the state."""
+        """Complete the state with values that a resumed run could not see: every callback has logged by now."""
         self._complete_row(trainer)
         if self.state_key in checkpoint.get("callbacks", {}):
             checkpoint["callbacks"][self.state_key] = self.state_dict()
@@ -231,7 +225,7 @@ class RunSummary(RolloutCallback):
         record.written = datetime.now(UTC).isoformat(timespec="seconds")
 
     def _complete_row(self, trainer: Trainer) -> None:
-        """What was logged of the newest rollout; what still speaks of the one before is left out."""
+        """Add what was logged of the newest rollout, leaving out values of the one before."""
         if not self.record.history:
             return
         row, reduced = self.record.history[-1], trainer.world_size > 1
@@ -245,7 +239,7 @@ class RunSummary(RolloutCallback):
                 row.update(report.logged)
 
     def _write_progress(self, trainer: Trainer, state: str = "running") -> None:
-        """What there is, whole; never so often that writing a long history takes a noticeable share of the time."""
+        """Write the record so far, with pauses so long that writing takes at most a hundredth of the time."""
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
         start, record = time.monotonic(), self.record
@@ -256,18 +250,31 @@ class RunSummary(RolloutCallback):
         self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
 
     def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
-        """Mean reward of greedy completions by cache."""
+        """Mean reward of one greedy completion per row, by cache; the same on every rank."""
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed
             rows = held_out_rows(trainer, self.num_problems)
         if self.num_problems and not rows:
             rank_zero_warn("RunSummary: there are no validation rows, so nothing is evaluated before and after.")
         if rows and trainer.is_global_zero:
             say(f"Evaluating on {len(rows)} held-out problems ...")
-        record, found = self.record, evaluate(module, rows, self.batch_size, self.num_samples)
-        record.num_problems, record.samples = len(rows), found.samples
+        found = self._greedy_scores(module, rows) if rows else {}
+        means = {cache: scores.mean for cache, scores in found.items() if scores.mean is not None}
+        record = self.record
+        record.num_problems = len(rows)
+        record.samples = _samples(*list(found.items())[-1], self.num_samples) if found else []
         was_accuracy = not record.before or record.measure == "accuracy"
-        record.measure = "accuracy" if found.means and found.is_binary and was_accuracy else "reward"
-        return found.means
+        is_accuracy = bool(means) and was_accuracy and all(scores.is_binary for scores in found.values())
+        record.measure = "accuracy" if is_accuracy else "reward"
+        return means
+
+    def _greedy_scores(self, module: GenerationModule, rows: Rows) -> dict[str, Scores]:
+        greedy = replace(module.val_sampling, num_generations=1, temperature=0.0)
+        found = {}
+        for cache in ("dense", "sparse") if module.rolls_out_sparse else ("dense",):
+            draw = partial(module.generate, params=greedy, dense=cache == "dense")
+            found[cache] = evaluate(draw, rows, module.reward, self.batch_size)
+            module.sampler(dense=cache == "dense").release()  # the memory back, and training's pool gets its own size
+        return found
 
     def _write(self, folder: Path) -> None:
         numbers = json.dumps(self.record.as_json(), indent=1, ensure_ascii=True)
@@ -287,3 +294,32 @@ class RunSummary(RolloutCallback):
 
     def _seconds(self) -> float:
         return self.record.seconds if self._start is None else time.monotonic() - self._start
+
+
+def held_out_rows(trainer: Trainer, count: int) -> Rows:
+    """The first ``count`` validation rows of the data module, or of the loader that ``fit`` was given."""
+    data = getattr(trainer, "datamodule", None)
+    loader = trainer.val_dataloaders if data is None else data.val_dataloader()
+    if isinstance(loader, (list, tuple)):
+        loader = loader[0] if loader else None
+    rows: Rows = []
+    for batch in loader or []:
+        if len(rows) >= count:
+            break
+        rows.extend(batch)
+    return rows[:count]
+
+
+def _samples(cache: str, scores: Scores, count: int) -> list[dict[str, Any]]:
+    """The first completions with their rewards, in plain values that JSON can hold."""
+    chosen = zip(scores.rows, scores.completions, scores.first[:, 0].tolist(), strict=True)
+    return [
+        {
+            "cache": cache,
+            "reward": reward,
+            "prompt": shortened(prompt_text(row["prompt"]), LONGEST_TEXT),
+            "completion": shortened(text, LONGEST_TEXT),
+            "answer": None if row.get("answer") is None else shortened(str(row["answer"]), LONGEST_TEXT),
+        }
+        for row, text, reward in list(chosen)[:count]
+    ]

@@ -1,4 +1,4 @@
-"""The completions of a run that are worth a look: lowest reward, most mismatched, rejected."""
+"""WorstCompletions: samples with the lowest reward, the largest mismatch, or rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorstCompletions:
     ``rejected``, of the newest rollouts those with the smallest such ratio.
 
     Args:
-        count: Completions to keep of each kind.
+        count: Number of completions to keep of each kind.
     """
 
     def __init__(self, count: int) -> None:
@@ -58,7 +58,7 @@ class WorstCompletions:
         self.kept[kind] = ranked[: self.count]
 
     def listed(self) -> list[dict[str, Any]]:
-        """All of them, each once with its ``kinds``."""
+        """All kept completions, each once with its ``kinds``."""
         entries: dict[tuple[int, int], dict[str, Any]] = {}
         for kind, kept in self.kept.items():
             for entry in kept:
@@ -82,7 +82,7 @@ def token_ratios(rollout: Rollout) -> Tensor | None:
 def described(
     scored: ScoredRollout, index: int, ratios: Tensor | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    """One completion with what there is to know about it, in plain values that JSON can hold."""
+    """One completion with its numbers, in plain values that JSON can hold."""
     rollout, row = scored.rollout, scored.rows[index // scored.num_generations]
     mask = rollout.completion_mask[index]
     entry: dict[str, Any] = {

@@ -1,0 +1,5 @@
+"""Benchmarks, one command per claim: ``python -m benchmarks.rollout`` and its like, from the root of a checkout."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]

@@ -1,0 +1,91 @@
+"""Course: what a run of the comparison notes beside its own report."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from benchmarks.common.arithmetic import solved
+from sparse_rl_lightning.callbacks import RolloutCallback
+from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.records import ScoredRollout
+
+SPLIT_EVERY = 5  # rollouts
+
+
+class Course(RolloutCallback):
+    """Greedy accuracy along the way under caches that are the same for every run, and what becomes of the tokens.
+
+    Notes the accuracy on the first validation rows with the full cache and under every compressor, whatever the run
+    itself samples with; the parts of the mismatch; the share of tokens whose loss is left out or weighs nothing; and
+    the share that the clip of the staleness ratio stops. Written to ``course.json`` at the end of ``fit``.
+
+    Args:
+        compressors: Told apart by their budgets.
+        every_n_rollouts: Evaluate before the first rollout, after every n, and at the end.
+        num_problems: Validation rows to solve.
+    """
+
+    def __init__(self, compressors: list[Compressor], every_n_rollouts: int = 20, num_problems: int = 256) -> None:
+        self.caches: dict[str, Compressor] = {"dense": FullKV(), **{str(c.budget): c for c in compressors}}
+        self.every_n_rollouts = every_n_rollouts
+        self.num_problems = num_problems
+        self.record: dict[str, Any] = {"evaluations": [], "splits": [], "unused": [], "clipped": [], "seconds": 0.0}
+
+    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+        """Evaluate, if it is time."""
+        number: Any = module.num_rollouts
+        if number % self.every_n_rollouts == 0:
+            self._evaluate(trainer, module, number)
+
+    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+        """Count tokens without a loss; now and then split the mismatch."""
+        start, rollout = time.perf_counter(), scored.rollout
+        mask = rollout.completion_mask
+        used = mask if rollout.keep is None else mask & rollout.keep
+        used = used if rollout.weights is None else used & (rollout.weights > 0)
+        self.record["unused"].append(float((mask & ~used).sum() / mask.sum()))
+        if scored.index % SPLIT_EVERY == 0 and rollout.evictions is not None:
+            split = {name: float(value) for name, value in mismatch_split(module, rollout).items()}
+            self.record["splits"].append({"rollouts": scored.index, **split})
+        self.record["seconds"] += time.perf_counter() - start
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Note the clip of this step."""
+        self.record["clipped"].append(float(trainer.callback_metrics["clip_ratio/region_mean"]))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate at the end, when the run has stopped its own clock."""
+        number: Any = pl_module.num_rollouts
+        counted = self.record["seconds"]
+        self._evaluate(trainer, pl_module, number)
+        self.record["seconds"] = counted
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the record."""
+        write_whole(Path(trainer.default_root_dir) / "course.json", json.dumps(self.record))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record, so that a resumed run goes on with it."""
+        return dict(self.record)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the record of the earlier part."""
+        self.record = dict(state_dict)
+
+    def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
+        start = time.perf_counter()
+        rows = trainer.datamodule.val_rows()[: self.num_problems]
+        prompts, found = module.encode(rows), {}
+        for name, cache in self.caches.items():
+            sampler = module.sampler_options.sampler(module.dense_policy, module.tokenizer, cache)
+            found[name] = solved(sampler, module.tokenizer, rows, prompts, module.val_sampling)
+            sampler.release()
+        self.record["evaluations"].append({"rollouts": number, **found})
+        self.record["seconds"] += time.perf_counter() - start

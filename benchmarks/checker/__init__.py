@@ -1,0 +1,1 @@
+"""How fast answers are checked, and what conventions of answers are worth."""

@@ -1,0 +1,1 @@
+"""Parts of several benchmarks: tables and pages."""

@@ -1,0 +1,60 @@
+"""Pages of results: date and machine of a measurement, and blocks of text between marks."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from sparse_rl_lightning import ops
+
+PACKAGES = ("torch", "transformers", "sparse-rl-lightning")
+END = "<!-- until here -->"
+
+
+def say(text: str) -> None:
+    """Print for whoever waits; the tables alone go to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def machine(device: str) -> str:
+    """Date, machine and versions."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    where = f"{model} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads{gpu}"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    native = "kernels" if ops.has_kernel("decode_attention", device) else "PyTorch reference"
+    return f"{datetime.date.today()}, {where}, {versions}, own ops: {native}"
+
+
+def save(folder: Path, name: str, title: str, text: str) -> None:
+    """Write a page of tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(f"# {title}\n\n{text}\n", encoding="utf-8")
+
+
+def mark(writer: str, block: str = "") -> str:
+    """The line before a block that a module writes into a page; :data:`END` stands behind the block."""
+    return f"<!-- written by {writer}{f': {block}' if block else ''} -->"
+
+
+def replaced(text: str, begin: str, block: str) -> str:
+    """A page's text with another block between its marks; a text without them gets both at its end."""
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(END)
+    return f"{head}{begin}\n\n{block}\n\n{END}{tail or chr(10)}"
+
+
+def insert(page: Path, block: str, begin: str) -> None:
+    """Write a block into the file of a page, which need not be there yet."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    before = page.read_text(encoding="utf-8") if page.exists() else ""
+    page.write_text(replaced(before, begin, block), encoding="utf-8")

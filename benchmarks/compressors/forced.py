@@ -1,0 +1,100 @@
+"""Teacher forcing through a compressed cache, token by token, with all logits: what eviction does to given texts.
+
+The rollout's own cache, decode step and compressions do the work; only the drawn token is replaced by the text's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.cache.compression import Compression
+from sparse_rl_lightning.cache.slots import SlotCache
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.teacher_forcing import force
+
+
+@dataclass
+class Clock:
+    """What compressing while decoding takes; medians, so that other work of the machine does not count."""
+
+    events: int = 0  # one slot cut in all its layers and heads
+    cuts: list[float] = field(default_factory=list)  # seconds per slot, of each time slots were cut
+    notes: list[float] = field(default_factory=list)  # seconds per slot, layer and step, where there is running state
+    num_layers: int = 1
+
+    def events_per_second(self, steps: int) -> float:
+        """Events per second, each with the running state of ``steps`` steps."""
+        return 1 / (median(self.cuts) + steps * self.num_layers * median(self.notes or [0.0]))
+
+
+@dataclass(frozen=True)
+class TimedCompression(Compression):
+    """A compression that is timed, with what it costs to keep running state up to date."""
+
+    clock: Clock = field(default_factory=Clock)
+
+    def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
+        """Compress, and count the seconds."""
+        start = time.perf_counter()
+        super().compress(cache, slots, lengths, room)
+        self.clock.cuts.append((time.perf_counter() - start) / len(slots))
+        self.clock.events += len(slots)
+
+    def note_step(
+        self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
+        weights: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Note and count the seconds of a step in one layer."""
+        start = time.perf_counter()
+        super().note_step(cache, layer, slots, positions, probs, hidden, weights)
+        self.clock.notes.append((time.perf_counter() - start) / len(slots))
+
+
+@dataclass(frozen=True)
+class Forced:
+    """What a compressed cache makes of given texts."""
+
+    logits: Tensor  # (B, T, V), zeros in the prompts
+    clock: Clock
+
+
+def forced_logits(
+    model: PreTrainedModel,
+    compressor: Compressor,
+    texts: Tensor,
+    prompt_length: int,
+    ids: Sequence[int] | None = None,
+    seed: int = 0,
+) -> Forced:
+    """Logits of every token behind the prompt, each given the text before it as far as the cache remembers it.
+
+    Equal to what ``RolloutSampler`` would compute had it drawn these texts, with the same seed and sequence ids.
+
+    Args:
+        model: The policy.
+        compressor: What a full slot keeps.
+        texts: (B, T) token ids; what pads a text on the right is decoded like the rest and changes nothing before it.
+        prompt_length: Tokens that are read at once; where they do not fit a slot, their compression is not timed.
+        ids: Numbers of the sequences, default 0 to B - 1.
+        seed: With the ids it fixes the lots of random eviction.
+    """
+    count, length = texts.shape
+    num_layers = model.config.num_hidden_layers
+    compression = TimedCompression(compressor, num_layers, Clock(num_layers=num_layers))
+    kept = torch.zeros(count, length, model.config.vocab_size)
+
+    def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
+        kept[slots, at] = logits
+
+    params = SamplingParams(max_completion_length=length - prompt_length, seed=seed)
+    force(model, texts, [prompt_length] * count, compression, params, note, ids)
+    return Forced(kept, compression.clock)

@@ -1,0 +1,1 @@
+"""The native ops against the fastest plain PyTorch that computes the same."""

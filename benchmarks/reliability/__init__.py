@@ -1,0 +1,1 @@
+"""Random faults at random moments of small runs."""

@@ -1,0 +1,127 @@
+"""Times whole rollouts and single decode steps against transformers and against what the machine allows.
+
+    python -m benchmarks.rollout [--device cpu] [--threads 2] [--rounds 3] [--save DIR]
+
+On an idle machine leave OMP_WAIT_POLICY alone: with PASSIVE every small product wakes its threads anew, and a step of
+the engine takes twice as long. Everything goes through the public classes. Contenders take turns within every round,
+so a busy machine slows all of them; times are medians over the rounds, ratios medians of the rounds' ratios.
+
+On a CPU (some half an hour; ``--parts`` runs some of them):
+speed: equal work for sparse and full cache, ``model.generate`` and ``generate_batch``, beside the bound; then the same
+with longer completions, where ``generate`` runs on request only (``--long-rival``).
+split: what one step is spent on.
+tail: completions of long-tailed lengths, refilled slots against lock-step batches.
+state: steps of a compressor with running state, with all slots in use and with free ones between.
+
+On a GPU (meant for 10 minutes; the page says what it took):
+cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: one rollout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.pages import machine, save, say
+from benchmarks.common.tables import Table
+from benchmarks.rollout.cells import Grid, cells_table, memory_table, whole_table
+from benchmarks.rollout.policies import SMALL, TINY
+from benchmarks.rollout.speed import Setting, speed_tables
+from benchmarks.rollout.split import split_table
+from benchmarks.rollout.state import state_table
+from benchmarks.rollout.tail import Tail, tail_table
+
+PARTS = {"cpu": ("speed", "split", "tail", "state"), "cuda": ("cells", "memory", "whole")}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    setting: Setting
+    new_tokens: int
+    long_tokens: int
+    cycles: int  # of the buffer, that a step is split over
+    tail: Tail
+    grid: Grid
+
+
+USUAL = Sizes(
+    Setting(SMALL, 16, 64, budget=128, buffer=32, stream_bytes=2**28),
+    new_tokens=1024, long_tokens=4096, cycles=2,
+    tail=Tail(SMALL, 64, 8, 32, 64, mean=160, longest=1024),
+    grid=Grid(
+        ("1.5B", "7B"), (4096, 16384, 32768), (64, 256), (512, 1024), memory_length=16384, memory_bytes=40 * 10**9,
+        memory_sequences=1024, num_prompts=64, num_generations=8, num_slots=256, prompt_length=512, mean=1000,
+        longest=4096,
+    ),
+)  # fmt: skip
+QUICK = Sizes(
+    Setting(TINY, 4, 8, budget=12, buffer=4, stream_bytes=2**20),
+    new_tokens=24, long_tokens=40, cycles=2,
+    tail=Tail(TINY, 4, 2, 4, 8, mean=12, longest=48),
+    grid=Grid(
+        ("tiny",), (40, 80), (8, 16), (16,), memory_length=80, memory_bytes=10**6, memory_sequences=16, num_prompts=4,
+        num_generations=2, num_slots=4, prompt_length=8, mean=12, longest=48,
+    ),
+)  # fmt: skip
+
+
+def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
+    """Part by part."""
+    setting, dtype = sizes.setting, torch.bfloat16 if args.device == "cuda" else torch.float32
+    parts: dict[str, Callable[[], tuple[Table, ...]]] = {
+        "speed": lambda: speed_tables(setting, sizes.new_tokens, sizes.long_tokens, args.rounds, args.long_rival),
+        "split": lambda: (split_table(setting, setting.prompt_length + sizes.new_tokens // 2, sizes.cycles),),
+        "state": lambda: (state_table(setting, args.rounds),),
+        "tail": lambda: (tail_table(sizes.tail, setting.compressor(), args.rounds),),
+        "cells": lambda: (cells_table(sizes.grid, dtype, args.device),),
+        "memory": lambda: (memory_table(sizes.grid, dtype, args.device),),
+        "whole": lambda: (whole_table(sizes.grid, dtype, args.device),),
+    }
+    for part in args.parts or PARTS[args.device]:
+        start = time.perf_counter()
+        yield from parts[part]()
+        say(f"{part}: {time.perf_counter() - start:.0f} s")
+
+
+def main() -> None:
+    """Measure everything and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=[part for parts in PARTS.values() for part in parts])
+    parser.add_argument("--long-rival", action="store_true", help="generate runs the longer completions too")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, one round: seconds, numbers without meaning")
+    parser.add_argument("--save", type=Path, help="folder for the tables as rollout-<device>.md")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    pages = [machine(args.device)]
+    print(pages[0])
+    for table in tables(args, QUICK if args.quick else USUAL):
+        pages.append(str(table))
+        print(f"\n{table}", flush=True)
+        keep(args, pages)  # what is measured stays if a later part fails
+    pages.append(f"All of it took {time.perf_counter() - start:.0f} s.")
+    print(f"\n{pages[-1]}")
+    keep(args, pages)
+
+
+def keep(args: argparse.Namespace, pages: list[str]) -> None:
+    """Write the page where one is wanted."""
+    if args.save:
+        save(args.save, f"rollout-{args.device}", "benchmarks.rollout", "\n\n".join(pages))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Step times at given lengths and batches beside the time that memory needs, equal memory, one whole rollout.
+
+A slot is filled by reading one prompt of the wanted length and forking it to all samples, so nothing is generated up to
+there. Steps are timed over one whole buffer: one eviction of every slot is part of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.common.pages import say
+from benchmarks.common.tables import Table, label, met
+from benchmarks.rollout.bound import bandwidth, wait
+from benchmarks.rollout.clock import Clock
+from benchmarks.rollout.policies import SHAPES, Countdown, random_policy, random_prompts, spread, weight_bytes
+from benchmarks.rollout.tail import SIGMA
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, SlotBytes, plan_slots, slot_bytes
+
+FLOOR_GOAL, RATIO_GOAL = 0.6, 2.3
+GOAL_CELL = ("1.5B", 16384, 256)  # where the ratio has a goal
+WARM_UP, BUFFER = 16, 32  # steps before the clock runs, and those it counts
+NEW_TOKENS = WARM_UP + BUFFER + 2
+SHARE = 0.9  # of the free memory that slots may take; the rest is for results, activations and logits
+LOOK_AHEAD = 8  # tokens a slot may be ahead of the host
+HEADER = (
+    "model", "batch", "length", "cache", "ms per step", "tokens/s", "floor ms", "share of the floor", "goal", "met",
+    "times as fast as FullKV", "goal", "met", "KV GB",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured."""
+
+    models: tuple[str, ...]
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...]
+    budgets: tuple[int, ...]
+    memory_length: int  # prompt of the comparison at equal memory
+    memory_bytes: int
+    memory_sequences: int
+    num_prompts: int  # of the whole rollout
+    num_generations: int
+    num_slots: int
+    prompt_length: int
+    mean: float
+    longest: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured cell."""
+
+    seconds: float
+    floor: float
+    kv_bytes: int
+
+
+def compressors(budgets: tuple[int, ...]) -> dict[str, Compressor]:
+    """The full cache first, then one evicting cache per budget."""
+    evicting = {f"{budget} + {BUFFER}": SnapKV(budget=budget, buffer=BUFFER, num_sinks=0) for budget in budgets}
+    return {"FullKV": FullKV(), **evicting}
+
+
+def needed(policy: PreTrainedModel, compressor: Compressor, length: int, params: SamplingParams) -> SlotBytes:
+    """What a slot takes that starts with ``length`` tokens."""
+    geometry, longest = CacheGeometry.of(policy), length + params.max_completion_length + LOOK_AHEAD
+    capacity = compressor.budget + compressor.buffer if compressor.evicts else longest
+    size = CacheSize(1, (capacity,) * geometry.num_layers, compressor.num_queries, longest)
+    return slot_bytes(geometry, size, params)
+
+
+def plan(slot: SlotBytes, limit: int | float, wanted: int, device: str) -> MemoryPlan | None:
+    """Slots for that many sequences, None where there is no room for one."""
+    try:
+        return plan_slots(slot, limit, wanted, device)
+    except ValueError:
+        return None
+
+
+def time_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch: int, speed: float) -> Step:
+    """A decode step of ``batch`` sequences at this length, and what it takes to read weights and cache."""
+    device = policy.device.type
+    sampler = RolloutSampler(policy, compressor, end_token_ids=[])
+    clock = Clock(WARM_UP, WARM_UP + BUFFER, device)
+    params = SamplingParams(num_generations=batch, max_completion_length=NEW_TOKENS)
+    rollout = sampler.generate(random_prompts(1, length, policy.config.vocab_size), params, progress=clock)
+    assert rollout.kv is not None
+    c = policy.config
+    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * (c.hidden_size // c.num_attention_heads)
+    read = float(rollout.kv.stored_integral.sum()) * per_token * policy.dtype.itemsize / (NEW_TOKENS - 1)
+    return Step(clock.seconds, (weight_bytes(policy) + read) / speed, rollout.kv.peak_bytes)
+
+
+def free_memory(device: str) -> None:
+    """Give back what the last cell held."""
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def try_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch: int, speed: float) -> Step | str:
+    """The time, or why there is none."""
+    device = policy.device.type
+    free_memory(device)
+    params = SamplingParams(num_generations=batch, max_completion_length=NEW_TOKENS)
+    slot = needed(policy, compressor, length, params)
+    room = plan(slot, SHARE, batch, device)
+    if room is None or room.num_slots < batch:
+        have = "not one slot" if room is None else f"{room.num_slots} slots of {room.limit / 1e9:.1f} GB"
+        return f"needs {slot.of(batch) / 1e9:.1f} GB, {have} allowed"
+    try:
+        return time_step(policy, compressor, length, batch, speed)
+    except torch.OutOfMemoryError as failure:
+        return f"out of memory, slots {slot.of(batch) / 1e9:.1f} GB: {str(failure).split('. ')[0]}"
+
+
+def cells_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
+    """Every model, batch, length and cache."""
+    speed = bandwidth(device)
+    note = (
+        f"Random weights, {label(dtype)}; {BUFFER} steps each after {WARM_UP}, one eviction among them. Floor: weights "
+        f"and keys and values once, at the {speed / 1e12:.2f} TB/s of a copy."
+    )
+    table = Table("Steps at given lengths", HEADER, note)
+    for model in grid.models:
+        policy = random_policy(SHAPES[model], dtype, device)
+        for batch in grid.batches:
+            for length in grid.lengths:
+                add_cells(table, policy, (model, length, batch), grid.budgets, speed)
+        del policy
+        free_memory(device)
+    return table
+
+
+def add_cells(
+    table: Table, policy: PreTrainedModel, cell: tuple[str, int, int], budgets: tuple[int, ...], speed: float
+) -> None:
+    """The full and every evicting cache in one cell of the grid."""
+    model, length, batch = cell
+    dense: Step | str = ""
+    for name, compressor in compressors(budgets).items():
+        step = try_step(policy, compressor, length, batch, speed)
+        dense = step if name == "FullKV" else dense
+        say(f"{model}, batch {batch}, length {length}, {name}: {step}")
+        start = (SHAPES[model].name, str(batch), f"{length:,}", name)
+        if isinstance(step, str):
+            table.add(*start, step, *[""] * (len(HEADER) - len(start) - 1))
+            continue
+        share = step.floor / step.seconds
+        ratio = dense.seconds / step.seconds if isinstance(dense, Step) and step is not dense else None
+        judged = ratio is not None and cell == GOAL_CELL
+        table.add(
+            *start, f"{1e3 * step.seconds:.2f}", f"{batch / step.seconds:,.0f}", f"{1e3 * step.floor:.2f}",
+            f"{100 * share:.0f} %", f">= {100 * FLOOR_GOAL:.0f} %", met(share, FLOOR_GOAL),
+            "" if ratio is None else f"{ratio:.2f}",
+            f">= {RATIO_GOAL:g}" if judged else "", met(ratio or 0, RATIO_GOAL) if judged else "",
+            f"{step.kv_bytes / 1e9:.2f}",
+        )  # fmt: skip
+
+
+def memory_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
+    """The same memory for all caches, as many slots as fit into it."""
+    model, length, speed = grid.models[0], grid.memory_length, bandwidth(device)
+    policy = random_policy(SHAPES[model], dtype, device)
+    title = f"Equal memory: {grid.memory_bytes / 1e9:g} GB, {SHAPES[model].name}, length {length:,}"
+    table = Table(title, ("cache", "slots", "ms per step", "tokens/s", "times as many as FullKV", "KV GB", "plan"))
+    dense = None
+    for name, compressor in compressors(grid.budgets).items():
+        params = SamplingParams(num_generations=grid.memory_sequences, max_completion_length=NEW_TOKENS)
+        room = plan(needed(policy, compressor, length, params), grid.memory_bytes, grid.memory_sequences, device)
+        step = try_step(policy, compressor, length, room.num_slots, speed) if room else "not one slot fits"
+        if room is None or isinstance(step, str):
+            table.add(name, "", str(step), "", "", "", "")
+            continue
+        rate = room.num_slots / step.seconds
+        dense = rate if name == "FullKV" else dense
+        ratio = f"{rate / dense:.2f}" if dense else ""
+        times = (f"{1e3 * step.seconds:.2f}", f"{rate:,.0f}", ratio, f"{step.kv_bytes / 1e9:.2f}")
+        table.add(name, str(room.num_slots), *times, room.why)
+    return table
+
+
+def whole_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
+    """One rollout from the first prompt to the last token, lengths long-tailed and the same for all caches."""
+    shape = SHAPES[grid.models[0]]
+    countdown = Countdown.log_normal(shape, dtype, device, grid.mean, SIGMA, grid.longest)
+    prompts = countdown.prompts(grid.num_prompts, grid.prompt_length)
+    params = SamplingParams(num_generations=grid.num_generations, max_completion_length=grid.longest + 8)
+    table = Table("One whole rollout", ("cache", "seconds", "tokens/s", "times as fast as FullKV", "KV GB"))
+    dense = None
+    for name, compressor in compressors(grid.budgets).items():
+        free_memory(device)
+        slot = needed(countdown.policy, compressor, grid.prompt_length, params)
+        room = plan(slot, SHARE, grid.num_slots, device)
+        if room is None or room.num_slots < grid.num_slots:
+            table.add(name, f"needs {slot.of(grid.num_slots) / 1e9:.1f} GB", "", "", "")
+            continue
+        sampler = RolloutSampler(countdown.policy, compressor, grid.num_slots, [Countdown.END])
+        start = time.perf_counter()
+        rollout = sampler.generate(prompts, params)
+        wait(device)
+        taken = time.perf_counter() - start
+        assert rollout.kv is not None
+        dense = taken if name == "FullKV" else dense
+        tokens = int(rollout.completion_lengths.sum())
+        ratio = f"{dense / taken:.2f}" if dense else ""
+        table.add(name, f"{taken:.2f}", f"{tokens / taken:,.0f}", ratio, f"{rollout.kv.peak_bytes / 1e9:.2f}")
+        table.note = (
+            f"{shape.name}, {grid.num_prompts} prompts x {grid.num_generations}, {grid.num_slots} slots, prompt "
+            f"{grid.prompt_length}; {spread(rollout.completion_lengths.cpu())}."
+        )
+        del sampler, rollout
+    return table

@@ -1,0 +1,68 @@
+"""RolloutCheckpoint: Lightning's ModelCheckpoint with defaults that a run can be resumed from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+EVERY_N_TRAIN_STEPS = 40
+"""Optimizer steps between two checkpoints: ten rollouts of the paper's settings."""
+
+
+class RolloutCheckpoint(ModelCheckpoint):
+    """Save what ``--ckpt_path=last`` resumes: the newest checkpoint and ``last.ckpt`` in one fixed folder.
+
+    ModelCheckpoint with other defaults; it takes all other arguments of that class too, ``monitor`` and ``save_top_k``
+    among them. A second run in the same folder replaces the checkpoints of the first.
+
+    Args:
+        dirpath: Folder of the checkpoints, default ``checkpoints`` in ``trainer.default_root_dir``.
+        every_n_train_steps: Optimizer steps between two checkpoints, default 40 unless ``every_n_epochs`` or
+            ``train_time_interval`` is given.
+        save_last: Whether ``last.ckpt`` is written beside the newest checkpoint; ``link`` makes it a link.
+        enable_version_counter: Whether an existing ``last.ckpt`` is kept and ``last-v1.ckpt`` is written.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        every_n_train_steps: int | None = None,
+        save_last: bool | Literal["link"] = True,
+        enable_version_counter: bool = False,
+        **options: Any,
+    ) -> None:
+        others = (options.get("every_n_epochs"), options.get("train_time_interval"))
+        if every_n_train_steps is None and others == (None, None):
+            every_n_train_steps = EVERY_N_TRAIN_STEPS
+        super().__init__(
+            dirpath=dirpath, every_n_train_steps=every_n_train_steps, save_last=save_last,
+            enable_version_counter=enable_version_counter, **options,
+        )  # fmt: skip
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Settle the folder before Lightning would take the logger's."""
+        self.dirpath = checkpoint_folder(self, trainer)
+        super().setup(trainer, pl_module, stage)
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """Paths that ``trainer.fit(ckpt_path="last")`` chooses from; Lightning asks before ``setup``."""
+        self.dirpath = checkpoint_folder(self, trainer)
+        return super()._find_last_checkpoints(trainer)
+
+
+def checkpoint_folder(callback: Callback, trainer: Trainer) -> str | None:
+    """Fixed folder that a callback saves checkpoints to, before ``setup`` too; None if it has none."""
+    given = getattr(callback, "dirpath", None)
+    if given or not isinstance(callback, RolloutCheckpoint):
+        return str(given) if given else None
+    folder = default_folder(trainer.default_root_dir)
+    return folder if "://" in folder else os.path.realpath(folder)
+
+
+def default_folder(root: str | None) -> str:
+    """Folder of RolloutCheckpoint in a run's ``trainer.default_root_dir``, by default the working directory."""
+    return os.path.join(root or "", "checkpoints")

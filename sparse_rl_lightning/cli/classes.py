@@ -1,0 +1,53 @@
+"""Classes that a configuration names: found by their names, and with the arguments that they take."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from torch.optim import Optimizer
+
+from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.policies.source import PolicySource
+from sparse_rl_lightning.retrievers import Retriever
+
+BASES = (
+    PolicyModule, PromptDataModule, Compressor, Retriever, BudgetRule, LengthSchedule, PolicySource, Callback, Logger,
+    Optimizer,
+)  # fmt: skip
+"""Classes whose subclasses a configuration names."""
+
+
+def known_classes() -> dict[str, type]:
+    """Classes that a configuration may name without their module, by name."""
+    found: dict[str, type] = {}
+    waiting: list[type] = list(BASES)
+    while waiting:
+        kind = waiting.pop()
+        waiting.extend(kind.__subclasses__())
+        if not kind.__name__.startswith("_") and not (kind in BASES and inspect.isabstract(kind)):
+            found.setdefault(kind.__name__, kind)
+    return found
+
+
+def imported(path: str) -> Any:
+    """The class of a ``class_path``."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def argument_names(path: str) -> set[str]:
+    """Arguments that the class of a ``class_path`` takes; none if there is no such class."""
+    try:
+        kind = known_classes().get(path) or imported(path)
+        added = ArgumentParser(exit_on_error=False).add_class_arguments(kind, fail_untyped=False)
+    except (ImportError, AttributeError, TypeError, ValueError):  # the parser says what is wrong with the name
+        return set()
+    return {name.partition(".")[0] for name in added}

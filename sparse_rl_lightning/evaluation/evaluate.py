@@ -1,0 +1,132 @@
+"""The evaluator: completions of rows, drawn batch by batch, judged and added up.
+
+Validation, the run's summary, ``sparse-rl test`` and the benchmarks all measure with :func:`evaluate`. They differ in
+what draws (a cache, greedy or sampled) and in what judges (reward functions, or a checker of answers).
+
+Letters: P rows, N completions of each, B = P x N.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.records import KVUsage, Rollout, Rows, ScoredRollout
+from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
+
+Draw: TypeAlias = Callable[[Rows], ScoredRollout]
+"""Completes a batch of rows; the batches come in order."""
+Judge: TypeAlias = Callable[[ScoredRollout], Tensor]
+"""Fills ``reward_table`` and returns the rewards (B,) that they add up to, NaN where there is none."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Completions of rows and their rewards; the completions of a row are adjacent."""
+
+    rows: Rows
+    completions: list[str]  # B, hostile text
+    rewards: Tensor  # (B,), NaN where no reward applies
+    table: dict[str, Tensor]  # (B,) per reward function, NaN where it does not apply
+    lengths: Tensor  # (B,) tokens
+    finished: Tensor  # (B,) bool: ended by themselves, not by length
+    kv: KVUsage | None
+
+    @classmethod
+    def of(cls, scored: ScoredRollout, rewards: Tensor) -> Scores:
+        """Take what counts from a rollout that was judged; its tensors of tokens are left behind."""
+        rollout = scored.rollout
+        return cls(
+            scored.rows, scored.completions, rewards, scored.reward_table,
+            rollout.completion_lengths, rollout.finished, rollout.kv,
+        )  # fmt: skip
+
+    @classmethod
+    def cat(cls, parts: Sequence[Scores]) -> Scores:
+        """The scores of several batches as one."""
+        usages = [part.kv for part in parts if part.kv is not None]
+        return cls(
+            rows=[row for part in parts for row in part.rows],
+            completions=[text for part in parts for text in part.completions],
+            rewards=torch.cat([part.rewards for part in parts]),
+            table={name: torch.cat([part.table[name] for part in parts]) for name in parts[0].table},
+            lengths=torch.cat([part.lengths for part in parts]),
+            finished=torch.cat([part.finished for part in parts]),
+            kv=KVUsage.cat(usages) if usages else None,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Completions per row."""
+        return len(self.completions) // len(self.rows)
+
+    @property
+    def first(self) -> Tensor:
+        """(P, N) rewards of the first reward function, by which accuracies count."""
+        return next(iter(self.table.values())).view(len(self.rows), -1)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean reward of the first reward function where it applies, None if it applies nowhere."""
+        known = self.first[~self.first.isnan()]
+        return float(known.double().mean()) if len(known) else None
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether the first reward function pays 0 or 1 only, so that its mean is an accuracy."""
+        known = self.first[~self.first.isnan()]
+        return bool(((known == 0) | (known == 1)).all())
+
+
+def evaluate(draw: Draw, rows: Rows, judge: Judge | None = None, batch_size: int | None = None) -> Scores:
+    """Complete rows, judge the completions and add everything up.
+
+    Args:
+        draw: Completes a batch of rows.
+        rows: Rows to complete, at least one.
+        judge: Rewards the completions of a batch, None for no rewards.
+        batch_size: Rows completed at the same time, None for all.
+    """
+    size = batch_size or len(rows)
+    parts = []
+    for start in range(0, len(rows), size):
+        scored = draw(rows[start : start + size])
+        rewards = torch.full((len(scored.rollout),), math.nan) if judge is None else judge(scored)
+        parts.append(Scores.of(scored, rewards))
+    return Scores.cat(parts)
+
+
+def draw_from(
+    sampler: RolloutSampler,
+    decode: Callable[[Rollout], list[str]],
+    params: SamplingParams,
+    prompts: Iterable[Sequence[int]],
+    starts: Iterable[int] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Draw:
+    """Draw by a sampler alone, under whatever cache it has.
+
+    Args:
+        sampler: Sampler of the policy.
+        decode: Texts of a rollout's completions.
+        params: How to draw.
+        prompts: Token ids of each row, in the order in which the rows will be asked for.
+        starts: Number of each row's first sequence, which fixes its random numbers; default by the row's place.
+        progress: Called after every decode step.
+    """
+    samples = params.num_generations
+    left = zip(prompts, itertools.count(0, samples) if starts is None else starts, strict=False)
+
+    def draw(rows: Rows) -> ScoredRollout:
+        encoded, own = zip(*itertools.islice(left, len(rows)), strict=True)
+        ids = [start + sample for start in own for sample in range(samples)]
+        rollout = sampler.generate(encoded, params, sequence_ids=ids, progress=progress)
+        return ScoredRollout(rollout, rows, decode(rollout), {}, 0)
+
+    return draw

@@ -1,0 +1,64 @@
+"""Validation: what is logged of the scores of each batch, and the confidence of pass@1 once all are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sparse_rl_lightning.evaluation.evaluate import Scores
+from sparse_rl_lightning.metrics import ConfidenceInterval, accuracy
+
+Log = Callable[..., None]
+"""``LightningModule.log``."""
+
+
+class ValidationLog:
+    """Logs mean reward, mean length and pass@k of every batch, and bounds of pass@1 at the end.
+
+    Right is what the first reward function pays 1 for; rows to which it does not apply are left out. Several ranks log
+    the whole only, not benchmarks: all must log the same names, and their batches are of other benchmarks.
+
+    Args:
+        log: Logs a number under a name.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._intervals: dict[str, ConfidenceInterval] = {}  # by the key of the mean, with {} for the measure
+
+    def begin(self) -> None:
+        """Forget the batches of a validation that was interrupted."""
+        self._intervals.clear()
+
+    def batch(self, scores: Scores, key: str, by_benchmark: bool) -> None:
+        """Log a batch.
+
+        Args:
+            scores: Scores of the batch.
+            key: Name of a metric, with ``{}`` in place of its measure.
+            by_benchmark: Log every benchmark beside the whole.
+        """
+        rewarded = scores.rewards[~scores.rewards.isnan()]
+        mean = rewarded.mean() if len(rewarded) else scores.rewards.new_zeros(())  # no rewarded rows: weight 0
+        self._log(key.format("reward"), mean, prog_bar=True, batch_size=len(rewarded), sync_dist=True)
+        length = scores.lengths.float().mean()
+        self._log(key.format("length"), length, prog_bar=True, batch_size=len(scores.rows), sync_dist=True)
+        applies, correct = ~scores.first.isnan().all(dim=1), scores.first == 1
+        names = [row.get("benchmark") for row in scores.rows]
+        for name in dict.fromkeys([None, *names] if by_benchmark else [None]):
+            chosen = correct[applies & torch.tensor([name in (None, other) for other in names])]
+            own = key if name is None else key.format(f"{name}/{{}}")
+            for k, value in accuracy(chosen if len(chosen) else correct).pass_at.items():  # no such rows: weight 0
+                self._log(own.format(f"pass@{k}"), value, batch_size=len(chosen), sync_dist=True)
+            device = scores.rewards.device
+            if own not in self._intervals:
+                self._intervals[own] = ConfidenceInterval().to(device)
+            self._intervals[own].update(chosen.double().mean(dim=1).to(device))
+
+    def end(self) -> None:
+        """Log both bounds of 95 % confidence of every mean, over all batches and ranks."""
+        for key, interval in self._intervals.items():
+            for bound, value in zip(("low", "high"), interval.compute(), strict=True):
+                self._log(key.format(f"pass@1_{bound}"), value, sync_dist=True)
+        self.begin()

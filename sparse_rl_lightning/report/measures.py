@@ -1,0 +1,127 @@
+"""The numbers of a run: how they are found, written and compared, and a run's end as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sparse_rl_lightning.report.record import RunRecord
+from sparse_rl_lightning.text import DASH, duration, number, percent, printable, size, table
+
+CACHES = {"dense": "full cache", "sparse": "compressed cache"}
+
+Find = Callable[[RunRecord], float | None]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run: how to find it in a record, to write it, and to write how two of them differ."""
+
+    label: str
+    find: Find
+    write: Callable[[float], str]
+    differ: Callable[[float, float], str]
+    told: bool = False  # in the terminal and at the top of a page, too
+
+    def cell(self, value: float | None, first: float | None) -> str:
+        """A number, with its difference from the first run's in brackets."""
+        if value is None:
+            return DASH
+        return self.write(value) + ("" if first is None else f" ({self.differ(value, first)})")
+
+
+def _difference(digits: int, factor: float = 1.0, unit: str = "") -> Callable[[float, float], str]:
+    def differ(value: float, first: float) -> str:
+        shown = f"{factor * (value - first):+.{digits}f}".replace("-", "−")
+        return ("±" + shown[1:] if not float(shown[1:]) else shown) + unit
+
+    return differ
+
+
+def _ratio(value: float, first: float) -> str:
+    return f"×{value / first:.2f}" if first > 0 else DASH
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _mean(key: str) -> Find:
+    return lambda record: record.mean(key)
+
+
+def _late(key: str) -> Find:
+    return lambda record: RunRecord(history=record.history[-max(1, len(record.history) // 10) :]).mean(key)
+
+
+POINTS = _difference(1, 100.0, " pp")
+MEASURES = (
+    Measure("reward, last tenth of the rollouts", _late("reward"), number, _difference(3)),
+    Measure("completion length, last tenth, tokens", _late("completions/mean_length"), lambda v: number(v, 1),
+            _difference(1)),
+    Measure("rejected sequences", _mean("rejection_rate"), percent, POINTS, True),
+    Measure("mismatch KL (k3), nats per token", _mean("mismatch/kl_k3"), lambda v: number(v, 4), _difference(4),
+            True),
+    Measure("acceptance, 5th percentile", _mean("acceptance/p05"), number, _difference(3)),
+    Measure("KV tokens saved at the end of a sequence", _mean("kv/saving_final"), percent, POINTS, True),
+    Measure("KV tokens saved over all decode steps", _mean("kv/saving_integral"), percent, POINTS, True),
+    Measure("peak KV memory", lambda record: record.maximum("kv/peak_bytes"), size, _ratio),
+    Measure("repeated 4-grams", _mean("completions/repetition_rate"), percent, POINTS, True),
+    Measure("rollout speed, tokens per second", _mean("time/tokens_per_second"), _count, _ratio, True),
+    *(Measure(f"seconds per rollout, {stage}", _mean(f"time/{stage}"), number, _ratio)
+      for stage in ("rollout", "rescoring", "rewards", "update")),
+    Measure("rollouts", lambda record: len(record.history), _count, _difference(0)),
+    Measure("optimizer steps", lambda record: record.steps or None, _count, _difference(0)),
+    Measure("time of training", lambda record: record.seconds or None, duration, _ratio),
+)  # fmt: skip
+
+
+def greedy(records: Sequence[RunRecord]) -> list[Measure]:
+    """Greedy results before and after training, by cache."""
+    measured = "/".join(dict.fromkeys(record.measure for record in records))
+
+    def measure(cache: str, name: str, moment: str) -> Measure:
+        return Measure(
+            f"greedy {measured}, {name}, {moment}", lambda r: getattr(r, moment).get(cache), number, _difference(3)
+        )
+
+    return [measure(cache, name, moment) for cache, name in CACHES.items() for moment in ("before", "after")]
+
+
+def facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Savings and costs of a run, as label and value; what was not measured is left out."""
+    found = [(measure, measure.find(record)) for measure in MEASURES if measure.told]
+    told = [(measure.label, measure.write(value)) for measure, value in found if value is not None]
+    used, full = record.maximum("kv/peak_bytes"), record.maximum("kv/full_peak_bytes")
+    if used is not None and full:
+        told.insert(0, (f"peak KV memory, {size(used)} of a full cache's {size(full)}", percent(used / full)))
+    length = f"{record.steps} optimizer steps, {len(record.history)} rollouts"
+    return [*told, (f"training, {length}", duration(record.seconds))]
+
+
+def results(record: RunRecord) -> list[list[str]]:
+    """Rows of the table of greedy results, header first; no rows where nothing was evaluated."""
+    caches = [cache for cache in CACHES if cache in record.before or cache in record.after]
+    rows = [[CACHES[cache], number(record.before.get(cache)), number(record.after.get(cache))] for cache in caches]
+    return [[f"greedy {record.measure}, {record.num_problems} held-out problems", "before", "after"], *rows] * bool(
+        rows
+    )
+
+
+def summary_text(record: RunRecord) -> str:
+    """The whole table: results before and after, what was saved, and a few completions, safe for any terminal."""
+    parts = []
+    rows = results(record)
+    if rows:
+        parts.append(table(rows, "lrr"))
+    listed = facts(record)
+    width = max(len(label) for label, _ in listed)
+    parts.append("\n".join(f"{label.ljust(width)}  {value}" for label, value in listed))
+    if record.samples:
+        head = ["cache", "prompt", "completion", "reward"]
+        body = [
+            [s["cache"], printable(s["prompt"], 40), printable(s["completion"], 60), number(s["reward"], 2)]
+            for s in record.samples
+        ]
+        parts.append(table([head, *body], "lllr"))
+    return "\n\n".join(parts)

@@ -1,0 +1,95 @@
+"""The comparison of arms: every run once, resumable, with the command line a user would type; its pages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.arms import __main__ as command
+from benchmarks.arms import curves
+from benchmarks.arms import runs as planning
+from sparse_rl_lightning import callbacks
+
+RELATIVES = {"SparsityAwareRejection", "ImportanceReweighting", "RolloutCallback"}  # not corrections by name
+
+
+def settings(folder: Path, **options: Any) -> Any:
+    values = {"policy": "policy", "folder": folder, "budgets": (30, 26), "steps": 240, **options}
+    return planning.Settings(**values)
+
+
+def test_every_run_is_planned_once(tmp_path: Path) -> None:
+    runs = planning.planned(settings(tmp_path), [0, 1], 26)
+    assert len({run.folder for run in runs}) == len(runs)
+    of_seed = [(run.arm.label, run.budget) for run in runs if run.seed == 1]
+    assert of_seed[0] == ("dense", None)
+    for arm in ("naive", "Sparse-RL", "replay"):
+        assert {budget for label, budget in of_seed if label == arm} == {26, 30}
+    assert len(of_seed) == 1 + 2 * 3 + len(planning.CORRECTIONS) - 4
+
+
+def test_every_correction_by_name_is_compared() -> None:
+    named = {c for arm in planning.CORRECTIONS for c in arm.callbacks if isinstance(c, str)}
+    presets = importlib.import_module("sparse_rl_lightning.callbacks.corrections.presets")
+    by_name = {name for name in callbacks.__all__ if getattr(callbacks, name).__module__ == presets.__name__}
+    assert by_name | {"OPSM"} <= named
+
+
+def found(run: Any, level: float) -> Any:
+    """A finished run in round numbers."""
+    budgets = [str(budget) for budget in run.budgets]
+    course = {
+        "evaluations": [
+            {"rollouts": 20 * i, "dense": level * i, **dict.fromkeys(budgets, level * i / 2)} for i in range(5)
+        ],
+        "splits": [{"rollouts": i, curves.COMPRESSION: 0.1 * i} for i in range(1, 9)],
+        "unused": [0.0, 0.5], "clipped": [0.0, 0.02], "seconds": 30.0,
+    }  # fmt: skip
+    history = [{"rollout": i, "reward": level, "rejection_rate": 0.1} for i in range(30)]
+    return curves.Found(run, course, {"history": history, "summary": {"wall_time_seconds": 150.0}})
+
+
+def test_pages_say_what_was_found(tmp_path: Path) -> None:
+    own = settings(tmp_path)
+    runs = [run for run in planning.planned(own, [0, 1], 26) if run.arm.label != "TIS"]
+    results = [found(run, 0.2 + 0.1 * run.seed) for run in runs]
+    pages = command.pages(results, own, "note")
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in pages["corrections.md"].splitlines()]
+    by_label = {row[1]: row for row in rows if len(row) > 2}
+    # evaluations 0, .2, .4, .6, .8: the last three; k3 .7 and .8 in the last quarter; 150 s less 30 s
+    assert by_label["IcePop"] == [
+        "26", "IcePop", "0.600 / 0.900", "0.300 / 0.450", "10.0% / 10.0%", "25.0% / 25.0%", "0.75 / 0.75",
+        "1.0% / 1.0%", "2.0 / 2.0",
+    ]  # fmt: skip
+    assert by_label["before training"][2:4] == ["0.000", "0.000"]
+    assert "TIS" not in by_label  # was not run
+    assert pages["replay.md"].count("| dense |") == 2
+    curves.picture(results, own.budgets, tmp_path / "arms.png")
+    assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow  # three processes that import everything
+def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(steps: int) -> str:
+        args = ["arms.py", "--quick", "--threads", "1", f"--runs={tmp_path}/runs", f"--save={tmp_path}", "--budgets=26"]
+        monkeypatch.setattr(sys, "argv", [*args, f"--steps={steps}", "--only", "naive", "replay"])
+        command.main()
+        return (tmp_path / "replay.md").read_text(encoding="utf-8")
+
+    page = run(4)
+    assert "| 26 | naive |" in page
+    assert "| 26 | dense |" not in page
+    (naive,) = (tmp_path / "runs").glob("naive-*")
+    course = json.loads((naive / "course.json").read_text(encoding="utf-8"))
+    assert [row["rollouts"] for row in course["evaluations"]] == [0, 1, 2]
+    assert len(course["clipped"]) == 4
+    assert len(course["unused"]) == 2
+    assert 0 <= course["splits"][0]["mismatch_split/kernel/kl_k3"] < 1e-6
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert run(4) == page
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing ran again

@@ -1,0 +1,110 @@
+"""The compressors' benchmark: texts go through the cache as in a rollout, the page says what was found."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.common.pages import END, insert, mark
+from benchmarks.compressors import __main__ as command
+from benchmarks.compressors import forced, methods, pages, quality
+from sparse_rl_lightning import RolloutSampler, SamplingParams, compressors
+from sparse_rl_lightning.budgets import Adaptive, Pyramid
+from sparse_rl_lightning.calibration import gather_statistics
+from sparse_rl_lightning.compressors import H2O, Compressor, FullKV, RandomEviction, SnapKV
+from sparse_rl_lightning.testing import tiny_model
+
+SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 3}
+SEEN_BY_NAME = {"QueryStatistics", "Compressor"}  # not methods
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model(num_layers=3, initializer_range=0.3, eos_token_id=None)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        FullKV(), RandomEviction(**SIZES), H2O(**SIZES), SnapKV(**SIZES, budget_rule=Adaptive()),
+        SnapKV(**SIZES, budget_rule=Pyramid(beta=2)),
+    ],
+    ids=["full", "random", "running state", "adaptive", "pyramid"],
+)  # fmt: skip
+def test_given_texts_see_what_a_rollout_sees(model: Any, compressor: Compressor) -> None:
+    """A rollout's own texts, fed again, get the log-probabilities that the sampler noted."""
+    params = SamplingParams(num_generations=1, max_completion_length=30, seed=3)
+    rollout = RolloutSampler(model, compressor).generate([[5, 6, 7, 8], [9, 8, 7, 6], [1, 2, 3, 4]], params)
+    given = forced.forced_logits(model, compressor, rollout.sequences, 4, seed=3)
+    own = given.logits.log_softmax(-1).gather(-1, rollout.sequences[..., None]).squeeze(-1)
+    mask = rollout.completion_mask
+    assert mask[:, 4:34].all()
+    torch.testing.assert_close(own[mask], rollout.sampler_logprobs[mask], atol=1e-5, rtol=0)
+    # full at 14 tokens (Pyramid's last layer at 9), then every 4, up to 33 fed
+    events = 0 if isinstance(compressor, FullKV) else 3 * len(range(14, 34, 4))
+    if not isinstance(getattr(compressor, "budget_rule", None), Pyramid):
+        assert given.clock.events == events
+
+
+def test_full_cache_is_the_model(model: Any) -> None:
+    texts = torch.randint(2, 128, (2, 20))
+    given = forced.forced_logits(model, FullKV(), texts, 5)
+    want = model(texts).logits[:, 4:-1]  # index t speaks of token t
+    torch.testing.assert_close(given.logits[:, 5:], want, atol=1e-4, rtol=1e-4)
+
+
+def test_every_shipped_compressor_is_measured(model: Any) -> None:
+    statistics = gather_statistics(model, torch.randint(2, 128, (2, 20)), torch.tensor([20, 20]))
+    made = methods.compressors(32, methods.SlotSizes(8, 1, 4), statistics, 8)
+    assert set(compressors.__all__) - SEEN_BY_NAME == {type(c).__name__ for c in made.values()}
+
+
+def measured(method: str, budget: int, value: float) -> Any:
+    return quality.Quality(method, budget, value, value, value, 10 - value, 100.0, math.nan)
+
+
+def test_numbers_below_random_are_marked() -> None:
+    rows = {"FullKV": 1.0, "RandomEviction": 0.5, "Better": 0.6, "Equal": 0.5, "Worse": 0.4}
+    found = {"stories": [measured(name, budget, value) for budget in (4, 8, 12) for name, value in rows.items()]}
+    cells = {row[0]: row[1:] for row in pages.quality_table(found, "").rows}
+    assert cells["Better"][0] == "9.40 / 9.40 / 9.40"  # perplexity: less is better
+    assert cells["Worse"][0] == "9.60↓ / 9.60↓ / 9.60↓"
+    assert cells["Equal"][2] == "0.500↓ / 0.500↓ / 0.500↓"
+    assert cells["RandomEviction"][2] == "0.500 / 0.500 / 0.500"
+    assert cells["Worse"][4] == "100 / 100 / 100"  # speed is no quality
+    assert "Equal (in 12 of 12), Worse (in 12 of 12)." in pages.verdict(found)
+
+
+def test_page_is_replaced_between_its_markers(tmp_path: Path) -> None:
+    page, begin = tmp_path / "page.md", mark("benchmarks.x")
+    page.write_text(f"above\n{begin}\nold\n{END}\nbelow\n")
+    for text in ("first", "second"):
+        insert(page, text, begin)
+    assert page.read_text() == f"above\n{begin}\n\nsecond\n\n{END}\nbelow\n"
+
+
+def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["compressors.py", "--quick", "--threads", "1", "--save", str(tmp_path)])
+    command.main()
+    page = (tmp_path / "compressors.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len({line.count("|") for line in rows}) == 1
+    dense = next(line for line in rows if line.startswith("| FullKV"))
+    assert dense.count("1.000 / 1.000 / 1.000") == 5  # acceptance, its tail and the favorite
+    assert f"torch {torch.__version__}" in page
+    assert (tmp_path / "compressors.png").stat().st_size > 20_000
+
+
+def test_missing_models_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    arguments = ["--policy", str(tmp_path / "a"), "--stories", str(tmp_path / "b")]
+    monkeypatch.setattr(sys, "argv", ["compressors.py", *arguments])
+    with pytest.raises(SystemExit, match="nothing to measure on"):
+        command.main()
+    said = capsys.readouterr().err
+    assert f"sums: skipped, there is no model in {tmp_path / 'a'}; give --policy FOLDER" in said
+    assert f"stories: skipped, there is no model in {tmp_path / 'b'}; give --stories FOLDER" in said

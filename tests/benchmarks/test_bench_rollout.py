@@ -1,0 +1,237 @@
+"""The rollout benchmark: every part runs in toy sizes, and its numbers mean what they say."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common.tables import Table, median_ratio, met
+from benchmarks.rollout import __main__ as command
+from benchmarks.rollout import bound, cells, policies, speed, split
+from benchmarks.rollout.clock import Clock
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.rollout import Progress
+
+PARTS = ("speed", "split", "tail", "cells", "memory", "whole")
+Rows = list[dict[str, str]]
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """The page that a quick run with these arguments saves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["rollout.py", "--quick", "--threads", "1", "--save", str(folder), *arguments])
+        command.main()
+    (page,) = folder.glob("*.md")
+    return page.read_text()
+
+
+def tables(page: str) -> dict[str, Rows]:
+    """Rows by column name, by title."""
+    found = {}
+    for section in page.split("\n## ")[1:]:
+        lines = [line.strip("| ") for line in section.splitlines() if line.startswith("|")]
+        header, _, *rows = [re.split(r" ?\| ", line + " ") for line in lines]
+        names = [name.strip() for name in header]
+        unique = [
+            name if name not in names[:i] else f"{name} {names[:i].count(name) + 1}" for i, name in enumerate(names)
+        ]
+        found[section.splitlines()[0]] = [
+            dict(zip(unique, [cell.strip() for cell in row] + [""] * (len(names) - len(row)), strict=True))
+            for row in rows
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All parts in toy sizes on the CPU."""
+    return run(tmp_path_factory.mktemp("page"), "--device", "cpu", "--parts", *PARTS)
+
+
+@pytest.fixture(scope="module")
+def found(page: str) -> dict[str, Rows]:
+    """The tables of the page."""
+    return tables(page)
+
+
+def test_page_says_when_and_where(page: str) -> None:
+    assert page.startswith("# benchmarks.rollout\n\n20")
+    for words in (f"torch {torch.__version__}", "transformers ", "1 threads", "All of it took"):
+        assert words in page
+
+
+def test_equal_work_has_all_contenders(found: dict[str, Rows], page: str) -> None:
+    rows = found["Equal work"]
+    assert [(row["type"], row["what"]) for row in rows] == [
+        (kind, name) for kind in ("float32", "bfloat16") for name in ("sparse", "FullKV", "generate", "generate_batch")
+    ], page
+    for row in rows:
+        ms, rate = float(row["ms per step"]), float(row["tokens/s"].replace(",", ""))  # rounded to 0.01 and to 1
+        assert 4 * 1e3 / (ms + 0.006) - 1 < rate < 4 * 1e3 / (ms - 0.006) + 1  # four sequences, one token each
+        assert (row["share of the bound"] != "") == (row["what"] in ("sparse", "FullKV"))
+    # 8 + 24 tokens at most, of which the sparse slots hold 12 + 4
+    assert [row["share of dense"] for row in rows if row["what"] == "sparse"] == ["50.0 % (= 16/32)"] * 2
+    assert [row["share of dense"] for row in rows if row["what"] == "FullKV"] == ["100.0 % (= 32/32)"] * 2
+    assert [row["goal"] for row in rows if row["what"] == "sparse"] == [">= 3", ">= 4"]
+    generate = next(row for row in rows if row["what"] == "generate")
+    assert generate["ratio to generate"] == "1.00"
+    longer = found["40 new tokens"]
+    assert [row["what"] for row in longer] == ["sparse", "FullKV"] * 2
+    assert longer[0]["share of dense"] == "33.3 % (= 16/48)"
+
+
+def test_parts_of_a_step_add_up(found: dict[str, Rows]) -> None:
+    rows = found["A step"]
+    assert [row["part"] for row in rows][-3:] == [
+        "python and other",
+        "whole step, profiled",
+        "whole step, not profiled",
+    ]
+    for column in ("sparse float32", "FullKV float32", "sparse bfloat16", "FullKV bfloat16"):
+        *parts, whole, _ = (float(row[column].split()[0]) for row in rows)
+        assert sum(parts) == pytest.approx(whole, abs=0.05)
+        assert min(parts) >= 0
+        by_part = {row["part"]: float(row[column].split()[0]) for row in rows}
+        assert (by_part["eviction"] > 0) == column.startswith("sparse")
+        assert min(by_part[name] for name in ("matrix products", "attention and append", "sampling")) > 0
+
+
+def test_refill_and_lock_step_do_the_same_work(found: dict[str, Rows], page: str) -> None:
+    assert [row["how"] for row in found["Long-tailed lengths"]] == ["refill", "lock-step"]
+    assert "The same lengths in both: yes." in page
+    longest = re.findall(r"8 lengths: mean \d+, median \d+, 95 % below \d+, longest (\d+)", page)
+    assert len(longest) == 2
+    assert min(map(int, longest)) > 10  # the limit did not cut them
+
+
+def test_grid_is_complete(found: dict[str, Rows]) -> None:
+    cells = found["Steps at given lengths"]
+    want = [
+        (batch, length, cache) for batch in ("8", "16") for length in ("40", "80") for cache in ("FullKV", "16 + 32")
+    ]
+    assert [(row["batch"], row["length"], row["cache"]) for row in cells] == want
+    assert all(float(row["ms per step"]) > 0 for row in cells)
+    memory = next(rows for title, rows in found.items() if title.startswith("Equal memory"))
+    assert int(memory[0]["slots"]) < int(memory[1]["slots"])
+    assert all(" slots of " in row["plan"] for row in memory)
+    assert [row["cache"] for row in found["One whole rollout"]] == ["FullKV", "16 + 32"]
+
+
+def test_cells_without_room_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policies.random_policy(policies.TINY, torch.float32, "cpu")
+    monkeypatch.setattr(cells, "SHARE", 1e-12)
+    assert re.fullmatch(r"needs \d+\.\d GB, not one slot allowed", cells.try_step(policy, FullKV(), 40, 8, 1e9))
+    slot = cells.needed(policy, FullKV(), 40, SamplingParams(max_completion_length=cells.NEW_TOKENS))
+    monkeypatch.setattr(cells, "SHARE", slot.of(5))
+    assert "GB, 5 slots of " in cells.try_step(policy, FullKV(), 40, 8, 1e9)
+    assert not isinstance(cells.try_step(policy, FullKV(), 40, 5, 1e9), str)
+
+
+def test_rivals_that_fail_are_named_and_own_failures_are_not_hidden() -> None:
+    setting = command.QUICK.setting
+
+    def fail(new_tokens: int) -> Any:
+        raise RuntimeError(f"no {new_tokens}\nand more")
+
+    contest = speed.Contest.of(setting, torch.float32)
+    contest.runners["generate_batch"] = fail
+    table = Table("t", speed.HEADER)
+    contest.run(12, 1, table)
+    assert [row[2] for row in table.rows] == ["sparse", "FullKV", "generate"]
+    assert "generate_batch left out, float32: RuntimeError: no 12." in table.note
+    calls = iter([contest.runners["generate"]] * 2 + [fail])  # the warm-up and the first round pass
+    contest.runners["generate"] = lambda new_tokens: next(calls)(new_tokens)
+    contest.run(12, 2, table)
+    assert [row[2] for row in table.rows[3:]] == ["sparse", "FullKV"]
+    contest.runners["sparse"] = fail
+    with pytest.raises(RuntimeError, match="no 12"):
+        contest.run(12, 1, table)
+
+
+def test_forms_of_the_products_agree() -> None:
+    policy = policies.random_policy(policies.TINY, torch.float32, "cpu")
+    results = {name: call() for name, call in bound.product_forms(policy, 5).items()}
+    sizes = {name: sum(out.numel() for out in outs) for name, outs in results.items()}
+    linear = sum(5 * m.out_features for m in policy.modules() if isinstance(m, nn.Linear))
+    assert set(sizes.values()) == {linear}
+    sums = [sum(out.double().square().sum().item() for out in outs) for outs in results.values()]
+    assert sums == pytest.approx([sums[0]] * len(sums), rel=1e-5)
+
+
+def test_weights_that_a_step_reads() -> None:
+    for tied in (True, False):  # once as the head in either case
+        policy = policies.random_policy(policies.TINY, torch.bfloat16, "cpu", tied=tied)
+        head, body = 256 * 64, sum(p.numel() for p in policy.get_decoder().parameters()) - 256 * 64
+        assert policies.weight_bytes(policy) == 2 * (head + body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_countdown_draws_log_normal_lengths_and_keeps_to_them(dtype: torch.dtype) -> None:
+    countdown = policies.Countdown.log_normal(policies.TINY, dtype, "cpu", mean=12, sigma=0.9, longest=48)
+    sampler = RolloutSampler(countdown.policy, SnapKV(budget=12, buffer=4, num_sinks=0), 8, [countdown.END])
+    params = SamplingParams(num_generations=64, max_completion_length=60)
+    rollout = sampler.generate(countdown.prompts(4, 8), params)
+    assert rollout.finished.all()
+    for row, mask in zip(rollout.sequences, rollout.completion_mask, strict=True):
+        _, *rest = row[mask].tolist()
+        assert rest == list(range(len(rest) - 1, -1, -1))
+    lengths = rollout.completion_lengths.double()
+    assert lengths.mean() == pytest.approx(12, rel=0.2)
+    assert lengths.log().std() == pytest.approx(0.9, rel=0.2)
+
+
+def test_ops_are_attributed() -> None:
+    shape = policies.TINY
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler, torch.no_grad():
+        hidden = nn.functional.linear(torch.ones(4, 64), torch.ones(256, 64))
+        hidden.softmax(-1)
+        torch.ones(4, 96).tanh()
+        torch.ones(5).cumsum(0)
+        with torch.profiler.record_function("not ours"), torch.profiler.record_function(split.SCORE):
+            torch.ones(4, 256).tanh()
+    names = {e.time_range.start: e.name for e in split.outermost(profiler.events())}
+    kinds = [kind for kind, _ in split.attribute(profiler.events(), shape)]
+    found = dict(zip([names[start] for start in sorted(names)], kinds, strict=True))
+    want = {
+        "aten::linear": "matrix products", "aten::softmax": "sampling", "aten::tanh": "norms, rotation, activation",
+        "aten::cumsum": "bookkeeping", split.SCORE: "eviction",
+    }  # fmt: skip
+    assert {name: found[name] for name in want} == want
+    assert list(names.values()).count("aten::tanh") == 1  # the other is part of the score
+    assert split.kind_of("sparse_rl::append", [], shape) == "attention and append"
+    assert split.kind_of("sparse_rl::select_and_compact", [], shape) == "eviction"
+    assert split.kind_of("aten::add", [[4, 1], []], shape) is None
+
+
+def test_clocks_count_the_steps_between_their_marks() -> None:
+    for clock in (Clock(16, 48), Clock(16, 48, profiler=profile(activities=[ProfilerActivity.CPU]))):
+        for step in range(8, 80, 8):
+            clock(Progress(step, 1, 0, 1, step))
+        assert [mark[0] for mark in clock.marks] == [16, 48]
+        (first, start), (last, end) = clock.marks
+        assert clock.steps == last - first
+        assert clock.seconds == (end - start) / (last - first)
+        assert clock.milliseconds == 1e3 * clock.seconds
+
+
+def test_ratios_are_medians_of_the_rounds() -> None:
+    assert median_ratio([2.0, 30.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
+    assert [met(value, 1.5) for value in (1.5, 1.49)] == ["yes", "NO"]
+    table = Table("Title", ("a", "b"), "Note.")
+    table.add("1", "2")
+    assert str(table) == "## Title\n\nNote.\n\n| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+@pytest.mark.gpu
+def test_gpu_parts_run(tmp_path: Path) -> None:
+    found = tables(run(tmp_path, "--device", "cuda"))
+    assert all(float(row["ms per step"]) > 0 for row in found["Steps at given lengths"])
+    assert [row["cache"] for row in found["One whole rollout"]] == ["FullKV", "16 + 32"]

@@ -1,0 +1,82 @@
+"""RolloutCheckpoint: where it writes without being told, and that a run is resumed from there."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from tiny_grpo import fit, module
+from tiny_run import config, write
+
+from sparse_rl_lightning.callbacks import RolloutCheckpoint
+from sparse_rl_lightning.callbacks.guards.preemption import last_path
+from sparse_rl_lightning.cli import main
+
+
+def test_its_defaults_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:
+    callback = RolloutCheckpoint()
+    assert (callback.save_last, callback._enable_version_counter, callback._every_n_train_steps) == (True, False, 40)
+    logger = CSVLogger(tmp_path / "logs")
+    trainer = Trainer(default_root_dir=tmp_path, callbacks=[callback], logger=logger, accelerator="cpu")
+    assert last_path(trainer) == tmp_path / "checkpoints" / "last.ckpt"  # before setup
+    assert callback.dirpath is None
+    callback.setup(trainer, module(), "fit")
+    assert callback.dirpath == str(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"every_n_train_steps": 3}, 3),
+        ({"every_n_epochs": 1}, 0),
+        ({"train_time_interval": timedelta(minutes=5)}, 0),
+        ({"monitor": "reward", "save_top_k": 2}, 40),
+    ],
+)
+def test_other_intervals_take_the_place_of_its_own(options: dict[str, Any], steps: int) -> None:
+    assert RolloutCheckpoint(**options)._every_n_train_steps == steps
+
+
+def test_lightnings_own_last_is_found(tmp_path: Path) -> None:
+    """Without the command line too, where Lightning looks for it before any setup."""
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    fit(module(), 2, [RolloutCheckpoint(every_n_train_steps=1)], **options)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")) == [
+        "epoch=0-step=2.ckpt",
+        "last.ckpt",
+    ]
+    trainer = fit(module(), 4, [RolloutCheckpoint(every_n_train_steps=1)], ckpt_path="last", **options)
+    assert trainer.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
+    assert trainer.global_step == 4
+
+
+def checkpoints(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "runs/own/checkpoints").glob("*.ckpt")}
+
+
+def test_it_saves_and_resumes_as_the_long_incantation(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On the command line, where the run's name stands once: log, checkpoints and ``last`` follow from it."""
+    values = config()
+    values["trainer"]["callbacks"][-1] = {"class_path": "RolloutCheckpoint", "init_args": {"every_n_train_steps": 1}}
+    del values["trainer"]["logger"]
+    path = write(values)
+    main(["fit", "--config", path, "--trainer.max_steps=2"])
+    assert sorted(checkpoints(folder)) == ["epoch=0-step=2.ckpt", "last.ckpt"]
+    assert (folder / "runs/own/version_0/metrics.csv").is_file()
+    resumed = main(["fit", "--config", path, "--ckpt_path=last"])
+    assert resumed.config["fit"]["ckpt_path"] == "runs/own/checkpoints/last.ckpt"
+    assert resumed.trainer.global_step == 4
+    assert sorted(checkpoints(folder)) == ["epoch=0-step=4.ckpt", "last.ckpt"]
+    assert (folder / "runs/own/version_1/metrics.csv").is_file()
+    long = main(["fit", "--config", write(config()), "--trainer.default_root_dir=runs/long"])
+    for mine, other in zip(resumed.model.parameters(), long.model.parameters(), strict=True):
+        assert mine.equal(other)
+
+
+def test_a_logger_of_ones_own_and_none_stay(folder: Path) -> None:
+    main(["fit", "--config", write(config(max_steps=1)), "--trainer.logger=false"])
+    assert not list((folder / "runs/own").glob("version_*"))

@@ -1,0 +1,174 @@
+"""A configuration on top of its base: how values are merged, where the base is looked for, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_run import config, write
+
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.cli.overlays import merged
+from sparse_rl_lightning.cli.yaml_files import UnusableYAML, read, read_file
+
+RKV = {"class_path": "RKV", "init_args": {"budget": 30, "buffer": 4, "mix_lambda": 0.1}}
+LONG, FUNCTION = "sparse_rl_lightning.compressors.RKV", "sparse_rl_lightning.rewards.arithmetic_reward"
+MODEL = {"class_path": "SparseGRPO", "init_args": {"num_generations": 8, "compressor": RKV}}
+
+
+@pytest.mark.parametrize(
+    ("base", "overlay", "expected"),
+    [
+        ({"a": 1, "b": 2}, {"b": 3}, {"a": 1, "b": 3}),
+        ({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}}, {"a": {"b": 1, "c": 3}}),
+        ({"a": {"b": 1}}, {"a": "text"}, {"a": "text"}),
+        ({"a": "text"}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ({"a": {"b": 1}}, {"a": None}, {"a": None}),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+        ({"a": [1, 2]}, {"a+": [3]}, {"a": [1, 2, 3]}),
+        ({"a": [1]}, {"a+": {"b": 2}}, {"a": [1, {"b": 2}]}),
+        ({"a": {"b": 1}}, {"a+": [2]}, {"a": [{"b": 1}, 2]}),
+        ({"a": None}, {"a+": [1]}, {"a": [1]}),
+        ({}, {"a+": [1]}, {"a+": [1]}),  # to the list of an earlier --config
+        ({"a+": [1]}, {"a+": [2]}, {"a+": [1, 2]}),
+        ({"a+": [1]}, {"a": [2]}, {"a": [2]}),
+        ({}, {"a": {"b": [1], "b+": [2]}}, {"a": {"b": [1, 2]}}),
+        ({1: 2}, {1: 3}, {1: 3}),
+    ],
+)
+def test_values_are_merged_and_lists_replaced_or_appended_to(
+    base: dict[str, Any], overlay: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert merged(base, overlay) == expected
+
+
+@pytest.mark.parametrize(
+    ("base", "overlay", "expected"),
+    [
+        (RKV, {"init_args": {"buffer": 8}}, {**RKV, "init_args": {"budget": 30, "buffer": 8, "mix_lambda": 0.1}}),
+        (RKV, {"class_path": "RKV"}, RKV),
+        (RKV, {"class_path": LONG}, {**RKV, "class_path": LONG}),
+        (RKV, {"class_path": "FullKV"}, {"class_path": "FullKV"}),
+        (
+            RKV,
+            {"class_path": "SnapKV", "init_args": {"budget": 12}},
+            {"class_path": "SnapKV", "init_args": {"budget": 12, "buffer": 4}},
+        ),
+        (RKV, {"class_path": "mine.Unknown"}, {"class_path": "mine.Unknown"}),
+        (RKV, {"class_path": FUNCTION}, {"class_path": FUNCTION}),
+        (
+            MODEL,
+            {"class_path": "ReplayGRPO", "init_args": {"replay_objective": "dense"}},
+            {"class_path": "ReplayGRPO", "init_args": {**MODEL["init_args"], "replay_objective": "dense"}},  # type: ignore[dict-item]
+        ),
+        (MODEL, {"class_path": "SupervisedWarmup"}, {"class_path": "SupervisedWarmup"}),
+    ],
+)  # fmt: skip
+def test_another_class_keeps_only_what_it_takes(
+    base: dict[str, Any], overlay: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert merged(base, overlay) == expected
+
+
+def test_nothing_is_changed_in_place() -> None:
+    base: dict[str, Any] = {"a": [1], "b": {"class_path": "RKV", "init_args": {"budget": 1}}}
+    merged(base, {"a+": [2], "b": {"class_path": "FullKV"}})
+    assert base == {"a": [1], "b": {"class_path": "RKV", "init_args": {"budget": 1}}}
+
+
+# ---------------------------------------------------------------- files
+
+
+def files(**texts: str) -> None:
+    for name, text in texts.items():
+        path = Path(name.replace("__", "/") + ".yaml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def test_a_base_is_looked_for_beside_the_file_that_names_it(folder: Path) -> None:
+    files(low="a: 1\nb: 1\nc: 1", x__middle="base: ../low.yaml\nb: 2\nc: 2", y__top="base: ../x/middle.yaml\nc: 3")
+    assert read_file("y/top.yaml") == {"a": 1, "b": 2, "c": 3}
+    files(absolute=f"base: {folder}/low.yaml\nb: 2")
+    assert read_file("absolute.yaml") == {"a": 1, "b": 2, "c": 1}
+
+
+def test_of_several_bases_the_last_lies_uppermost(folder: Path) -> None:
+    files(root="x: [0]", one="base: root.yaml\na: 1\nb: 1\nx+: [1]", two="base: root.yaml\nb: 2\nx+: [2]")
+    files(top="base: [one.yaml, two.yaml]\nx+: [3]")
+    assert read_file("top.yaml") == {"a": 1, "b": 2, "x": [0, 2, 3]}  # two.yaml has the list of root.yaml
+
+
+def test_a_text_without_a_file_has_no_base(folder: Path) -> None:
+    files(low="a: 1")
+    assert read("base: low.yaml\nb: 2") == {"base": "low.yaml", "b": 2}
+    assert read("base: low.yaml\nb: 2", "top.yaml") == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("base: none.yaml", r"^top.yaml: base: 'none.yaml' cannot be read: No such file .* folder of the file"),
+        ("base: ./", r"^top.yaml: base: './' cannot be read: Is a directory"),
+        ("base: binary.yaml", r"^top.yaml: base: 'binary.yaml' cannot be read: not a text"),
+        ("base: top.yaml", r"^top.yaml: base: top.yaml -> top.yaml is a circle. Remove"),
+        ("base: round.yaml", r"^top.yaml: round.yaml: base: top.yaml -> round.yaml -> top.yaml is a circle"),
+        ("base: [low.yaml, round.yaml]", r"^top.yaml: round.yaml: base: top.yaml -> round.yaml -> top.yaml is a"),
+        ("base: list.yaml", r"^top.yaml: base: 'list.yaml' must hold keys such as model: and trainer:, got a list"),
+        ("base: twice.yaml", r"^top.yaml: twice.yaml: the key 'a' is given twice, in lines 1 and 2"),
+        ("base: low.yaml\nbase: low.yaml", r"^top.yaml: the key 'base' is given twice"),
+        ("base: tab.yaml", r"^top.yaml: tab.yaml: .*cannot start any token"),
+        ("base:\na: 1", r"^top.yaml: base must name a file or a list of files.*got None"),
+        ("base: []", r"got \[\]"),
+        ("base: {a: b}", r"got {'a': 'b'}"),
+        ("base: [low.yaml, 3]", r"got \['low.yaml', 3\]"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_base_is_refused_by_name(text: str, said: str, folder: Path) -> None:
+    files(top=text, low="a: 1", round="base: top.yaml", list="[1]", twice="a: 1\na: 2", tab="a:\n\tb")
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UnusableYAML, match=f"(?s){said}"):
+        read_file("top.yaml")
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_a_run_of_an_overlay_saves_what_it_ran_with(folder: Path) -> None:
+    (folder / "configs").mkdir()
+    Path(write(config())).rename("configs/base.yaml")
+    overlay = {
+        "base": "base.yaml",
+        "model": {"class_path": "ReplayGRPO", "init_args": {"compressor": {"class_path": "SnapKV"}}},
+        "trainer": {"max_steps": 1, "callbacks+": [{"class_path": "MismatchSplit"}]},
+    }
+    Path("configs/top.yaml").write_text(yaml.safe_dump(overlay), encoding="utf-8")
+    cli = main(["fit", "--config", "configs/top.yaml", "--model.compressor.budget=14"])
+    assert cli.trainer.global_step == 1
+    text = (folder / "runs/own/version_0/run_config.yaml").read_text(encoding="utf-8")
+    saved = yaml.safe_load(text)
+    assert "base" not in saved
+    assert saved["model"]["class_path"] == "sparse_rl_lightning.ReplayGRPO"
+    compressor = saved["model"]["init_args"]["compressor"]
+    assert compressor["class_path"] == "sparse_rl_lightning.compressors.SnapKV"
+    assert {name: compressor["init_args"][name] for name in ("budget", "buffer", "num_sinks")} == {
+        "budget": 14, "buffer": 4, "num_sinks": 1,
+    }  # fmt: skip
+    names = [callback["class_path"].rpartition(".")[2] for callback in saved["trainer"]["callbacks"]]
+    assert names == ["SparsityAwareRejection", "ModelCheckpoint", "MismatchSplit"]
+    Path("saved.yaml").write_text(text, encoding="utf-8")
+    assert main(["fit", "--config", "saved.yaml"]).trainer.global_step == 1
+
+
+def test_a_base_is_as_an_earlier_config(folder: Path) -> None:
+    Path(write(config(max_steps=1))).rename("base.yaml")
+    change: dict[str, Any] = {"trainer": {"callbacks+": [{"class_path": "TIS"}]}, "model": {"init_args": {"beta": 0.1}}}
+    Path("change.yaml").write_text(yaml.safe_dump(change), encoding="utf-8")
+    Path("top.yaml").write_text(yaml.safe_dump({"base": "base.yaml", **change}), encoding="utf-8")
+    two = main(["fit", "--config", "base.yaml", "--config", "change.yaml"])
+    one = main(["fit", "--config", "top.yaml"])
+    for cli in (one, two):
+        del cli.config["fit"]["config"]
+    assert one.config["fit"] == two.config["fit"]
