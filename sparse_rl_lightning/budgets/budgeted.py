@@ -17,7 +17,7 @@ class Budgeted(ABC):
 
     Args:
         budget: Number of tokens, or a schedule by the length of the sequence.
-        budget_rule: How layers and heads share the budget, null for equally.
+        budget_rule: Rule by which layers and heads share the budget, null for equally.
 
     Raises:
         ValueError: If the budget is not positive, or the subclass refuses it.
@@ -55,8 +55,8 @@ class Budgeted(ABC):
     def raise_budget(self, steps: int) -> None:
         """Set the budget ``steps`` steps above the one given; samplers follow at their next call.
 
-        A step is that of :meth:`LengthSchedule.raised`: the next budget of the schedule, a quarter more for a single
-        number.
+        A step is that of :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`: the next budget of the schedule,
+        a quarter more for a single number.
 
         Args:
             steps: Number of steps, counted from the budget at construction: the same call twice is one.

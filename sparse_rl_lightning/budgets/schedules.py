@@ -78,13 +78,13 @@ class LengthSchedule:
 
     @classmethod
     def of_bins(cls, budgets: Sequence[int], bin_size: int) -> LengthSchedule:
-        """One budget for each bin of ``bin_size`` tokens, equal neighbours as one step."""
+        """One budget for each bin of ``bin_size`` tokens, equal neighbors as one step."""
         changes = [i for i, budget in enumerate(budgets) if i == 0 or budget != budgets[i - 1]]
         return LengthSchedule([i * bin_size for i in changes], [budgets[i] for i in changes])
 
     @classmethod
     def from_file(cls, path: str | Path) -> LengthSchedule:
-        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, such as :meth:`save` writes, or pairs.
+        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, as :meth:`save` writes it, or pairs.
 
         Raises:
             ValueError: If there is no such file, or no schedule in it.
@@ -107,14 +107,14 @@ class LengthSchedule:
         """Write a YAML file that :meth:`from_file` reads and that may be pasted behind ``budget:`` in a configuration.
 
         Args:
-            path: Where to.
-            comment: Lines in front of it.
+            path: File to write.
+            comment: Lines to put in front.
         """
         lines = [f"# {line}".rstrip() for line in comment.splitlines()]
         lines += ["class_path: LengthSchedule", "init_args:", f"  starts: {list(self.starts)}"]
         write_whole(Path(path), "\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]))
 
-    # ---------------------------------------------------------------- what it says
+    # ---------------------------------------------------------------- reading it
 
     def at(self, length: int) -> int:
         """The budget of a sequence of ``length`` tokens."""
@@ -160,12 +160,12 @@ class LengthSchedule:
         return sum(map(self.at, lengths)) / len(lengths)
 
     def raised(self, steps: int = 1) -> LengthSchedule:
-        """The schedule with every budget replaced by the next larger one that it knows.
+        """The schedule with every budget replaced by its next larger one.
 
         The largest grows by as much as it lies above the second; a single budget grows by a quarter.
 
         Args:
-            steps: How often.
+            steps: Number of times.
 
         Raises:
             ValueError: If ``steps`` is negative.
@@ -217,7 +217,7 @@ class PublishedSchedule(LengthSchedule):
     that is held. Of some schedules only the beginning is known here: their last known budget goes on, with a warning.
 
     Args:
-        name: Model and target, such as ``qwen3-1.7b-0.86``.
+        name: Name of model and target, such as ``qwen3-1.7b-0.86``.
         reserved: Tokens to add to every budget.
 
     Raises:
@@ -242,7 +242,7 @@ class PublishedSchedule(LengthSchedule):
 
 
 def published_schedules() -> dict[str, dict[str, Any]]:
-    """What is known of Sparrow's schedules: ``budgets`` by bins of ``bin_size`` tokens, and whether they are all."""
+    """Sparrow's schedules by name: ``budgets`` by bins of ``bin_size`` tokens, and whether they are ``complete``."""
     text = resources.files(__package__).joinpath(DATA).read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = json.loads(text)["schedules"]
     return found

@@ -1,4 +1,4 @@
-"""Gather what calibrated compressors need to know of a policy, from its own text.
+"""Gather the query statistics that calibrated compressors need, from a policy's own text.
 
 From the shell, for text that the policy wrote or should write (``sparse-rl predict`` writes such a file)::
 
@@ -33,7 +33,7 @@ def gather_statistics(
     Args:
         model: The policy.
         sequences: (B, T) token ids, right-padded.
-        lengths: (B,) tokens of each.
+        lengths: (B,) number of tokens of each sequence.
         batch_size: Sequences per forward pass.
 
     Raises:
@@ -62,7 +62,7 @@ def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterat
         queries.append(heads.transpose(1, 2))
 
     blocks = [block.self_attn for block in model.get_decoder().layers]
-    last = [getattr(block, "q_norm", None) or block.q_proj for block in blocks]  # Qwen3 normalises after projecting
+    last = [getattr(block, "q_norm", None) or block.q_proj for block in blocks]  # Qwen3 normalizes after projecting
     handles = [module.register_forward_hook(record) for module in last]
     try:
         yield queries
@@ -76,8 +76,8 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
 
     Args:
         path: The file.
-        tokenizer: The policy's.
-        max_length: Tokens behind are left out.
+        tokenizer: Tokenizer of the policy.
+        max_length: Tokens of a text to read; the rest is left out.
 
     Raises:
         ValueError: If there is no such file, no row in it, or a row without a prompt; names the line.

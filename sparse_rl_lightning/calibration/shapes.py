@@ -1,4 +1,4 @@
-"""What a decode step costs depends on: the sizes of a model, and the speed of the machine."""
+"""What the cost of a decode step depends on: model sizes and machine speed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a machine does per second at best, and what a decode step costs on top of it."""
+    """Best speeds of a machine, and the fixed cost of a decode step."""
 
     bandwidth: float  # bytes per second from memory
     flops: float  # floating-point operations per second of a matrix product
@@ -81,7 +81,7 @@ class Hardware:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read what :meth:`save` wrote, or ``sparse-rl calibrate --hardware``.
+        """Read a file that :meth:`save` or ``sparse-rl calibrate --hardware`` wrote.
 
         Raises:
             ValueError: If there is no such file, or a number is missing.

@@ -1,4 +1,4 @@
-"""The sweep of a calibration: sequences drawn by the sparse policy at a budget, and what the dense policy says to them.
+"""The sweep of a calibration: sequences drawn by the sparse policy at each budget, scored by the dense policy.
 
 Finished parts are files, so a sweep that was interrupted goes on where it was.
 """
@@ -36,11 +36,11 @@ class Sweep:
     Args:
         model: The policy, dense learner and sparse sampler in one.
         prompts: Token ids of each prompt.
-        params: How to draw; ``top_logprobs`` says how many tokens bound the acceptance.
-        folder: For the finished parts.
+        params: Sampling parameters; ``top_logprobs`` says how many tokens bound the acceptance.
+        folder: Folder of the finished parts.
         prompts_per_part: Prompts that are drawn together and written as one file.
         micro_batch: Sequences per dense forward pass.
-        keeps: What the cache keeps where a retriever is swept, default everything.
+        keeps: Compressor beside a retriever that is swept, default the full cache.
         sampler_options: Further arguments of :class:`RolloutSampler`.
 
     Raises:
@@ -75,7 +75,7 @@ class Sweep:
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
     def claim(self, method: Budgeted) -> None:
-        """Say whose sweep the folder holds, or find that it is the same.
+        """Note in the folder which sweep it holds, or check that it is this one.
 
         Args:
             method: The method at any budget.
@@ -100,9 +100,9 @@ class Sweep:
         """Every token that is drawn under a method, from files where there are any.
 
         Args:
-            name: Of the method's folder, such as ``budget_512``.
+            name: Name of the method's folder, such as ``budget_512``.
             method: The method with its budget.
-            progress: Called with the share of the method's sequences that is done.
+            progress: Function to call with the share of the method's sequences that is done.
 
         Raises:
             ValueError: If every completion is nothing but an end token.
@@ -157,7 +157,7 @@ class Sweep:
         return self.folder / name / f"part_{part:04d}.safetensors"
 
     def _fingerprint(self, method: Budgeted) -> dict[str, str]:
-        """What must be the same for parts to belong together."""
+        """Settings that must be the same for parts to belong together."""
         settings = {name: self.sampler_options.get(name) for name in ("end_token_ids", "kv_dtype")}
         any_budget = method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1))
         return {

@@ -63,15 +63,15 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
 
 
 class SparseRLCLI(LightningCLI):
-    """LightningCLI that settles what must hold before any model is built, and never starts over silently."""
+    """LightningCLI that checks the configuration before any model is built, and never starts over silently."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and ``export``."""
+        """Subcommands of Lightning, and ``export``."""
         return LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the number of torch threads: on a small machine one's own choice beats the default."""
+        """Add the number of torch threads: on a small machine the default may be too many."""
         parser.add_argument(
             "--num_threads", type=PositiveInt | None, default=None, help="CPU threads of torch, null: default"
         )
@@ -98,12 +98,12 @@ class SparseRLCLI(LightningCLI):
         check_folders(config)
         check_checkpoint(config)
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
-            config.trainer.limit_val_batches = None  # the 0 in a configuration speaks of `fit`
+            config.trainer.limit_val_batches = None  # the 0 in a configuration is meant for `fit`
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
 
     def instantiate_classes(self) -> None:
-        """Build everything; of an error, say what the class said and not how the parser came to call it."""
+        """Build everything; of an error, show the message of the class without the parser's frame around it."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -114,15 +114,15 @@ class SparseRLCLI(LightningCLI):
             raise ValueError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
 
     def before_fit(self) -> None:
-        """Warn of what will be overwritten."""
+        """Warn of files that will be overwritten."""
         warn_of_earlier_run(self.config[self.subcommand])
 
     def before_test(self) -> None:
-        """Refuse modules that write nothing."""
+        """Refuse modules that generate nothing."""
         self._check_generates()
 
     def before_predict(self) -> None:
-        """Refuse modules that write nothing."""
+        """Refuse modules that generate nothing."""
         self._check_generates()
 
     def after_predict(self) -> None:
@@ -151,7 +151,7 @@ class SaveRunConfig(SaveConfigCallback):
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Too early."""
+        """Deferred to ``on_train_start``."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write, unless the disk is full."""
@@ -192,7 +192,7 @@ def main(args: ArgsType = None) -> LightningCLI:
 
 @contextmanager
 def _prepared() -> Iterator[None]:
-    """What every command needs: classes of the working directory, and nothing said by other packages' insides."""
+    """Set up any command: classes of the working directory, and no messages about other packages' internals."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
     with warnings.catch_warnings():

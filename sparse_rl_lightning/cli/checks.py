@@ -1,4 +1,4 @@
-"""What can be refused before a model is loaded: folders that cannot be written, checkpoints that are not there."""
+"""Checks before a model is loaded: folders that cannot be written, checkpoints that do not exist."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_folders(config: Any) -> None:
 
 
 def check_checkpoint(config: Any) -> None:
-    """A missing checkpoint, ``last`` above all, must not become a silent start from zero.
+    """Refuse a missing checkpoint, ``last`` above all: it must not become a silent start from zero.
 
     The word ``last`` is replaced by the path it stands for: Lightning would take the newest file whose name begins so,
     and start anew where it finds none.
@@ -115,7 +115,7 @@ def _check_exists(path: Path, given: str) -> None:
 
 
 def check_launch(config: Any) -> None:
-    """What the module would refuse as well, but Lightning's trainer meets first.
+    """Refuse strategies and processes that the module would refuse as well, but that Lightning's trainer meets first.
 
     Args:
         config: The parsed configuration of a subcommand.
@@ -135,7 +135,7 @@ def check_launch(config: Any) -> None:
 
 
 def warn_of_earlier_run(config: Any) -> None:
-    """Say that a new run is going to overwrite what an earlier one left.
+    """Warn that a new run is going to overwrite the files of an earlier one.
 
     Args:
         config: The parsed configuration of ``fit``.
@@ -151,7 +151,7 @@ def warn_of_earlier_run(config: Any) -> None:
 
 
 def check_callbacks(config: Any) -> None:
-    """Lightning refuses two callbacks whose states a checkpoint could not tell apart, in words for programmers.
+    """Refuse two callbacks whose states a checkpoint could not tell apart, more clearly than Lightning does.
 
     Args:
         config: The parsed configuration of a subcommand.

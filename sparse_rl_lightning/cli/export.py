@@ -17,7 +17,7 @@ from sparse_rl_lightning.modules.base import PolicyModule
 
 
 class ExportingTrainer(Trainer):
-    """Lightning's trainer with one more thing it can be asked for."""
+    """Lightning's trainer with one more command, ``export``."""
 
     def export(
         self,
@@ -33,7 +33,7 @@ class ExportingTrainer(Trainer):
             model: The module that was trained.
             datamodule: Not used.
             ckpt_path: A checkpoint of one device, DDP or DeepSpeed, or ``last``.
-            folder: Where to; a model that is there is replaced.
+            folder: Folder to write; a model in it is replaced.
             weights_only: Not used: nothing else is ever read.
 
         Raises:

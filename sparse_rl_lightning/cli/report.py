@@ -46,7 +46,7 @@ def main(args: Sequence[str]) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Parser of the command's options."""
     made = argparse.ArgumentParser(
         prog="sparse-rl report",
         description="Write the page of a run, finished or not, or one page that compares several runs.",

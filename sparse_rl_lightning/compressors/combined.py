@@ -86,16 +86,16 @@ class Combined(Compressor):
 
     @property
     def num_queries(self) -> int:
-        """The most that any part asks for."""
+        """Largest number that a part asks for."""
         return max(part.num_queries for part in self._parts)
 
     @property
     def state_fields(self) -> tuple[str, ...]:
-        """Those of all parts, numbered."""
+        """Names of all parts, numbered."""
         return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """Those of all parts, numbered."""
+        """Names of all parts, numbered."""
         parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
         return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
 
@@ -132,7 +132,7 @@ class Combined(Compressor):
         return shared_scores(total, layer.positions, layer.valid, self.across_heads)
 
     def part_scores(self, layer: LayerState) -> list[Tensor]:
-        """(S, H, N) of each part, checked as any compressor's."""
+        """Checked scores (S, H, N) of each part."""
         return [
             part.checked_score(
                 replace(
@@ -176,6 +176,6 @@ def _comparable(scores: Tensor, valid: Tensor, how: Normalization) -> Tensor:
 
 
 def _own(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Those of one part, under its own names."""
+    """Numbers of one part, under its own names."""
     prefix = f"{index}."
     return {name.removeprefix(prefix): own for name, own in numbers.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""CUR: keep entries whose key and value are large among their neighbours."""
+"""CUR: keep entries whose key and value are large among their neighbors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Leverage = Literal["product", "mean", "key", "value"]
 
 
 class CUR(Compressor):
-    """Keep what has leverage: squared norms of key and value, relative to their neighbours (CurDKV, arXiv 2509.15038).
+    """Keep what has leverage: squared norms of key and value, relative to their neighbors (CurDKV, arXiv 2509.15038).
 
     A squared norm is divided by the sum over its ``local_window`` entries, which are cut from the start of the slot.
     The random projection that the published code can put before the norms is left out.
@@ -25,8 +25,8 @@ class CUR(Compressor):
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         leverage: The "product" of the shares of key and value, their "mean", or only that of "key" or "value".
-        local_window: Neighbouring entries that share one sum; 0 takes the norms as they are.
-        **sizes: Those of :class:`Compressor`.
+        local_window: Neighboring entries that share one sum; 0 takes the norms as they are.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
@@ -63,5 +63,5 @@ class CUR(Compressor):
 
 
 def _divide(part: Tensor, whole: Tensor) -> Tensor:
-    """Shares, 0 of nothing."""
+    """Shares of a whole, 0 where the whole is 0."""
     return part / whole.masked_fill(whole == 0, 1.0)

@@ -38,7 +38,7 @@ class ExpectedAttention(Compressor):
         covariance: "full", "diagonal" or "none".
         value_norm: Multiply by the norm of the value.
         epsilon: Added to the expected attention before, so that a large value counts without any.
-        **sizes: Those of :class:`Compressor`.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.

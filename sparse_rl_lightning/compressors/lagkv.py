@@ -1,4 +1,4 @@
-"""LagKV: keep what the text that follows does not resemble."""
+"""LagKV: keep entries that differ from those that follow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LagKV(Compressor):
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         lag_size: Entries of a chunk, at least 2.
-        **sizes: Those of :class:`Compressor`.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or a slot never holds two chunks.

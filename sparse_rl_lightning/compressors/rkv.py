@@ -1,4 +1,4 @@
-"""R-KV: keep what is attended to and not said twice."""
+"""R-KV: keep entries that are attended to and not redundant."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RKV(SnapKV):
         mix_lambda: Weight of the importance, from 0 to 1.
         similarity_threshold: Cosine above which two keys are similar, from -1 to 1; each key spares the last of those
             similar to it.
-        **options: Those of :class:`SnapKV`. Published R-KV is ``variant="decode"``; "original" sums over the queries,
-            so its importance is up to ``window`` times larger.
+        **options: Arguments of :class:`SnapKV`. Published R-KV is ``variant="decode"``; "original" sums over the
+            queries, so its importance is up to ``window`` times larger.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.

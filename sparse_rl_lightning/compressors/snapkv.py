@@ -16,7 +16,7 @@ Variant = Literal["decode", "original"]
 
 
 class SnapKV(Compressor):
-    """Keep the entries that the last ``window`` queries attend to most, pooled over neighbours (arXiv 2404.14469).
+    """Keep the entries that the last ``window`` queries attend to most, pooled over neighbors (arXiv 2404.14469).
 
     ``variant="decode"`` with all defaults and ``num_sinks=0`` is the SnapKV of the R-KV repository, which Sparse-RL
     uses: softmax over the entries outside the window, mean over the queries. ``variant="original"`` is that of the
@@ -29,11 +29,11 @@ class SnapKV(Compressor):
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         kernel_size: Entries that pooling looks at, an odd number; 1 pools nothing.
-        pooling: "max", "avg" or "none" over neighbouring entries.
+        pooling: "max", "avg" or "none" over neighboring entries.
         group_reduction: "max" of the logits over the query heads of a KV head before the softmax, or "mean" of their
             importance after softmax and pooling.
         variant: "decode" or "original".
-        **sizes: Those of :class:`Compressor`; ``window`` is also the number of queries that score.
+        **sizes: Arguments of :class:`Compressor`; ``window`` is also the number of queries that score.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is none of those listed.

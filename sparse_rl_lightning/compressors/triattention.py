@@ -1,4 +1,4 @@
-"""TriAttention: the mean query, turned to the positions to come, and what of it is not in the mean."""
+"""TriAttention: the mean query turned to the positions to come, plus the queries' spread around it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class TriAttention(Compressor):
     Before rotation the queries of a head gather around one vector, so the logit of a key is a sum of cosines of its
     distance. The mean vector is turned to the positions 1, 2, 4, ... up to ``max_offset`` behind the next token; its
     mean product with the key is the first part of the score. The second adds, for every frequency, the length of the
-    key times what the mean length of the queries exceeds the length of their mean by. Scores are standardised over
+    key times what the mean length of the queries exceeds the length of their mean by. Scores are standardized over
     the live entries of each query head, then reduced over the group. These are the formulas of the published code
-    with per-head selection; it standardises over the completion only, since it never evicts the prompt.
+    with per-head selection; it standardizes over the completion only, since it never evicts the prompt.
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         statistics: File written by ``sparse-rl statistics``, or the statistics themselves.
         max_offset: Largest distance ahead, in tokens.
         group_reduction: "max" or "mean" over the query heads of a KV head.
-        **sizes: Those of :class:`Compressor`.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or the statistics are missing.
@@ -58,7 +58,7 @@ class TriAttention(Compressor):
         self.group_reduction: GroupReduction = group_reduction
 
     def score(self, layer: LayerState) -> Tensor:
-        """Standardised expectation over the distances to come: (S, H, N)."""
+        """Standardized expectation over the distances to come: (S, H, N)."""
         mean, lengths, _ = self.statistics.layer(layer, type(self).__name__)
         offsets = 2 ** torch.arange(self.max_offset.bit_length(), device=mean.device)
         following = (newest_position(layer) + 1)[:, None]  # (S, 1)

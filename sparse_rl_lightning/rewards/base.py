@@ -1,4 +1,4 @@
-"""What a reward function is, and calling several of them so that every failure names its function and sample."""
+"""Reward functions: their signature, and calls of several of them whose failures name function and sample."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def reward_batch(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> dict[str, Sequence[Any]]:
-    """What reward functions get of B samples, by name.
+    """Arguments of reward functions for B samples, by name.
 
     Raises:
         ValueError: If a column has the name of an argument, or another number of entries.
@@ -122,7 +122,7 @@ def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[An
 
     Args:
         function: The reward function.
-        name: What it is called in errors.
+        name: Its name in errors.
         batch: Its arguments, one entry per sample each.
 
     Raises:
@@ -171,7 +171,7 @@ def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
 
 
 def reward_counters(functions: Sequence[Any]) -> dict[str, float]:
-    """What reward functions have counted since the last call, as ``{function}/{counter}``.
+    """Counts of the reward functions since the last call, as ``{function}/{counter}``.
 
     Args:
         functions: Reward functions, guarded or not; those with a method ``take_counters() -> dict[str, float]`` count.
@@ -224,7 +224,7 @@ def _strictly(function: RewardFunction, name: str, batch: Mapping[str, Sequence[
 
 
 def _first_failure(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> int | None:
-    """The first sample on which the function fails alone."""
+    """The first sample on which the function fails by itself."""
     for sample in range(len(batch["completions"])):
         try:
             attempt(function, name, one_sample(batch, sample))
@@ -277,7 +277,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _read(name: str, returned: Any, completions: Sequence[str]) -> list[float | None]:
-    """What a function returned, as plain numbers."""
+    """The return value of a function as plain numbers."""
     if inspect.isawaitable(returned) or hasattr(returned, "__aiter__"):
         if inspect.iscoroutine(returned):
             returned.close()  # or Python complains that nobody waited for it
