@@ -8,6 +8,7 @@ from typing import Self
 
 from sparse_rl_lightning.budgets.rules import BudgetRule, Uniform
 from sparse_rl_lightning.budgets.schedules import LengthSchedule
+from sparse_rl_lightning.errors import UserError
 
 
 class Budgeted(ABC):
@@ -65,7 +66,7 @@ class Budgeted(ABC):
             ValueError: If there is no budget to raise, or ``steps`` is negative.
         """
         if not self.is_limited:
-            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
+            raise UserError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
         self._set_budget(self.raised(steps))
 
     def raised(self, steps: int) -> LengthSchedule:
@@ -74,7 +75,7 @@ class Budgeted(ABC):
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
         if isinstance(budget, int) and budget < 1:
-            raise ValueError(f"{type(self).__name__}: budget must be a positive number of tokens, got budget={budget}.")
+            raise UserError(f"{type(self).__name__}: budget must be a positive number of tokens, got budget={budget}.")
         schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
         self._check_schedule(schedule)
         self.schedule = schedule

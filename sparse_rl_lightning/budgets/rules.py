@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.select import rank_entries
 from sparse_rl_lightning.ranges import check_number
 
@@ -90,7 +91,7 @@ class Pyramid(BudgetRule):
             return [budget]
         budgets = [round(first - layer * step) for layer in range(num_layers)]
         if budgets[-1] < minimum:
-            raise ValueError(
+            raise UserError(
                 f"Pyramid: the last of {num_layers} layers would keep {budgets[-1]} tokens per head, fewer than the "
                 f"{minimum} of num_sinks + window that are never evicted. Raise budget={budget} to {minimum} x beta = "
                 f"{round(minimum * self.beta)}, or lower beta={self.beta:g} to {budget / minimum:.3g}."
@@ -115,7 +116,7 @@ class Adaptive(BudgetRule):
 
     def __init__(self, floor: int | None = None, layers: BudgetRule | None = None) -> None:
         if floor is not None and floor < 0:
-            raise ValueError(f"Adaptive: floor is a number of tokens and must not be negative, got floor={floor}.")
+            raise UserError(f"Adaptive: floor is a number of tokens and must not be negative, got floor={floor}.")
         self.floor = floor
         self.layers = layers or Uniform()
 
@@ -127,7 +128,7 @@ class Adaptive(BudgetRule):
         """
         budgets = self.layers.layer_budgets(budget, num_layers, minimum)
         if self.floor is not None and self.floor > min(budgets):
-            raise ValueError(
+            raise UserError(
                 f"Adaptive: floor={self.floor} exceeds the {min(budgets)} tokens per head of layer "
                 f"{budgets.index(min(budgets))}. Lower floor, or raise budget={budget}."
             )

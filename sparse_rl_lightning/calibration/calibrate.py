@@ -15,6 +15,7 @@ from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of
 from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.retrievers import Retriever
 
@@ -45,7 +46,7 @@ class Binning:
     def __post_init__(self) -> None:
         for name in ("bin_size", "min_tokens", "resamples"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
+                raise UserError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def calibrate(
     ceiling = percentile(found[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
-        raise ValueError(
+        raise UserError(
             f"target={target:.4f} is above the ceiling: even a dense sampler reaches {ceiling:.4f}. Lower it, or leave "
             f"it out for {tail_target(ceiling):.4f}."
         )
@@ -196,7 +197,7 @@ def _name(budget: int) -> str:
 
 def _checked(method: Budgeted, budgets: Sequence[int]) -> list[int]:
     if not method.is_limited:
-        raise ValueError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
+        raise UserError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
     if not budgets or min(budgets) < 1:
-        raise ValueError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
+        raise UserError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
     return sorted(set(budgets))

@@ -21,6 +21,7 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.retrievers import Retriever
 
 
@@ -127,7 +128,7 @@ class CostModel:
         need = self.bytes_per_sequence(method, prompt, length)
         fits = int(limit // need)
         if fits < 1:
-            raise ValueError(f"Not even one sequence fits into {limit:,.0f} bytes: it needs {need:,}.")
+            raise UserError(f"Not even one sequence fits into {limit:,.0f} bytes: it needs {need:,}.")
         return fits if most is None else min(fits, most)
 
     # ---------------------------------------------------------------- schedules
@@ -158,7 +159,7 @@ class CostModel:
         for number, allowed in enumerate(meets):
             own = [budget for (budget, _), meet in zip(methods, allowed, strict=True) if meet]
             if not own:
-                raise ValueError(f"no budget meets the target at lengths from {number * bin_size} on.")
+                raise UserError(f"no budget meets the target at lengths from {number * bin_size} on.")
             if rising:
                 own = [budget for budget, _ in methods if budget >= min(own)]
             best = {

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.rollout.prompts import encode_prompt
@@ -83,7 +84,7 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
         ValueError: If there is no such file, no row in it, or a row without a prompt; names the line.
     """
     if not Path(path).is_file():
-        raise ValueError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
+        raise UserError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
     texts = []
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), start=1):
         if not line.strip():
@@ -92,11 +93,11 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
             row = json.loads(line)
             ids = encode_prompt(tokenizer, row["prompt"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
+            raise UserError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
         ids += tokenizer(row.get("completion") or "", add_special_tokens=False)["input_ids"]
         texts.append(ids[:max_length])
     if not texts:
-        raise ValueError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")
+        raise UserError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")
     return texts
 
 

@@ -20,6 +20,7 @@ from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_files, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.records import Rollout
@@ -58,11 +59,11 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
+            raise UserError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
         if self.params.top_logprobs < 1:
-            raise ValueError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
+            raise UserError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
         if self.params.truncates:
-            raise ValueError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
+            raise UserError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
 
     @property
     def num_parts(self) -> int:
@@ -91,7 +92,7 @@ class Sweep:
         found = json.loads(path.read_text(encoding="utf-8"))
         other = [name for name in own if found.get(name) != own[name]]
         if other:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} holds a calibration with another {', '.join(other)}. Choose another folder, or remove "
                 "this one."
             )
@@ -118,7 +119,7 @@ class Sweep:
             parts.append(Acceptances(**load_file(path)))
         found = Acceptances.cat(parts)
         if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all {len(found)} completions are a single token, the end of the sequence, so no length can "
                 "be judged. Check the prompts' format (chat template), the end tokens and the temperature."
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.acceptance import NEAR_ONE, TAIL, percentile
 from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.errors import UserError
 
 CONFIDENCE = (0.025, 0.975)
 
@@ -149,7 +150,7 @@ def _filled(picked: list[int | None], bin_size: int, notes: list[str]) -> Choice
     """The choice with bins without data served by their neighbors."""
     known = [number for number, budget in enumerate(picked) if budget is not None]
     if not known:
-        raise ValueError(
+        raise UserError(
             "no bin of lengths has enough tokens to be judged: give more prompts or samples, larger bins (bin_size), "
             "or lower min_tokens."
         )

@@ -108,11 +108,11 @@ class SparseRLCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+            raise own_error(error) or UserError(explain(str(error))) from error.__cause__
         except RuntimeError as error:
             if "more than one stateful callback" not in str(error):
                 raise
-            raise ValueError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
+            raise UserError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
 
     def before_fit(self) -> None:
         """Warn of files that will be overwritten."""
@@ -134,12 +134,12 @@ class SparseRLCLI(LightningCLI):
         try:
             write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as error:
-            raise ValueError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
+            raise UserError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
         say(f"Written: {len(rows)} completions to {path}")
 
     def _check_generates(self) -> None:
         if not isinstance(self.model, (GenerationModule, Evaluation)):
-            raise ValueError(
+            raise UserError(
                 f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
                 f"model={type(self.model).__name__}. Use fit or validate."
             )

@@ -25,6 +25,7 @@ from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
@@ -108,7 +109,7 @@ def calibrate(
         torch.set_num_threads(num_threads)
     method: Compressor | Retriever | None = retriever or compressor
     if method is None:
-        raise ValueError("calibrate: give a compressor or a retriever, whose budget is to be found.")
+        raise UserError("calibrate: give a compressor or a retriever, whose budget is to be found.")
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).load()
@@ -149,7 +150,7 @@ def main(args: Sequence[str]) -> Calibration | None:
     try:
         return auto_cli(calibrate, args=list(args), **PARSER)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+        raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 
 
 def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str | None = None) -> None:
@@ -192,7 +193,7 @@ def statistics(
         model.to(_default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
         gather_statistics(model, ids, lengths, batch_size).save(statistics)
     except OSError as error:
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
     say(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {statistics}")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.select import pinned_entries, select_entries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
@@ -57,9 +58,9 @@ class Compressor(Budgeted):
     ) -> None:
         name = type(self).__name__
         if buffer < 1:
-            raise ValueError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
+            raise UserError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
         if num_sinks < 0 or window < 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}: num_sinks must be >= 0 and window >= 1, got num_sinks={num_sinks}, window={window}."
             )
         self.buffer = buffer
@@ -78,7 +79,7 @@ class Compressor(Budgeted):
     def _check_schedule(self, schedule: LengthSchedule) -> None:
         name, pinned = type(self).__name__, self.num_sinks + self.window
         if schedule.minimum < pinned:
-            raise ValueError(
+            raise UserError(
                 f"{name}: budget={schedule.minimum} is smaller than num_sinks + window = {self.num_sinks} + "
                 f"{self.window} = {pinned} tokens that are never evicted. Raise budget or lower num_sinks or window."
             )
@@ -182,7 +183,7 @@ class Compressor(Budgeted):
         if bool(unranked | too_many):  # the device is waited for once
             self._refuse_nan(given, layer)
             worst = int((must_stay - budgets).argmax())
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}: {int(must_stay.flatten()[worst])} entries of a head in layer "
                 f"{layer.layer_index} must stay, num_sinks={self.num_sinks} and window={self.window} among them, but "
                 f"it keeps only {int(budgets.flatten()[worst])}. Raise budget={self.schedule.plain} or protect fewer "
@@ -226,7 +227,7 @@ class Compressor(Budgeted):
     def _shaped_score(self, layer: LayerState) -> Tensor:
         scores = self.score(layer)
         if scores.shape != layer.valid.shape:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}.score returned shape {tuple(scores.shape)}, expected (slots, KV heads, "
                 f"entries) = {tuple(layer.valid.shape)}."
             )
@@ -236,6 +237,6 @@ class Compressor(Budgeted):
         if bool((scores.isnan() & layer.valid).any()):
             broken = layer.keys.isnan().any(dim=-1) & layer.valid
             cause = " Their keys are NaN themselves: look for NaN in the model's weights." if bool(broken.any()) else ""
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.{cause}"
             )

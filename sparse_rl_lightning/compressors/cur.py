@@ -10,6 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.records import LayerState
 
@@ -40,7 +41,7 @@ class CUR(Compressor):
         super().__init__(budget, **sizes)
         check_choice("leverage", leverage, Leverage, type(self).__name__)
         if local_window < 0:
-            raise ValueError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
+            raise UserError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
         self.leverage: Leverage = leverage
         self.local_window = local_window
 

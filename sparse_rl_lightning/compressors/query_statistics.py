@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_files
 from sparse_rl_lightning.records import LayerState
 
@@ -94,11 +95,11 @@ class QueryStatistics:
         """
         advice = f"Make it with: {COMMAND} {path}"
         if not Path(path).expanduser().is_file():
-            raise ValueError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
+            raise UserError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
         try:
             return cls(**load_file(Path(path).expanduser()))
         except (SafetensorError, TypeError) as error:
-            raise ValueError(f"{owner}: statistics={str(path)!r} does not hold query statistics. {advice}") from error
+            raise UserError(f"{owner}: statistics={str(path)!r} does not hold query statistics. {advice}") from error
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
@@ -116,7 +117,7 @@ class QueryStatistics:
         given = (num_heads, self.filters.shape[1], dim)
         wanted = (layer.queries.shape[1], num_kv_heads, key_dim)
         if given != wanted or layer.layer_index >= num_layers:
-            raise ValueError(
+            raise UserError(
                 f"{owner}: the statistics are of a model with {num_layers} layers of (query heads, KV heads, head "
                 f"size) = {given}, but layer {layer.layer_index} of this one has {wanted}. Make them for this model "
                 f"with: {COMMAND} STATISTICS.safetensors"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.snapkv import SnapKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops import KVPools, score_redundancy
 from sparse_rl_lightning.records import LayerState
 
@@ -44,9 +45,9 @@ class RKV(SnapKV):
     ) -> None:
         super().__init__(budget, **options)
         if not 0 <= mix_lambda <= 1:
-            raise ValueError(f"RKV: mix_lambda must be from 0 to 1, got mix_lambda={mix_lambda}.")
+            raise UserError(f"RKV: mix_lambda must be from 0 to 1, got mix_lambda={mix_lambda}.")
         if not -1 <= similarity_threshold <= 1:
-            raise ValueError(
+            raise UserError(
                 f"RKV: similarity_threshold is a cosine and must be from -1 to 1, got "
                 f"similarity_threshold={similarity_threshold}."
             )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops import KVPools, score_importance
 from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
 from sparse_rl_lightning.ranges import check_choice
@@ -54,7 +55,7 @@ class SnapKV(Compressor):
         super().__init__(budget, **sizes)
         if kernel_size < 1 or kernel_size % 2 == 0:
             name = type(self).__name__
-            raise ValueError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
+            raise UserError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
         check_choice("pooling", pooling, Pooling, type(self).__name__)
         check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
         check_choice("variant", variant, Variant, type(self).__name__)

@@ -12,6 +12,7 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics, resolve_statistics
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate_to_mean
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.importance import GroupReduction, group_logits
 from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.records import LayerState
@@ -51,7 +52,7 @@ class TriAttention(Compressor):
     ) -> None:
         super().__init__(budget, **sizes)
         if max_offset < 1:
-            raise ValueError(f"TriAttention: max_offset must be at least 1 token, got max_offset={max_offset}.")
+            raise UserError(f"TriAttention: max_offset must be at least 1 token, got max_offset={max_offset}.")
         check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
         self.statistics = resolve_statistics(statistics, type(self).__name__)
         self.max_offset = max_offset

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from sparse_rl_lightning.errors import UserError
+
 
 class RepeatedBlockSampler(DistributedSampler[Any]):
     """Yields shuffled blocks of prompt indices, every block ``repeats`` times in succession.
@@ -48,7 +50,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
     ) -> None:
         for name, value in (("block_size", block_size), ("repeats", repeats)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {name}={value}.")
+                raise UserError(f"{name} must be at least 1, got {name}={value}.")
         super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
         self.num_rows = len(dataset)
         self.block_size = block_size
@@ -57,7 +59,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         self.position = 0  # indices already yielded in this epoch
         self._lengths = torch.zeros(self.num_rows) if lengths is None else torch.tensor(list(lengths))
         if self.num_blocks == 0:
-            raise ValueError(
+            raise UserError(
                 f"{self.num_rows} prompts do not fill one block: {block_size} prompts per rollout on each of "
                 f"{num_replicas} rank(s) are needed. Add prompts or lower prompts_per_rollout."
             )
@@ -124,7 +126,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
             changed = ", ".join(
                 f"{name} was {saved.get(name)} and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
             )
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint's place in the data fits another run: {changed}. Resume with the same numbers, "
                 "or start a new run from the checkpoint's weights."
             )

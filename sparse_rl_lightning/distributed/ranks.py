@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import make_empty
 from sparse_rl_lightning.policies.sharding import of_all_ranks
 
@@ -66,9 +67,9 @@ def check_strategy(strategy: Strategy) -> None:
         ValueError: If it is one.
     """
     if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, SparseRLDeepSpeed):
-        raise ValueError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
+        raise UserError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
     if isinstance(strategy, FSDPStrategy):
-        raise ValueError(
+        raise UserError(
             "trainer.strategy=FSDPStrategy: rollouts cannot read weights that FSDP1 has flattened. Use FSDP2: "
             "{class_path: ModelParallelStrategy, init_args: {data_parallel_size: RANKS, tensor_parallel_size: 1}}."
         )
@@ -85,7 +86,7 @@ def check_processes(world_size: int) -> None:
     is_one_of_them = "RANK" in os.environ or "LOCAL_RANK" in os.environ
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if is_one_of_them and started > 1 and started != world_size:
-        raise ValueError(
+        raise UserError(
             f"{started} processes were started (WORLD_SIZE={started}), and the trainer is of {world_size}: each of "
             f"them would train by itself and overwrite the others' files. Let trainer.devices x trainer.num_nodes be "
             f"{started}, or start {world_size}."
@@ -106,7 +107,7 @@ def check_agreement(facts: dict[str, str]) -> None:
         values = [own.get(name, "none") for own in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            raise ValueError(
+            raise UserError(
                 f"Ranks differ in their {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. All must "
                 "read the same files: name a folder that they share, or copy rank 0's to the others' machines."
             )
@@ -131,7 +132,7 @@ def check_shared(folders: list[Path]) -> None:
         if rank == 0:
             probe.unlink()
         if not all(seen):
-            raise ValueError(
+            raise UserError(
                 f"dirpath={str(folder)!r} of ModelCheckpoint is another folder on rank {seen.index(False)} than on "
                 "rank 0, and every rank writes its part of a checkpoint there: none would be whole. Name a folder that "
                 "all machines share."

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.acceptance import rollout_acceptance
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.packing import in_parts
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import Rollout
@@ -43,7 +44,7 @@ class Learner:
         for name in ("micro_batch_tokens", "head_chunk_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"learner.{name} must be at least 1, got {name}={value}.")
+                raise UserError(f"learner.{name} must be at least 1, got {name}={value}.")
 
     @property
     def packs(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import normalize_weights, off_policy_sequences
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.losses import (
     Denominator,
     ImportanceSamplingLevel,
@@ -68,7 +69,7 @@ class Objective:
         check_number("beta", self.beta, least=0)
         check_options(self.loss_type, self.importance_sampling_level, self.epsilon, self.epsilon_high, self.delta)
         if self.kl_on not in ("completion", "kept"):
-            raise ValueError(f"kl_on must be 'completion' or 'kept', got kl_on={self.kl_on!r}.")
+            raise UserError(f"kl_on must be 'completion' or 'kept', got kl_on={self.kl_on!r}.")
 
     def items(self, window: Rollout) -> Items:
         """The counts of one optimiser step; ``window`` holds all its sequences."""

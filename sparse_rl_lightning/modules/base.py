@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.learner.resuming import (
@@ -150,7 +151,7 @@ class PolicyModule(LightningModule):
         assert self.policy is not None
         assert self.device_mesh is not None
         if self.device_mesh["tensor_parallel"].size() > 1:
-            raise ValueError(
+            raise UserError(
                 "ModelParallelStrategy: tensor parallelism is not supported. Set tensor_parallel_size to 1 and "
                 "data_parallel_size to the number of ranks."
             )
@@ -197,7 +198,7 @@ class PolicyModule(LightningModule):
         try:
             optimizer = self.optimizer_factory(groups)
         except ValueError as error:
-            raise ValueError(f"model.optimizer: {error}") from error
+            raise UserError(f"model.optimizer: {error}") from error
         check_numbers(optimizer)
         return optimizer, None if self.lr_scheduler_factory is None else self.lr_scheduler_factory(optimizer)
 
@@ -260,7 +261,7 @@ class PolicyModule(LightningModule):
         shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
         if unknown or missing or shapes:
             example = shapes[0] if shapes else (unknown or missing)[0]
-            raise ValueError(
+            raise UserError(
                 f"ckpt_path: this checkpoint is of another model: {len(unknown)} unknown, {len(missing)} missing and "
                 f"{len(shapes)} weights of another shape, for example {example!r}. Give the checkpoint of the policy "
                 "named under model.policy, or change model.policy."

@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 from sparse_rl_lightning.distributed.ranks import check_agreement, check_shared, gather_to_zero
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner
@@ -255,7 +256,7 @@ class BlockModule(GenerationModule):
     def _training_rows(self) -> Rows:
         data: Any = getattr(self.trainer.train_dataloader, "dataset", None)
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-            raise ValueError(
+            raise UserError(
                 "The longest training prompt must be known before the first rollout: fit with a data module of "
                 f"prompts (PromptDataModule), or with a loader over a list of rows, not over {type(data).__name__}."
             )
@@ -264,17 +265,17 @@ class BlockModule(GenerationModule):
     def _check_ranks(self) -> None:
         """Refuse, by name, what several ranks cannot do."""
         if self.trainer.world_size > 1 and self.partial is not None:
-            raise ValueError(
+            raise UserError(
                 "partial_rollout_steps works in one process so far: set model.partial_rollout_steps to null, or "
                 "trainer.devices and trainer.num_nodes to 1."
             )
         if self.trainer.world_size > 1 and not self.trains_whole_policy:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} trains one part of the policy at a time, which works in one process so far: "
                 "set trainer.devices and trainer.num_nodes to 1."
             )
         if self.learner.packs and is_sharded(self.dense_policy):
-            raise ValueError(
+            raise UserError(
                 "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
                 "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
             )
@@ -326,7 +327,7 @@ class BlockModule(GenerationModule):
         }
         for setting, (given, why) in reasons.items():
             if given:
-                raise ValueError(
+                raise UserError(
                     f"partial_rollout_steps={self.partial.max_steps} does not work with {setting}: {why}, or "
                     "model.partial_rollout_steps to null."
                 )
@@ -334,7 +335,7 @@ class BlockModule(GenerationModule):
     def _refuse_flash(self, name: str | None) -> None:
         """Before a model is loaded or a package asked for, where the source of the policy names its attention."""
         if self.replays and name is not None and "flash" in name:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} attends under the sampler's evictions, and attn_implementation={name!r} takes "
                 "no such mask (and dense log-probs of other kernels would bring rounding back into xi). Set the "
                 "policy's attn_implementation to 'sdpa', or train with SparseGRPO."

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.loss import Items
 from sparse_rl_lightning.modules.generation import Rows
@@ -49,7 +50,7 @@ class SparseAdapter:
             check_number("adapter.lr", self.lr, least=0)
         check_number("adapter.kl_coef", self.kl_coef, least=0)
         if self.kl_coef == 0 and not self.policy_gradient:
-            raise ValueError(
+            raise UserError(
                 "adapter.kl_coef must not be 0 without the policy gradient, or the adapter learns nothing; got "
                 f"kl_coef={self.kl_coef}, policy_gradient={self.policy_gradient}."
             )
@@ -87,13 +88,13 @@ class DistillSparse(SparseGRPO):
     def __init__(self, *args: Any, adapter: SparseAdapter | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.retriever is not None and self.compressor.evicts:
-            raise ValueError(
+            raise UserError(
                 f"DistillSparse follows either evictions or a retriever: {type(self.compressor).__name__} moves "
                 f"entries between the pages that {type(self.retriever).__name__} chooses from. Set model.retriever to "
                 "null, or model.compressor to FullKV."
             )
         if not self.rescore:
-            raise ValueError("DistillSparse corrects the policy by its dense log-probs: set model.rescore to true.")
+            raise UserError("DistillSparse corrects the policy by its dense log-probs: set model.rescore to true.")
         self.adapter = adapter or SparseAdapter()
         self._own: list[torch.nn.Parameter] = []  # trained by the policy's objective
         self._adapter_own: list[torch.nn.Parameter] = []
@@ -107,7 +108,7 @@ class DistillSparse(SparseGRPO):
         super().configure_model()
         assert self.policy is not None
         if getattr(self.policy, "peft_config", None):
-            raise ValueError("DistillSparse trains the policy's own weights: give a policy without adapters.")
+            raise UserError("DistillSparse trains the policy's own weights: give a policy without adapters.")
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         options = {"r": self.adapter.r, "lora_alpha": self.adapter.lora_alpha, "lora_dropout": 0.0}
         add_adapter(self.policy, self.adapter.target_modules, **options)
@@ -158,7 +159,7 @@ class DistillSparse(SparseGRPO):
             ValueError: If a division leaves a rest.
         """
         if self.steps_per_generation % self._accumulate:
-            raise ValueError(
+            raise UserError(
                 f"DistillSparse: accumulate_grad_batches={self._accumulate} must divide steps_per_generation="
                 f"{self.steps_per_generation}, or an optimiser step would mix the policy's and the adapter's micro-"
                 "batches. Change trainer.accumulate_grad_batches or model.steps_per_generation."

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evaluation.evaluate import evaluate
 from sparse_rl_lightning.evaluation.validation import ValidationLog
 from sparse_rl_lightning.modules.base import PolicyModule
@@ -77,10 +78,10 @@ class GenerationModule(PolicyModule):
         self.retriever = retriever
         self.reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if not self.reward_funcs:
-            raise ValueError("reward_funcs is empty: at least one reward function is needed.")
+            raise UserError("reward_funcs is empty: at least one reward function is needed.")
         self.reward_weights = [1.0] * len(self.reward_funcs) if reward_weights is None else reward_weights
         if len(self.reward_weights) != len(self.reward_funcs):
-            raise ValueError(
+            raise UserError(
                 f"reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs: "
                 "give one number per function."
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.loss import Items
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
@@ -49,19 +50,19 @@ class ReplayGRPO(SparseGRPO):
     ) -> None:
         super().__init__(*args, **kwargs)
         if replay_objective not in get_args(ReplayObjective):
-            raise ValueError(
+            raise UserError(
                 f"replay_objective must be one of {get_args(ReplayObjective)}, got "
                 f"replay_objective={replay_objective!r}."
             )
         if self.retriever is not None:
-            raise ValueError(
+            raise UserError(
                 f"ReplayGRPO replays evictions, and {type(self.retriever).__name__} evicts nothing: which pages a "
                 "query reads changes with every query. Set model.retriever to null, or train with SparseGRPO."
             )
         if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
+            raise UserError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
         if replay_objective != "sparse" and not self.rescore:
-            raise ValueError(
+            raise UserError(
                 f"replay_objective={replay_objective!r} needs the log-probs of the dense policy: set model.rescore to "
                 "true, or choose replay_objective='sparse'."
             )

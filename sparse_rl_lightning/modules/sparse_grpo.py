@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.advantages import ScaleRewards, informative_groups
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.distributed.ranks import advantages_of_rank, mean_over_ranks
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.block import RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner
@@ -184,12 +185,12 @@ class SparseGRPO(BlockModule):
             optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
         )  # fmt: skip
         if num_generations < 2:
-            raise ValueError(
+            raise UserError(
                 f"num_generations must be at least 2, because a sample is judged against the others of its prompt; "
                 f"got num_generations={num_generations}."
             )
         if sampling.temperature == 0:
-            raise ValueError("temperature must be above 0 in training: greedy samples of a prompt are all the same.")
+            raise UserError("temperature must be above 0 in training: greedy samples of a prompt are all the same.")
         self.scale_rewards = scale_rewards
         self.rescore = rescore
         self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so in no checkpoint and no optimiser
@@ -339,7 +340,7 @@ class SparseGRPO(BlockModule):
         needing = [type(c).__name__ for c in self._rollout_callbacks() if c.edits]
         steps = self.steps_per_rollout // self.trainer.accumulate_grad_batches
         if needing or steps > 1:
-            raise ValueError(
+            raise UserError(
                 f"rescore=False leaves no dense log-probs, but {', '.join(needing) or f'{steps} optimiser steps'} "
                 f"{'need' if needing else 'per rollout need'} them. Set model.rescore to true."
             )

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 VARIABLE = "SPARSE_RL_ATTENTION"
 BACKENDS = ("native", "flash", "reference")
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -28,7 +30,7 @@ def read_choice(environment: Mapping[str, str] = os.environ) -> str:
     """
     choice = environment.get(VARIABLE, "native")
     if choice not in BACKENDS:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(BACKENDS)}, got {choice!r}.")
+        raise UserError(f"{VARIABLE} must be one of {', '.join(BACKENDS)}, got {choice!r}.")
     return choice
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
 COMPUTING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -40,5 +42,5 @@ def computing_dtype(stored: torch.dtype, given: torch.dtype) -> torch.dtype:
         return stored
     if given not in COMPUTING:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPUTING)
-        raise ValueError(f"with float8 pools queries, new keys and values must be one of {names}, got {given}.")
+        raise UserError(f"with float8 pools queries, new keys and values must be one of {names}, got {given}.")
     return given

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.faults import fault
 
 
@@ -113,11 +114,11 @@ class KVPools:
             ValueError: Naming the part and what is expected of it.
         """
         if self.keys.dim() != 2:
-            raise ValueError(f"keys of the pools must be (rows, head_dim), got shape {tuple(self.keys.shape)}.")
+            raise UserError(f"keys of the pools must be (rows, head_dim), got shape {tuple(self.keys.shape)}.")
         rows, heads = self.keys.shape[0], tuple(self.offsets.shape)
         if len(heads) != num_dims:
             expected = "(slots, KV heads)" if num_dims == 2 else "(layers, slots, KV heads)"
-            raise ValueError(f"offsets of the pools must be {expected}, got shape {heads}.")
+            raise UserError(f"offsets of the pools must be {expected}, got shape {heads}.")
         check("keys", self.keys, self.keys, self.keys.dtype, self.keys.shape)
         check("values", self.values, self.keys, self.keys.dtype, self.keys.shape)
         check("positions", self.positions, self.keys, torch.int32, (rows,))
@@ -160,13 +161,13 @@ def check(
     )
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted}).")
+        raise UserError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted}).")
     if tensor.dtype != dtype:
-        raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}.")
+        raise UserError(f"{name} is {tensor.dtype}, expected {dtype}.")
     if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, the pools are on {like.device}.")
+        raise UserError(f"{name} is on {tensor.device}, the pools are on {like.device}.")
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous, pass {name}.contiguous().")
+        raise UserError(f"{name} is not contiguous, pass {name}.contiguous().")
 
 
 def check_slots(slots: Tensor, per_slot: Tensor) -> None:
@@ -233,7 +234,7 @@ def check_groups(name: str, queries: Tensor, pools: KVPools) -> None:
     """
     num_heads = pools.offsets.shape[-1]
     if queries.shape[1] % num_heads:
-        raise ValueError(f"{name} has {queries.shape[1]} heads, expected a multiple of the {num_heads} KV heads.")
+        raise UserError(f"{name} has {queries.shape[1]} heads, expected a multiple of the {num_heads} KV heads.")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.float8 import computing_dtype, to_stored
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_numbers, check_runs
@@ -62,13 +63,13 @@ def _check(
     check("value", value, pools.keys, dtype, (rows, num_heads, dim))
     check("query_ring", query_ring, pools.keys, dtype, (num_slots, query.shape[1], None, dim))
     if (cos is None) != (sin is None):
-        raise ValueError("give both cos and sin, or neither.")
+        raise UserError("give both cos and sin, or neither.")
     if cos is None:
         return
     check("cos", cos, pools.keys, accumulation_dtype(dtype), (rows, None))
     check("sin", sin, pools.keys, accumulation_dtype(dtype), cos.shape)
     if cos.shape[1] % 2 or cos.shape[1] > dim:
-        raise ValueError(f"cos has {cos.shape[1]} columns, expected an even number up to head_dim = {dim}.")
+        raise UserError(f"cos has {cos.shape[1]} columns, expected an even number up to head_dim = {dim}.")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.backends import flash_attention, overload_for
 from sparse_rl_lightning.ops.float8 import computing_dtype
 from sparse_rl_lightning.ops.library import call, register
@@ -62,7 +63,7 @@ def _check(
     check("lse", lse, pools.keys, accumulation_dtype(query.dtype), query.shape[:2])
     check("probs", probs, pools.keys, accumulation_dtype(query.dtype), (*query.shape[:2], None))
     if probs is not None and probs.shape[2] < max_length:
-        raise ValueError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
+        raise UserError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
 
 
 def attention_reference(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.float8 import computing_dtype, to_computed
 from sparse_rl_lightning.ops.importance import GroupReduction, Pooling, QueryReduction, window_importance
 from sparse_rl_lightning.ops.library import call, register
@@ -82,11 +83,11 @@ def _check_options(window: int, group: str, query: str, pooling: str, kernel_siz
     given = {"group_reduction": group, "query_reduction": query, "pooling": pooling}
     for name, value in given.items():
         if value not in allowed[name]:
-            raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, got {name}={value!r}.")
+            raise UserError(f"{name} must be one of {', '.join(allowed[name])}, got {name}={value!r}.")
     if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
+        raise UserError(f"kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
     if window < 0:
-        raise ValueError(f"window must be 0 or more entries, got window={window}.")
+        raise UserError(f"window must be 0 or more entries, got window={window}.")
 
 
 def importance_reference(

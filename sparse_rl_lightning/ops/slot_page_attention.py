@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, check, check_groups, check_runs
 from sparse_rl_lightning.ops.slot_attention import attend_rows
@@ -54,7 +55,7 @@ def attend_pages(
         check("pages", pages, pools.keys, torch.int32, (len(slots), pools.offsets.shape[1], None))
         check("lse", lse, pools.keys, accumulation_dtype(query.dtype), query.shape[:2])
         if page_size < 1:
-            raise ValueError(f"page_size must be at least 1 entry, got page_size={page_size}.")
+            raise UserError(f"page_size must be at least 1 entry, got page_size={page_size}.")
 
     call(
         "page_attention", pools.keys, check_all, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths,

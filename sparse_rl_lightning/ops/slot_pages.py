@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pages import (
@@ -112,7 +113,7 @@ def select_pages(
         _check_summaries(summaries, pools, page_size)
         check("limits", limits, pools.keys, torch.int32, (rows,))
         if num_first < 0 or num_last < 1:
-            raise ValueError(
+            raise UserError(
                 f"num_first must not be negative and num_last at least 1, got num_first={num_first}, "
                 f"num_last={num_last}."
             )
@@ -131,16 +132,16 @@ def refuse_float8(pools: KVPools) -> None:
         ValueError: If the pools are float8.
     """
     if pools.keys.dtype == FLOAT8:
-        raise ValueError("pages are not read from float8 pools: keep keys and values in bfloat16, float16 or float32.")
+        raise UserError("pages are not read from float8 pools: keep keys and values in bfloat16, float16 or float32.")
 
 
 def _check_summaries(summaries: Tensor, pools: KVPools, page_size: int) -> None:
     (num_slots, num_heads), dim = pools.offsets.shape, pools.keys.shape[1]
     check("summaries", summaries, pools.keys, pools.keys.dtype, (num_slots, num_heads, None, None, dim))
     if summaries.shape[2] not in (1, 2):
-        raise ValueError(f"summaries have {summaries.shape[2]} vectors per page, expected 1 (means) or 2 (bounds).")
+        raise UserError(f"summaries have {summaries.shape[2]} vectors per page, expected 1 (means) or 2 (bounds).")
     if page_size < 1:
-        raise ValueError(f"page_size must be at least 1 entry, got page_size={page_size}.")
+        raise UserError(f"page_size must be at least 1 entry, got page_size={page_size}.")
 
 
 def write_summaries(

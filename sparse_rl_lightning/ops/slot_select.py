@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, check, check_numbers, check_runs, check_slots, gather_heads
 from sparse_rl_lightning.ops.select import compaction_order, select_entries
@@ -107,7 +108,7 @@ def _check(
     check("seen", seen, pools.keys, torch.int64, (num_slots,))
     check("death", death, pools.keys, torch.int32, (num_layers, num_slots, num_heads, None))
     if num_sinks < 0 or window < 0:
-        raise ValueError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")
+        raise UserError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")
 
 
 def compact_reference(

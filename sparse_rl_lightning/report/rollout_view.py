@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import EvictionRecord
 from sparse_rl_lightning.text import printable
 
@@ -127,7 +128,7 @@ class TextHeat:
     def __post_init__(self) -> None:
         for label, values in self.rows.items():
             if len(values) != len(self.tokens):
-                raise ValueError(
+                raise UserError(
                     f"rows[{label!r}] has {len(values)} numbers for {len(self.tokens)} tokens: give one for each, or "
                     "cut both to the same tokens."
                 )

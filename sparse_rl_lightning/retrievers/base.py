@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pages import PageReduction
 
 
@@ -49,7 +50,7 @@ class Retriever(Budgeted):
     ) -> None:
         name = type(self).__name__
         if page_size < 1 or num_first_pages < 0 or num_last_pages < 1 or num_dense_layers < 0:
-            raise ValueError(
+            raise UserError(
                 f"{name}: page_size and num_last_pages must be at least 1, num_first_pages and num_dense_layers at "
                 f"least 0, got page_size={page_size}, num_first_pages={num_first_pages}, "
                 f"num_last_pages={num_last_pages}, num_dense_layers={num_dense_layers}."
@@ -59,7 +60,7 @@ class Retriever(Budgeted):
         self.num_last_pages = num_last_pages
         self.num_dense_layers = num_dense_layers
         if budget_rule is not None and budget_rule.splits_heads:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all heads of a layer read as many pages, but {type(budget_rule).__name__} splits heads. "
                 "Set budget_rule to Uniform or Pyramid."
             )
@@ -70,13 +71,13 @@ class Retriever(Budgeted):
         broken = [tokens for tokens in schedule.budgets if tokens % page_size]
         if broken:
             near = [tokens for tokens in (broken[0] // page_size, -(-broken[0] // page_size)) if tokens]
-            raise ValueError(
+            raise UserError(
                 f"{name}: page_size={page_size} does not divide budget={broken[0]}. Take "
                 f"{' or '.join(str(pages * page_size) for pages in near)} tokens, or another page_size."
             )
         reserved = self.num_first_pages + self.num_last_pages
         if schedule.minimum < reserved * page_size:
-            raise ValueError(
+            raise UserError(
                 f"{name}: budget={schedule.minimum} is smaller than the pages that are always read: "
                 f"(num_first_pages + num_last_pages) x page_size = ({self.num_first_pages} + {self.num_last_pages}) x "
                 f"{page_size} = {reserved * page_size} tokens. Raise budget or lower one of them."

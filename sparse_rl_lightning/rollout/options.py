@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler
 from sparse_rl_lightning.rollout.engine.memory import check_limit
@@ -58,7 +59,7 @@ class SamplerOptions:
         vocabulary = tokenizer.get_vocab()
         unknown = [token for token in self.end_tokens if token not in vocabulary]
         if unknown:
-            raise ValueError(f"end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them.")
+            raise UserError(f"end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them.")
         return [vocabulary[token] for token in self.end_tokens]
 
 
@@ -69,5 +70,5 @@ def as_texts(texts: Sequence[str] | None) -> tuple[str, ...]:
         ValueError: If it is a text.
     """
     if isinstance(texts, str):
-        raise ValueError(f"Give a list of texts, got the text {texts!r}: write [{texts!r}].")
+        raise UserError(f"Give a list of texts, got the text {texts!r}: write [{texts!r}].")
     return tuple(texts or ())

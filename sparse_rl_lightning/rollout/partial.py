@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, RolloutSession, SamplingParams
 
@@ -46,9 +47,9 @@ class PartialRollouts:
 
     def __init__(self, max_steps: int, checkpoint: PartialCheckpoint = "store") -> None:
         if max_steps < 1:
-            raise ValueError(f"partial_rollout_steps must be at least 1 or null (off), got {max_steps}.")
+            raise UserError(f"partial_rollout_steps must be at least 1 or null (off), got {max_steps}.")
         if checkpoint not in ("store", "restart"):
-            raise ValueError(f"partial_checkpoint must be 'store' or 'restart', got {checkpoint!r}.")
+            raise UserError(f"partial_checkpoint must be 'store' or 'restart', got {checkpoint!r}.")
         self.max_steps = max_steps
         self.checkpoint = checkpoint
         self.max_prompt_length = 0
@@ -159,7 +160,7 @@ class PartialRollouts:
         names = list(own) if saved["session"]["slots"] else ["num_generations"]
         changed = [f"{n} was {saved['settings'][n]}, is {own[n]}" for n in names if saved["settings"][n] != own[n]]
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint's unfinished sequences were drawn under other settings: {'; '.join(changed)}. Resume "
                 "with the same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
             )
@@ -174,7 +175,7 @@ def check_storable(rows: Rows) -> None:
     for row in rows:
         for name, value in row.items():
             if (foreign := _foreign(value)) is not None:
-                raise ValueError(
+                raise UserError(
                     f"partial_rollout_steps keeps rows in checkpoints, but column {name!r} of the training data holds "
                     f"a {foreign}. Make it text, a number, or a list or dictionary of them, or drop the column."
                 )

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.corrections import off_policy_sequences
+from sparse_rl_lightning.errors import UserError
 
 
 class OPSM(RolloutCallback):
@@ -34,12 +35,12 @@ class OPSM(RolloutCallback):
         nothing = torch.zeros(1, 0)
         off_policy_sequences(nothing, nothing, torch.zeros(1), nothing.bool(), delta)
         if reference not in ("old", "sampler"):
-            raise ValueError(f"reference must be 'old' or 'sampler', got reference={reference!r}.")
+            raise UserError(f"reference must be 'old' or 'sampler', got reference={reference!r}.")
         self.delta, self.reference = delta, reference
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Tell the module's objective."""
         objective = getattr(pl_module, "objective", None)
         if objective is None:
-            raise ValueError(f"OPSM needs a module with a policy objective, {type(pl_module).__name__} has none.")
+            raise UserError(f"OPSM needs a module with a policy objective, {type(pl_module).__name__} has none.")
         pl_module.objective = replace(objective, off_policy_delta=self.delta, off_policy_reference=self.reference)

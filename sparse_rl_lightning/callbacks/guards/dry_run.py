@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.callbacks.guards.worst_case import LargestCase
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class DryRun(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that do not roll out."""
         if stage == "fit" and self.enabled is not False and not hasattr(pl_module, "micro_batch_loss"):
-            raise ValueError(
+            raise UserError(
                 f"DryRun: {type(pl_module).__name__} does not roll out. Use it with SparseGRPO, or remove it from "
                 "trainer.callbacks."
             )
@@ -118,7 +119,7 @@ def _try(module: SparseGRPO, name: str, work: Callable[[], None], advice: str) -
             raise
         total = f" of {torch.cuda.mem_get_info(device)[1] / GIB:,.2f} GiB" if device.type == "cuda" else ""
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"DryRun: out of memory on {device} in the worst case, {name}; {before / GIB:,.2f} GiB{total} were in use "
             f"before it. {advice}. ({reason})"
         ) from error

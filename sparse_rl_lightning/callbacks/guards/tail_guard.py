@@ -14,6 +14,7 @@ from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import ScoredRollout
@@ -70,11 +71,11 @@ class TailGuard(RolloutCallback):
     ) -> None:
         mode = "off" if mode is False else mode  # YAML reads the word off as false
         if mode not in MODES:
-            raise ValueError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
+            raise UserError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
         if target is not None and not 0 <= target <= 1:
-            raise ValueError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
+            raise UserError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
         if max_raises < 0:
-            raise ValueError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
+            raise UserError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
         self.mode = mode
         self.target = target
         self.max_raises = max_raises
@@ -96,10 +97,10 @@ class TailGuard(RolloutCallback):
             return
         monitors = [c for c in trainer.callbacks if isinstance(c, AcceptanceMonitor)]  # type: ignore[attr-defined]
         if not monitors:
-            raise ValueError("TailGuard reads what AcceptanceMonitor measures: add it to trainer.callbacks.")
+            raise UserError("TailGuard reads what AcceptanceMonitor measures: add it to trainer.callbacks.")
         self._monitor = monitors[0]
         if self.target is None and not self._monitor.ceiling_prompts:
-            raise ValueError(
+            raise UserError(
                 "TailGuard: without a ceiling (AcceptanceMonitor.ceiling_prompts=0) there is no target. Give "
                 "TailGuard.target, or let the ceiling be measured."
             )
@@ -118,12 +119,12 @@ class TailGuard(RolloutCallback):
 
     def _check_raisable(self, module: Any) -> None:
         if not _limited(module):
-            raise ValueError(
+            raise UserError(
                 f"TailGuard: mode='raise' needs a compressor that evicts or a retriever, {module.compressor} keeps and "
                 "reads everything. Use mode='warn' or 'stop'."
             )
         if module.partial is not None:
-            raise ValueError(
+            raise UserError(
                 "TailGuard: mode='raise' does not work with partial rollouts, whose unfinished sequences stay in slots "
                 "of the old size. Use mode='warn' or 'stop', or set model.partial_rollout_steps to null."
             )

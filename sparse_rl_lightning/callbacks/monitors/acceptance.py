@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.acceptance import BIN_SIZE, NUM_BINS, AcceptanceTail, sampled_acceptance, tail_target
 from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
@@ -83,7 +84,7 @@ class AcceptanceMonitor(RolloutCallback):
             ("ceiling_every_n_rollouts", ceiling_every_n_rollouts, 1),
         ):  # fmt: skip
             if value < least:
-                raise ValueError(f"AcceptanceMonitor: {name} must be at least {least}, got {name}={value}.")
+                raise UserError(f"AcceptanceMonitor: {name} must be at least {least}, got {name}={value}.")
         self.every_n_rollouts = every_n_rollouts
         self.top_k = top_k
         self.bin_size = bin_size
@@ -100,7 +101,7 @@ class AcceptanceMonitor(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that do not roll out."""
         if stage == "fit" and not hasattr(pl_module, "sampling"):
-            raise ValueError(
+            raise UserError(
                 f"AcceptanceMonitor: {type(pl_module).__name__} does not roll out. Use it with SparseGRPO, or remove "
                 "it from trainer.callbacks."
             )

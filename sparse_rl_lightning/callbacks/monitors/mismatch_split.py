@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout
@@ -54,7 +55,7 @@ class MismatchSplit(RolloutCallback):
         if scored.index % self.every_n_rollouts:
             return
         if scored.rollout.evictions is None:
-            raise ValueError(
+            raise UserError(
                 "MismatchSplit replays evictions, and this rollout has no record of any: a retriever reads other pages "
                 "at every query. Remove the callback, or set model.retriever to null."
             )

@@ -25,6 +25,7 @@ from sparse_rl_lightning.callbacks.outputs.run_facts import (
     versions,
 )
 from sparse_rl_lightning.callbacks.outputs.worst_completions import LONGEST_TEXT, WorstCompletions
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
@@ -107,7 +108,7 @@ class RunSummary(RolloutCallback):
         if stage != "fit":
             return
         if not hasattr(pl_module, "reward"):
-            raise ValueError(
+            raise UserError(
                 f"RunSummary: {type(pl_module).__name__} does not generate. Use it with SparseGRPO, or remove it from "
                 "trainer.callbacks."
             )
