@@ -82,9 +82,9 @@ class Course(RolloutCallback):
     def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
         start = time.perf_counter()
         rows = trainer.datamodule.val_rows()[: self.num_problems]
-        prompts, found = module.encode(rows), {}
+        prompts, found = module.generator.encode(rows), {}
         for name, cache in self.caches.items():
-            sampler = module.sampler_options.sampler(module.dense_policy, module.tokenizer, cache)
+            sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)
             found[name] = solved(sampler, module.tokenizer, rows, prompts, module.val_sampling)
             sampler.release()
         self.record["evaluations"].append({"rollouts": number, **found})

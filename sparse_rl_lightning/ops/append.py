@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_numbers, check_runs
 from sparse_rl_lightning.ops.float8 import to_stored
 from sparse_rl_lightning.ops.library import call, register
@@ -64,10 +65,10 @@ def reference(
 ) -> None:  # fmt: skip
     """The op ``append`` in PyTorch."""
     if (cos is None) != (sin is None):
-        raise ValueError("give both cos and sin, or neither.")
+        raise UserError("give both cos and sin, or neither.")
     if cos is not None and (cos.shape[1] % 2 or cos.shape[1] > query.shape[2]):
         most = query.shape[2]
-        raise ValueError(f"cos has {cos.shape[1]} columns, expected an even number up to head_dim = {most}.")
+        raise UserError(f"cos has {cos.shape[1]} columns, expected an even number up to head_dim = {most}.")
     check_runs(slots, offsets, lengths, capacities, len(key_pool))
     rows = (slots >= 0).nonzero().squeeze(1)
     slots = slots[rows]

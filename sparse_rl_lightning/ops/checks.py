@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.float8 import COMPUTING, FLOAT8
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.ops.schemas import ON_ALL_LAYERS, SCHEMAS, SHAPES, STRIDED
@@ -40,14 +41,14 @@ def check_arguments(op: str, args: tuple[Any, ...]) -> None:
         tensor, (*letters, kind) = given[name], SHAPES[name].split()
         _check_shape(name, tensor, letters if op in ON_ALL_LAYERS else [x for x in letters if x != "L"], sizes)
         if "Hq" in letters and sizes["Hq"] % max(sizes["H"], 1):
-            raise ValueError(f"{name} has {sizes['Hq']} heads, expected a multiple of the {sizes['H']} KV heads.")
+            raise UserError(f"{name} has {sizes['Hq']} heads, expected a multiple of the {sizes['H']} KV heads.")
         dtype = types.get(kind) or getattr(torch, kind)
         if tensor.dtype != dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}.")
+            raise UserError(f"{name} is {tensor.dtype}, expected {dtype}.")
         if tensor.device != given[like].device:
-            raise ValueError(f"{name} is on {tensor.device}, {like} is on {given[like].device}.")
+            raise UserError(f"{name} is on {tensor.device}, {like} is on {given[like].device}.")
         if name not in STRIDED and not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous, pass {name}.contiguous().")
+            raise UserError(f"{name} is not contiguous, pass {name}.contiguous().")
 
 
 def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
@@ -58,7 +59,7 @@ def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
         return {"pool": stored, "query": stored, "sum": accumulation_dtype(stored)}
     if own.dtype not in COMPUTING:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPUTING)
-        raise ValueError(f"with float8 pools queries, new keys and values must be one of {names}, got {own.dtype}.")
+        raise UserError(f"with float8 pools queries, new keys and values must be one of {names}, got {own.dtype}.")
     return {"pool": stored, "query": own.dtype, "sum": accumulation_dtype(own.dtype)}
 
 
@@ -71,7 +72,7 @@ def _check_shape(name: str, tensor: Tensor, letters: list[str], sizes: dict[str,
     if not fits:
         pairs = zip(known, letters, strict=True)
         wanted = ", ".join(_WORDS.get(letter, "any") if size is None else str(size) for size, letter in pairs)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted}).")
+        raise UserError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted}).")
     sizes.update(zip(letters, tensor.shape, strict=True))
 
 

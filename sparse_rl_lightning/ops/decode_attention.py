@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_runs
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, gather_heads
@@ -55,7 +56,7 @@ def reference(
 ) -> None:  # fmt: skip
     """The op ``decode_attention`` in PyTorch."""
     if probs is not None and probs.shape[2] < max_length:
-        raise ValueError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
+        raise UserError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
     check_runs(slots, offsets, lengths, max_length, len(key_pool))
     held = lengths[slots.clamp(min=0)] * (slots >= 0)[:, None]  # (B, H)
     width = int(held.max()) if held.numel() else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_numbers, check_runs, check_slots
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, gather_heads
@@ -46,7 +47,7 @@ def evict(
         ValueError: If a tensor has the wrong shape, type, device or layout, or a number is negative.
     """
     if num_sinks < 0 or window < 0:
-        raise ValueError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")
+        raise UserError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")
     given = (None,) * 4 if source is None else (source.keys, source.values, source.offsets, source.lengths)
     call(
         "evict", pools.keys, scores, budgets, num_sinks, window, slots, seen, pools.offsets, pools.capacities,

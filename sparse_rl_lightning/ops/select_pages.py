@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_numbers, check_slots
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype
@@ -60,7 +61,7 @@ def select_pages(
     """
     check_pages(pools, page_size)
     if num_first < 0 or num_last < 1:
-        raise ValueError(
+        raise UserError(
             f"num_first must not be negative and num_last at least 1, got num_first={num_first}, num_last={num_last}."
         )
     shape = (slots.shape[0], pools.offsets.shape[1])

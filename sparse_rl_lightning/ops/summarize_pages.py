@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_runs
 from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.ops.library import call, register
@@ -49,9 +50,9 @@ def check_pages(pools: KVPools, page_size: int) -> None:
         ValueError: If the pools are float8, whose means and bounds would need another type, or a page has no entries.
     """
     if pools.keys.dtype == FLOAT8:
-        raise ValueError("pages are not read from float8 pools: keep keys and values in bfloat16, float16 or float32.")
+        raise UserError("pages are not read from float8 pools: keep keys and values in bfloat16, float16 or float32.")
     if page_size < 1:
-        raise ValueError(f"page_size must be at least 1 entry, got page_size={page_size}.")
+        raise UserError(f"page_size must be at least 1 entry, got page_size={page_size}.")
 
 
 def page_means(keys: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def reference(
 ) -> None:  # fmt: skip
     """The op ``summarize_pages`` in PyTorch."""
     if summaries.shape[2] not in (1, 2):
-        raise ValueError(f"summaries have {summaries.shape[2]} vectors per page, expected 1 (means) or 2 (bounds).")
+        raise UserError(f"summaries have {summaries.shape[2]} vectors per page, expected 1 (means) or 2 (bounds).")
     summarize = page_means if summaries.shape[2] == 1 else page_bounds
     write_summaries(key_pool, slots, offsets, lengths, page_size, newest_only, summaries, summarize)
 

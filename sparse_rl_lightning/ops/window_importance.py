@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_numbers
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import accumulation_dtype, dense_heads, live_entries
@@ -77,11 +78,11 @@ def _check_options(window: int, group: str, query: str, pooling: str, kernel_siz
     options = (("group_reduction", group, GroupReduction), ("query_reduction", query, QueryReduction))
     for name, value, allowed in (*options, ("pooling", pooling, Pooling)):
         if value not in get_args(allowed):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(allowed))}, got {name}={value!r}.")
+            raise UserError(f"{name} must be one of {', '.join(get_args(allowed))}, got {name}={value!r}.")
     if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
+        raise UserError(f"kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
     if window < 0:
-        raise ValueError(f"window must be 0 or more entries, got window={window}.")
+        raise UserError(f"window must be 0 or more entries, got window={window}.")
 
 
 def reference(

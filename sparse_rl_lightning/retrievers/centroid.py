@@ -22,7 +22,7 @@ class Centroid(Retriever):
         budget: Tokens that a query reads per layer and KV head.
         group_reduction: Scores of the query heads of a group are averaged (``mean``, as Sparrow does) or the largest
             counts (``max``).
-        **sizes: Those of :class:`Retriever`.
+        **sizes: Arguments of :class:`Retriever`.
 
     Raises:
         ValueError: If the numbers do not fit, or the reduction is unknown.

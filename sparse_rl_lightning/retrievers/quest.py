@@ -23,7 +23,7 @@ class Quest(Retriever):
     Args:
         budget: Tokens that a query reads per layer and KV head.
         group_reduction: The largest bound of the query heads of a group counts (``max``) or their mean (``mean``).
-        **sizes: Those of :class:`Retriever`.
+        **sizes: Arguments of :class:`Retriever`.
 
     Raises:
         ValueError: If the numbers do not fit, or the reduction is unknown.

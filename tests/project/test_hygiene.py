@@ -154,3 +154,14 @@ def test_the_public_hosts_workflow_runs_what_there_is() -> None:
     wanted = re.findall(r"\bmake ([a-z-]+)", "\n".join([*calls, script]))
     assert {"dist", "test"} <= set(wanted)
     assert set(wanted) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_messages_to_users_are_of_their_own_class() -> None:
+    """The command line shows a UserError as one line, and a ValueError as the bug that it is."""
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ValueError"
+    ]
+    assert found == [], "raise UserError(message) there"
