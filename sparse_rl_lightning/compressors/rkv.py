@@ -57,6 +57,6 @@ class RKV(SnapKV):
     def score(self, layer: LayerState) -> Tensor:
         """Weighted importance minus weighted redundancy: (S, H, N)."""
         importance = super().score(layer)
-        redundancy = key_redundancy(layer.keys, layer.lengths, self.similarity_threshold)
+        redundancy = key_redundancy(layer.keys, layer.valid.sum(dim=-1), self.similarity_threshold)
         share = redundancy.masked_fill(~layer.valid, -torch.inf).softmax(dim=-1).masked_fill(~layer.valid, 0.0)
         return self.mix_lambda * importance - (1 - self.mix_lambda) * share

@@ -68,7 +68,7 @@ class SnapKV(Compressor):
             layer.queries.to(layer.keys.dtype),
             layer.query_positions,
             layer.keys,
-            layer.lengths,
+            layer.valid.sum(dim=-1),
             layer.positions,
             layer.scale,
             window=self.window,
