@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import MAX_LOG_RATIO
-from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import LossOutput
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo"]

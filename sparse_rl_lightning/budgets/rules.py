@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.ops.selection import rank_entries
-from sparse_rl_lightning.ranges import check_number
 
 
 class BudgetRule:

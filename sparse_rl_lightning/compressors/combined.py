@@ -17,8 +17,7 @@ from sparse_rl_lightning.compressors.entries import (
     shared_scores,
     standardized,
 )
-from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ranges import check_choice, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 Normalization = Literal["rank", "standard", "none"]

@@ -11,10 +11,9 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.ops.window_importance import group_logits
-from sparse_rl_lightning.ranges import check_choice, check_number
 from sparse_rl_lightning.records import LayerState
 
 Covariance = Literal["full", "diagonal", "none"]

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.ops.window_importance import GroupReduction, Pooling, window_importance
-from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.records import LayerState
 
 Variant = Literal["decode", "original"]

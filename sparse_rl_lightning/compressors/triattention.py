@@ -12,9 +12,8 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics, resolve_statistics
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate_to_mean
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.ops.window_importance import GroupReduction, group_logits
-from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.records import LayerState
 
 

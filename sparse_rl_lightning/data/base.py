@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
-from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ranges import check_number, check_seed
+from sparse_rl_lightning.errors import UserError, check_number, check_seed
 
 Row: TypeAlias = dict[str, Any]
 """A prompt (text, or a list of chat messages), its bare answer, and whatever else a reward function reads."""

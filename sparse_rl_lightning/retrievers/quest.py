@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.errors import check_choice
 from sparse_rl_lightning.ops.select_pages import PageReduction, page_scores
 from sparse_rl_lightning.ops.summarize_pages import page_bounds
-from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.retrievers.base import Retriever
 
 

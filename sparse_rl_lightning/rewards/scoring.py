@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rewards.base import (
     RewardFunction,

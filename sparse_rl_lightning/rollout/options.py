@@ -9,8 +9,7 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.engine.memory import check_limit
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams

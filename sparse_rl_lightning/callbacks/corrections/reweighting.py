@@ -11,8 +11,7 @@ from torch import Tensor
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
 from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.corrections import WeightMode, importance_weights, normalize_weights
-from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import ScoredRollout
 
 Normalization = Literal["none", "batch", "micro_batch"]

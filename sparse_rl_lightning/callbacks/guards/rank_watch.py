@@ -15,8 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from sparse_rl_lightning.distributed.collectives import Wait, conflict, current_wait, place_of
 from sparse_rl_lightning.distributed.rank_links import Link, Message, connect
-from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
 INTERVAL = 10.0  # seconds between two looks at what a rank waits for, at most

@@ -10,9 +10,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_seed
 from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
-from sparse_rl_lightning.ranges import check_seed
 
 
 @dataclass(frozen=True)
