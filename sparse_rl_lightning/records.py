@@ -19,9 +19,6 @@ from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
 Rows: TypeAlias = list[dict[str, Any]]
 """Rows of a data set, a prompt each."""
 
-Rows: TypeAlias = list[dict[str, Any]]
-"""Rows of a data set, a prompt each."""
-
 
 @dataclass(frozen=True)
 class LayerState:
