@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn, get_args
 
 from jsonargparse import Namespace
@@ -31,11 +31,11 @@ class ClearParser(LightningArgumentParser):
     def __init__(self, *args: Any, parser_mode: str = MODE, **kwargs: Any) -> None:
         super().__init__(*args, parser_mode=parser_mode, **kwargs)
 
-    def parse_args(self, args: Sequence[str] | None = None, **kwargs: Any) -> Any:
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:  # the parsers' own signatures differ
         """As the parser's, which hands null for a key of a group on to the parser of the class as the text None."""
         if args is not None and len(args) == 1:
             args = [re.sub("=None$", "=null", args[0])]
-        return super().parse_args(args, **kwargs)
+        return super().parse_args(args, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; those inside become part of it."""

@@ -94,7 +94,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
             ["fit", "--model", "SparseGRPO", "--model.compressor.help=SnapKV"],
             ["arXiv 2404.14469", "--compressor.budget"],
         ),
-        (["fit", "--model.help=SparseGRPO"], ["compressed KV cache", "--model.num_generations", "at least 2"]),
+        (["fit", "--model.help=SparseGRPO"], ["compressed KV cache", "--model.sampling.num_generations", "at least 2"]),
         (["fit", "--data.help=JsonlPrompts"], ["rows with an empty answer", "--data.answer_pattern"]),
     ],
 )

@@ -162,7 +162,7 @@ def test_progress_counts_from_the_start_of_each_rollout() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"num_slots": None}, "does not work with num_slots=null: .* Set model.num_slots"),
+        ({"num_slots": None}, "does not work with num_slots=null: .* Set model.rollout.num_slots"),
         ({"oversampling": 2.0}, "does not work with oversampling=2.0"),
         ({"keep_pool": False}, "does not work with keep_pool=False"),
         ({"kind": ReplayGRPO}, "does not work with ReplayGRPO: no replay reproduces"),
