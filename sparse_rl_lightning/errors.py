@@ -8,9 +8,9 @@ from typing import Any, cast, get_args
 
 
 class UserError(ValueError):
-    """Input that cannot be used; the message says what was given, what is allowed and what to change.
+    """Input that cannot be used; the message states what was given, what is allowed and what to change.
 
-    ``sparse-rl`` ends with ``error: ...`` and the message. Any other exception is a bug, here or in a user's code, and
+    ``sparse-rl`` exits with ``error: ...`` and the message. Any other exception is a bug, here or in a user's code, and
     keeps its traceback.
     """
 

@@ -1,4 +1,4 @@
-"""Budgeted: what compressors and retrievers share, a budget of tokens that can be replaced and raised."""
+"""Budgeted: the base of compressors and retrievers, with a budget of tokens that can be replaced and raised."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Budgeted(ABC):
     """
 
     schedule: LengthSchedule
-    """The budget in force."""
+    """The current budget."""
 
     def __init__(self, budget: int | LengthSchedule, budget_rule: BudgetRule | None) -> None:
         self.budget_rule = budget_rule or Uniform()
@@ -34,7 +34,7 @@ class Budgeted(ABC):
 
     @property
     def budget(self) -> int:
-        """The largest budget of ``schedule``, by which memory is sized."""
+        """The largest budget of ``schedule``, which determines the size of the memory."""
         return self.schedule.maximum
 
     @property
@@ -46,7 +46,7 @@ class Budgeted(ABC):
         """A copy with another budget.
 
         Raises:
-            ValueError: As for the budget of a new instance.
+            ValueError: If a new instance would refuse the budget.
         """
         other = copy.deepcopy(self)
         other._set_budget(budget)
@@ -54,7 +54,7 @@ class Budgeted(ABC):
         return other
 
     def raise_budget(self, steps: int) -> None:
-        """Set the budget ``steps`` steps above the one given; samplers follow at their next call.
+        """Set the budget ``steps`` steps above the given one; samplers follow at their next call.
 
         A step is that of :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`: the next budget of the schedule,
         a quarter more for a single number.
@@ -85,7 +85,7 @@ class Budgeted(ABC):
         """Refuse budgets that leave nothing to choose.
 
         Raises:
-            ValueError: If there is one.
+            ValueError: If there is such a budget.
         """
 
     def __repr__(self) -> str:

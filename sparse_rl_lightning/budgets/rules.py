@@ -27,7 +27,7 @@ class BudgetRule:
         Args:
             budget: Budget of the compressor, or one of its schedule.
             num_layers: Layers of the model.
-            minimum: Tokens of every head that are never evicted, sinks and window.
+            minimum: Number of tokens per head that are never evicted, sinks and window.
 
         Returns:
             One number per layer, fixed for the whole run.
@@ -38,17 +38,17 @@ class BudgetRule:
         return [budget] * num_layers
 
     def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int | Tensor, minimum: int) -> Tensor:
-        """Tokens that each head keeps at this compression; their sum is at most ``layer_budget`` times the heads.
+        """The tokens that each head keeps at this compression; their sum is at most ``layer_budget`` times the heads.
 
         Args:
             scores: (S, H, N) float, higher is kept; a slot's heads may be compared, slots may not.
             candidates: (S, H, N) bool, the live entries that compete: neither sinks nor window.
             layer_budget: Budget of the layer from :meth:`layer_budgets`; where a schedule gives slots different ones,
                 (S,) int64.
-            minimum: Tokens of every head that are kept besides the candidates.
+            minimum: Number of tokens per head that are kept besides the candidates.
 
         Returns:
-            (S, H) int32.
+            The budgets (S, H) int32.
         """
         if isinstance(layer_budget, Tensor):
             return layer_budget.to(scores.device, torch.int32)[:, None].expand(scores.shape[:2]).contiguous()
@@ -67,8 +67,8 @@ class Pyramid(BudgetRule):
     """Many tokens for the first layer, few for the last, on a straight line (PyramidKV, arXiv 2406.02069).
 
     The last layer gets ``budget / beta``, the first as much more than ``budget`` as the last gets less. These are the
-    numbers of kvpress's PyramidKVPress for long sequences; where it falls back to equal budgets because the last
-    layer would get too little, an error says so here.
+    numbers of kvpress's PyramidKVPress for long sequences; where that falls back to equal budgets because the last
+    layer would get too little, this rule raises an error.
 
     Args:
         beta: Ratio of the mean budget to the last layer's, at least 1; 1 is uniform.
@@ -78,11 +78,11 @@ class Pyramid(BudgetRule):
     """
 
     def __init__(self, beta: float = 20) -> None:
-        check_number("beta", beta, least=1, owner="Pyramid")  # 1 gives every layer the same
+        check_number("beta", beta, least=1, owner="Pyramid")  # 1 gives every layer the same budget
         self.beta = beta
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
-        """A straight line through ``budget`` in the middle, rounded to whole tokens."""
+        """A straight line through ``budget`` in the middle, rounded to integers."""
         last = budget / self.beta
         first = 2 * budget - last
         step = (first - last) / max(num_layers - 1, 1)
@@ -101,9 +101,9 @@ class Pyramid(BudgetRule):
 class Adaptive(BudgetRule):
     """Heads of a layer share its tokens: the best scores of all heads together are kept (Ada-KV, arXiv 2407.11550).
 
-    Every head keeps at least ``floor`` tokens. The scores must mean the same in all heads, as shares of attention do
+    Every head keeps at least ``floor`` tokens. The scores must be comparable between heads, as shares of attention are
     (SnapKV, TOVA, H2O, ExpectedAttention); norms and cosines may differ from head to head by nature. Ada-KV applies
-    its floor to the scores of the whole prompt; here sinks and window count towards it.
+    its floor to the scores of the whole prompt; here sinks and window count toward it.
 
     Args:
         floor: Tokens that every head keeps, null for a fifth of the layer's budget, as in the paper.
@@ -140,7 +140,7 @@ class Adaptive(BudgetRule):
         floor = layer_budget // 5 if self.floor is None else self.floor
         num_free = (layer_budget - minimum) * scores.shape[1]
         ranked = scores.masked_fill(~candidates, -torch.inf)
-        # within a head, then over all heads: candidates that the floor secures or that must stay, candidates, others
+        # within a head, then over all heads: candidates secured by the floor or +inf, other candidates, the rest
         secured = candidates & (
             (rank_entries(ranked, candidates.to(torch.int8)) < floor - minimum) | (ranked == torch.inf)
         )

@@ -1,7 +1,7 @@
 """LengthSchedule: a budget that follows the length of each sequence (Sparrow, arXiv 2606.08446).
 
 The longer a sequence, the more tokens it takes to keep the sparse policy as close to the dense one: a schedule spends
-little while a sequence is short. Which budget a length needs is calibrated once per model; see ``docs/sparrow.md``.
+little while a sequence is short. The budget for each length is calibrated once per model; see ``docs/sparrow.md``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 
 DATA = "published_schedules.json"
-GROWTH_OF_ONE = Fraction(5, 4)  # by which a schedule of a single budget is raised
+GROWTH_OF_ONE = Fraction(5, 4)  # factor that raises a schedule with a single budget
 
 
 class LengthSchedule:
@@ -36,7 +36,7 @@ class LengthSchedule:
     Args:
         starts: Lengths in tokens at which a budget begins, ascending, the first 0.
         budgets: Tokens per layer and KV head, one for each start.
-        pairs: ``[[0, 512], [2000, 1024]]``, in place of the other two.
+        pairs: Pairs of a start and a budget, ``[[0, 512], [2000, 1024]]``, instead of the other two.
 
     Raises:
         ValueError: If there is no step, or starts and budgets do not fit.
@@ -105,7 +105,7 @@ class LengthSchedule:
         return LengthSchedule(found.get("starts"), found.get("budgets"), found.get("pairs"))
 
     def save(self, path: str | Path, comment: str = "") -> None:
-        """Write a YAML file that :meth:`from_file` reads and that may be pasted behind ``budget:`` in a configuration.
+        """Write a YAML file that :meth:`from_file` reads and that can be pasted after ``budget:`` in a configuration.
 
         Args:
             path: File to write.
@@ -122,18 +122,18 @@ class LengthSchedule:
         return self.budgets[self.level(length)]
 
     def level(self, length: int) -> int:
-        """The number of the step that ``length`` falls into, from 0."""
+        """The index of the step that ``length`` falls into, from 0."""
         return max(bisect_right(self.starts, length) - 1, 0)
 
     def lookup(self, lengths: Tensor) -> Tensor:
-        """:meth:`at` for a tensor of lengths, on its device: the same shape, int64."""
+        """The budgets of a tensor of lengths, as in :meth:`at`, on its device: the same shape, int64."""
         starts = torch.tensor(self.starts, device=lengths.device)
         level = torch.bucketize(lengths.to(torch.int64), starts, right=True) - 1
         return torch.tensor(self.budgets, device=lengths.device)[level.clamp(min=0)]
 
     @property
     def maximum(self) -> int:
-        """The largest budget, by which memory is sized."""
+        """The largest budget, which determines the size of the memory."""
         return max(self.budgets)
 
     @property
@@ -148,22 +148,22 @@ class LengthSchedule:
 
     @property
     def plain(self) -> int | LengthSchedule:
-        """The number itself where all lengths have the same budget, else the schedule."""
+        """The number itself if all lengths have the same budget, else the schedule."""
         return self.maximum if self.is_constant else self
 
     @property
     def shrinks(self) -> bool:
-        """Whether a longer sequence somewhere has a smaller budget."""
+        """Whether some longer sequence has a smaller budget."""
         return any(b < a for a, b in pairwise(self.budgets))
 
     def mean(self, lengths: Sequence[int]) -> float:
-        """The budget averaged over these lengths."""
+        """The budget averaged over ``lengths``."""
         return sum(map(self.at, lengths)) / len(lengths)
 
     def raised(self, steps: int = 1) -> LengthSchedule:
         """The schedule with every budget replaced by its next larger one.
 
-        The largest grows by as much as it lies above the second; a single budget grows by a quarter.
+        The largest grows by its difference from the second largest; a single budget grows by a quarter.
 
         Args:
             steps: Number of times.
@@ -196,10 +196,10 @@ class LengthSchedule:
 
 
 class ScheduleFile(LengthSchedule):
-    """A schedule from a file, such as ``sparse-rl calibrate`` writes.
+    """A schedule from a file, such as one written by ``sparse-rl calibrate``.
 
     Args:
-        path: YAML or JSON file, as :meth:`LengthSchedule.from_file` reads it.
+        path: Path of a YAML or JSON file for :meth:`LengthSchedule.from_file`.
 
     Raises:
         ValueError: If there is no such file, or no schedule in it.
@@ -215,14 +215,14 @@ class PublishedSchedule(LengthSchedule):
 
     Budgets count the pages chosen by score; Sparrow reads one first and two last pages besides, 48 tokens, which the
     budget of a retriever here includes: ``reserved=48``. The number in the name is the 5th percentile of the acceptance
-    that is held. Of some schedules only the beginning is known here: their last known budget goes on, with a warning.
+    that is held. Some schedules are published only in part: their last known budget continues, with a warning.
 
     Args:
         name: Name of model and target, such as ``qwen3-1.7b-0.86``.
         reserved: Tokens to add to every budget.
 
     Raises:
-        ValueError: If there is none of this name.
+        ValueError: If there is no schedule of this name.
     """
 
     def __init__(self, name: str, reserved: int = 0) -> None:

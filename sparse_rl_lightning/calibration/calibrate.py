@@ -1,4 +1,4 @@
-"""From prompts to a schedule: sweep budgets, find the tail in every bin of lengths, pick, check, write down."""
+"""Calibration of a schedule: sweep budgets, measure the tail in every length bin, choose, check, write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparse_rl_lightning.retrievers import Retriever
 
 DENSE, CHECK = "dense", "schedule"
 Told = Callable[[str, float], None]
-"""Called with what is being done, and how many methods are done, parts of them included."""
+"""Called with the name of the current method, and the number of methods done, parts of them included."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Calibration:
 
     table: dict[int, list[Cell | None]]  # by budget, one cell per bin
     choice: Choice
-    ceiling: float  # 5th percentile between dense sampler and dense learner, all lengths together
+    ceiling: float  # the 5th percentile between dense sampler and dense learner, all lengths together
     target: float
     bin_size: int
     check: list[Cell | None] | None = None  # the schedule itself, measured; None if it was not
-    rising: bool = False  # whether no budget may be smaller than that of shorter sequences
+    rising: bool = False  # whether budgets may not decrease with the length
 
     @property
     def schedule(self) -> LengthSchedule:
@@ -92,7 +92,7 @@ class Calibration:
         return [row if any(row) else [budget == largest for budget in self.table] for row in rows]
 
     def csv(self) -> str:
-        """The table as text: a row per budget and bin, empty numbers where there is no data."""
+        """The table as text: a row per budget and bin, with empty numbers where there is no data."""
         names = list(Cell.__dataclass_fields__)
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
@@ -136,7 +136,7 @@ def calibrate(
     monotone: bool | None = None,
     told: Told | None = None,
 ) -> Calibration:
-    """Measure the tail of the acceptance at every budget and pick the cheapest per bin of lengths.
+    """Measure the tail of the acceptance at every budget and choose the cheapest for each length bin.
 
     Args:
         sweep: Policy, prompts and how to draw.
@@ -150,8 +150,8 @@ def calibrate(
         told: Function to call as the sweep proceeds.
 
     Raises:
-        ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or nothing can be
-            judged.
+        ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or no bin has
+            enough tokens.
     """
     methods = {budget: method.with_budget(budget) for budget in _checked(method, budgets)}
     sweep.claim(method)

@@ -4,8 +4,8 @@ A step of B sequences that read ``entries`` tokens of the cache each takes::
 
     overhead + max(W / bandwidth, 2 P B / flops) + B entries max(kv / bandwidth, 4 layers heads head_dim / flops)
 
-with P weights (W bytes) that a step reads and kv bytes per token of the cache. Kernels are taken to be ideal; what they
-are not is the overhead's part. Compressing and choosing pages cost nothing here.
+with P weights (W bytes) that a step reads and kv bytes per token of the cache. Kernels are assumed to be ideal; the
+overhead accounts for the difference. Compressing and choosing pages cost nothing here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from sparse_rl_lightning.retrievers import Retriever
 
 @dataclass(frozen=True)
 class Pages:
-    """Retrieval as the cost model sees it: all of the cache stays, pages chosen by their metadata are read."""
+    """Retrieval in the cost model: the whole cache stays, and pages chosen by their metadata are read."""
 
     budget: int | LengthSchedule  # tokens in pages chosen by score
     page_size: int = 16
-    metadata: float = 0.5  # of a page, in tokens: 0.5 for a mean key (Sparrow), 1 for minimum and maximum (Quest)
+    metadata: float = 0.5  # size per page, in tokens: 0.5 for a mean key (Sparrow), 1 for minimum and maximum (Quest)
     reserved: int = 0  # tokens that are read besides: Sparrow's first page and two last are 48
     dense_layers: int = 0  # layers that read everything: Sparrow 2
 
@@ -48,7 +48,7 @@ class Pages:
 
 
 Method = Compressor | Pages
-"""``FullKV()`` for dense, any other compressor for eviction, :class:`Pages` for retrieval."""
+"""``FullKV()`` for dense rollouts, any other compressor for eviction, :class:`Pages` for retrieval."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Work:
     """Sequences of equal length that are decoded together."""
 
     batch: int
-    prompt: int  # tokens that are there when decoding begins
-    length: int  # tokens that are decoded
+    prompt: int  # tokens in the cache when decoding begins
+    length: int  # tokens to decode
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CostModel:
     # ---------------------------------------------------------------- time
 
     def linear_seconds(self, batch: int) -> float:
-        """A step's matrix products with the weights."""
+        """The seconds of a step's matrix products with the weights."""
         weights = self.shape.weights_read
         reading = weights * self.shape.weight_bytes / self.hardware.bandwidth
         return max(reading, 2 * weights * batch / self.hardware.flops)
@@ -82,7 +82,7 @@ class CostModel:
         return max(s.kv_bytes_per_token / self.hardware.bandwidth, computing) * entries
 
     def step_seconds(self, method: Method, work: Work) -> float:
-        """A decode step, averaged over all steps of the sequences."""
+        """The seconds of a decode step, averaged over all steps of the sequences."""
         entries = float(entries_read(method, work, self.shape.num_layers).mean())
         attention = self.attention_seconds(work.batch * entries)
         return self.hardware.step_overhead + self.linear_seconds(work.batch) + attention
@@ -105,7 +105,7 @@ class CostModel:
     # ---------------------------------------------------------------- memory
 
     def bytes_per_sequence(self, method: Method, prompt: int, length: int) -> int:
-        """Bytes of cache that a sequence needs at its peak: its slot, or all of it and the pages' metadata."""
+        """The bytes of cache that a sequence needs at its peak: its slot, or the whole cache and the page metadata."""
         layers, per_layer = self.shape.num_layers, self.shape.kv_bytes_per_token // self.shape.num_layers
         if isinstance(method, Pages):
             return round((prompt + length) * (1 + method.metadata / method.page_size) * layers * per_layer)
@@ -141,7 +141,7 @@ class CostModel:
         work: Work,
         rising: bool = False,
     ) -> LengthSchedule:
-        """Of the budgets that hold the tail in each bin of lengths, those that are fastest together, else the smallest.
+        """The fastest combination of budgets that hold the tail in each length bin; ties go to the smallest.
 
         Args:
             methods: Budgets, each with the method at that budget.
@@ -155,7 +155,7 @@ class CostModel:
             ValueError: If no budget meets the target in a bin.
         """
         costs = self._bin_costs(dict(methods), bin_size, len(meets), work)
-        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the last budget, the cheapest way to it
+        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # the cheapest way to each last budget
         for number, allowed in enumerate(meets):
             own = [budget for (budget, _), meet in zip(methods, allowed, strict=True) if meet]
             if not own:
@@ -174,19 +174,19 @@ class CostModel:
     ) -> dict[int, list[float]]:
         """Tokens that a sequence reads in every bin of lengths, by budget."""
         edges = [max(number * bin_size - work.prompt - 1, 0) for number in range(num_bins + 1)]  # from prompt + 1 on
-        edges[-1] = max(edges[-1], work.length)  # the last budget goes on
+        edges[-1] = max(edges[-1], work.length)  # the last budget continues
         costs: dict[int, list[float]] = {}
         least = [0.0] * num_bins
         for budget, method in sorted(methods.items(), key=lambda pair: pair[0]):
             read = entries_read(method, work, self.shape.num_layers)
             costs[budget] = [float(read[first:last].sum()) for first, last in pairwise(edges)]
-            if not isinstance(method, Pages):  # it reads less than a smaller one only where it was cut a moment ago,
-                costs[budget] = least = list(map(max, costs[budget], least))  # which no schedule can count on
+            if not isinstance(method, Pages):  # reads less than a smaller budget only right after a compression,
+                costs[budget] = least = list(map(max, costs[budget], least))  # which no schedule can rely on
         return costs
 
 
 def entries_read(method: Method, work: Work, num_layers: int) -> Tensor:
-    """(length,) float64: tokens of the cache that a sequence reads in each decode step, a mean over layers."""
+    """The tokens (length,) float64 of the cache that a sequence reads in each decode step, a mean over layers."""
     lengths = torch.arange(work.prompt + 1, work.prompt + work.length + 1, dtype=torch.float64)
     if isinstance(method, Pages):
         budgets = method.schedule.lookup(lengths) + method.reserved

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw(found: Calibration, path: Path, title: str = "") -> None:
-    """Two panels side by side, as a PNG or whatever the path's ending says.
+    """Draw two panels side by side, as a PNG or in the format of the path's suffix.
 
     Args:
         found: The calibration.

@@ -29,7 +29,7 @@ from sparse_rl_lightning.rollout.prompts import encode_prompt
 def gather_statistics(
     model: PreTrainedModel, sequences: Tensor, lengths: Tensor, batch_size: int = 8
 ) -> QueryStatistics:
-    """Statistics of all queries of these sequences, by plain forward passes with full attention.
+    """Statistics of all queries of ``sequences``, from plain forward passes with full attention.
 
     Args:
         model: The policy.
@@ -38,7 +38,7 @@ def gather_statistics(
         batch_size: Sequences per forward pass.
 
     Raises:
-        ValueError: If the model is not one that rollouts support.
+        ValueError: If rollouts do not support the model.
     """
     geometry = CacheGeometry.of(model)
     total: list[QueryMoments] = []
@@ -55,7 +55,7 @@ def gather_statistics(
 
 @contextmanager
 def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterator[list[Tensor]]:
-    """The queries (B, Hq, T, D) of each layer before the rotary positions are applied, once the model has run."""
+    """The queries (B, Hq, T, D) of each layer before rotary positions are applied, filled by running the model."""
     queries: list[Tensor] = []
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -73,7 +73,7 @@ def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterat
 
 
 def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
-    """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` where there is one.
+    """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` if there is one.
 
     Args:
         path: The file.
@@ -81,7 +81,7 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
         max_length: Tokens of a text to read; the rest is left out.
 
     Raises:
-        ValueError: If there is no such file, no row in it, or a row without a prompt; names the line.
+        ValueError: If there is no such file, no row in it, or a row without a prompt; includes the line.
     """
     if not Path(path).is_file():
         raise UserError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")

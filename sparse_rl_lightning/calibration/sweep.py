@@ -1,6 +1,6 @@
 """The sweep of a calibration: sequences drawn by the sparse policy at each budget, scored by the dense policy.
 
-Finished parts are files, so a sweep that was interrupted goes on where it was.
+Finished parts are files, so an interrupted sweep continues where it stopped.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FINGERPRINT = "fingerprint.json"
 
 @dataclass(frozen=True)
 class Sweep:
-    """Draws sequences for the same prompts under one method after the other, and keeps what it found in a folder.
+    """Draws sequences for the same prompts under one method after the other, and saves the results in a folder.
 
     Args:
-        model: The policy, dense learner and sparse sampler in one.
+        model: Policy, both dense learner and sparse sampler.
         prompts: Token ids of each prompt.
         params: Sampling parameters; ``top_logprobs`` says how many tokens bound the acceptance.
         folder: Folder of the finished parts.
@@ -45,7 +45,7 @@ class Sweep:
         sampler_options: Further arguments of :class:`RolloutSampler`.
 
     Raises:
-        ValueError: If there is no prompt, ``top_logprobs`` is 0, or the folder holds a sweep of something else.
+        ValueError: If there is no prompt, ``top_logprobs`` is 0, or the folder contains a sweep of something else.
     """
 
     model: PreTrainedModel
@@ -67,22 +67,22 @@ class Sweep:
 
     @property
     def num_parts(self) -> int:
-        """Files per method."""
+        """The number of files per method."""
         return -(-len(self.prompts) // self.prompts_per_part)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence there can be."""
+        """The number of tokens of the longest possible sequence."""
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
     def claim(self, method: Budgeted) -> None:
         """Note in the folder which sweep it holds, or check that it is this one.
 
         Args:
-            method: The method at any budget.
+            method: Method at any budget.
 
         Raises:
-            ValueError: If it holds that of another policy, method, prompts or settings.
+            ValueError: If it contains a sweep of another policy, method, prompts or settings.
         """
         own = self._fingerprint(method)
         path = self.folder / FINGERPRINT
@@ -98,7 +98,7 @@ class Sweep:
             )
 
     def acceptances(self, name: str, method: Budgeted, progress: Callable[[float], None] | None = None) -> Acceptances:
-        """Every token that is drawn under a method, from files where there are any.
+        """Every token that is drawn under a method, read from files if there are any.
 
         Args:
             name: Name of the method's folder, such as ``budget_512``.
@@ -106,7 +106,7 @@ class Sweep:
             progress: Function to call with the share of the method's sequences that is done.
 
         Raises:
-            ValueError: If every completion is nothing but an end token.
+            ValueError: If every completion consists of an end token only.
         """
         sampler = self._sampler(method)
         parts = []
@@ -171,4 +171,4 @@ class Sweep:
 
 
 _ANY_BUDGET = 2**24
-"""Tokens or pages in the fingerprint, where the budget does not count."""
+"""Tokens or pages in the fingerprint, in which the budget does not count."""

@@ -1,4 +1,4 @@
-"""Reading a checkpoint file: that it is one, that it is as it was written, and without unpickling objects."""
+"""Reading a checkpoint file: checks that it is one and unchanged, and unpickles no objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparse_rl_lightning.checkpoints.manifest import NAME
 from sparse_rl_lightning.errors import UserError
 
 PARTS = ("state_dict", "global_step", "pytorch-lightning_version")
-"""What every checkpoint of Lightning has."""
+"""The entries of every Lightning checkpoint."""
 
 
 def read_checkpoint(
@@ -24,12 +24,12 @@ def read_checkpoint(
     """A checkpoint of one device or DDP.
 
     Args:
-        path: The file.
-        map_location: As for ``torch.load``.
+        path: Path of the file.
+        map_location: Devices of the tensors, as for ``torch.load``.
         weights_only: Read tensors, numbers and texts only.
 
     Raises:
-        ValueError: If it is a folder, damaged, no checkpoint, or would have to be unpickled.
+        ValueError: If it is a folder, damaged, not a checkpoint, or would have to be unpickled.
     """
     check_whole(path)
     given = f"ckpt_path={str(path)!r}"
@@ -42,7 +42,7 @@ def read_checkpoint(
         ) from None
     except MemoryError:
         raise
-    except Exception as error:  # what torch raises on bytes that someone made up is anything
+    except Exception as error:  # torch may raise anything on made-up bytes
         raise UserError(f"{given} cannot be read: {type(error).__name__}. Give another checkpoint.") from None
     missing = [name for name in PARTS if not isinstance(found, dict) or name not in found]
     if missing:
@@ -55,10 +55,10 @@ def read_checkpoint(
 
 
 def check_whole(path: Path) -> None:
-    """Compare all that ``torch.save`` wrote with the checksums it wrote beside; ``torch.load`` does not.
+    """Compare a file with the checksums that ``torch.save`` wrote into it, which ``torch.load`` does not do.
 
     Raises:
-        ValueError: If the file is a folder, no checkpoint, cut off or damaged.
+        ValueError: If the path is a folder, or the file is not a checkpoint, cut off or damaged.
     """
     given = f"ckpt_path={str(path)!r}"
     if path.is_dir():
@@ -85,7 +85,7 @@ def check_whole(path: Path) -> None:
 
 
 def _why_no_file(folder: Path) -> str:
-    """What a folder in place of a checkpoint file is, and what can be done with it."""
+    """An explanation of what a folder in place of a checkpoint file is, and how to use it."""
     given = f"ckpt_path={str(folder)!r} is a"
     if (folder / NAME).is_file():
         return (

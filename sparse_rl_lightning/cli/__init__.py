@@ -77,15 +77,15 @@ class SparseRLCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse; the seed of the process is set before anything else could look at it."""
+        """Parse; the seed of the process is checked before anything else could use it."""
         super().parse_arguments(parser, args)
         check_process_seed(self.config[self.config.subcommand] if "subcommand" in self.config else self.config)
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: Lightning would let a checkpoint's ``hyper_parameters`` change the configuration and its classes."""
+        """Do nothing: Lightning would let a checkpoint's ``hyper_parameters`` change configuration and classes."""
 
     def before_instantiate_classes(self) -> None:
-        """Check folders and checkpoint, and apply what concerns the whole process.
+        """Check folders and checkpoint, and apply settings of the whole process.
 
         Raises:
             ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, a callback
@@ -147,15 +147,15 @@ class SparseRLCLI(LightningCLI):
 class SaveRunConfig(SaveConfigCallback):
     """Writes the whole configuration as ``run_config.yaml`` beside the metrics when training begins.
 
-    Not earlier: a start that fails, or a validation, leaves the configuration of the last training as it is.
+    It is not written earlier: a start that fails, or a validation, leaves the last training's configuration unchanged.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Deferred to ``on_train_start``."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write, unless the disk is full."""
-        folder = trainer.log_dir  # all ranks ask
+        """Write the file, unless the disk is full."""
+        folder = trainer.log_dir  # a collective: all ranks must call it
         if folder is not None and "://" in folder:
             super().setup(trainer, pl_module, "fit")
         elif folder is not None and trainer.is_global_zero:
@@ -167,7 +167,7 @@ def main(args: ArgsType = None) -> LightningCLI:
     """Run the command line, or the same from Python with a list of arguments.
 
     Args:
-        args: Arguments as on the command line, default those of the process.
+        args: Arguments as on the command line, default the process's.
 
     Returns:
         The CLI with its ``trainer``, ``model`` and ``datamodule``.
@@ -182,7 +182,7 @@ def main(args: ArgsType = None) -> LightningCLI:
             auto_configure_optimizers=False,
             seed_everything_default=0,
             parser_class=ClearParser,
-            # not config.yaml: the folder may hold the user's own
+            # not config.yaml: the folder may contain the user's own
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True, "config_filename": "run_config.yaml"},
             parser_kwargs={"version": __version__, "prog": "sparse-rl", "epilog": OTHERS},
@@ -204,7 +204,7 @@ def console() -> None:
     """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
-    ``sparse-rl doctor`` is answered before anything else could fail.
+    ``sparse-rl doctor`` runs before anything else could fail.
     """
     if sys.argv[1:2] == ["doctor"]:
         doctor.main()

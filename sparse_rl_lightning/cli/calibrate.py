@@ -69,9 +69,9 @@ def calibrate(
 ) -> Calibration:
     """Find the cheapest budget per bin of sequence lengths that keeps the sparse policy close to the dense one.
 
-    Every budget draws the same completions' worth of tokens with the compressor, the dense policy scores them, and the
-    5th percentile of the acceptance is taken in every bin of lengths. Writes schedule.yaml, table.csv, table.png and
-    calibration.json; what is finished is kept, so the same command goes on after an interruption.
+    Every budget draws completions for the same prompts with the compressor, the dense policy scores them, and the
+    5th percentile of the acceptance is computed in every length bin. It writes schedule.yaml, table.csv, table.png and
+    calibration.json; finished parts are kept, so the same command continues after an interruption.
 
     Args:
         policy: Hugging Face folder, hub name, or a policy source.
@@ -95,7 +95,7 @@ def calibrate(
         resamples: Bootstrap samples behind every confidence interval.
         prompts_per_part: Prompts whose completions are one finished part.
         micro_batch: Sequences per dense forward pass.
-        num_slots: Sequences decoded at the same time, null for all of a part.
+        num_slots: Number of sequences decoded at the same time, null for all of a part.
         memory_limit: Bytes of the cache, or a share of the free memory as a float.
         device: Device to use, null for a GPU where there is one.
         seed: Seed of the completions.
@@ -103,7 +103,7 @@ def calibrate(
         machine: File of `sparse-rl calibrate --hardware`, to predict what the schedule saves there.
 
     Raises:
-        ValueError: If there are no prompts, the policy says nothing, or the target cannot be reached.
+        ValueError: If there are no prompts, the policy generates nothing, or the target cannot be reached.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -113,7 +113,7 @@ def calibrate(
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).load()
-    model.to(device or _default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
+    model.to(device or _default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = sorted({*default_end_token_ids(model), *end})
@@ -142,7 +142,7 @@ def main(args: Sequence[str]) -> Calibration | None:
         args: Arguments after ``calibrate``.
 
     Raises:
-        ValueError: As :func:`calibrate`.
+        ValueError: For the reasons of :func:`calibrate`.
     """
     if any(argument.partition("=")[0] == "--hardware" for argument in args):
         auto_cli(hardware, args=with_file(args), **PARSER)
@@ -180,8 +180,8 @@ def statistics(
     Args:
         policy: Hugging Face folder or hub name.
         texts: JSONL file, rows with prompt and (better) completion.
-        statistics: The safetensors file to write.
-        max_length: Tokens of a text to read.
+        statistics: Path of the safetensors file to write.
+        max_length: Number of tokens to read of each text.
         batch_size: Texts per forward pass.
 
     Raises:
@@ -190,7 +190,7 @@ def statistics(
     try:
         model, tokenizer = load_pretrained(policy)
         ids, lengths = pad(read_texts(texts, tokenizer, max_length))
-        model.to(_default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
+        model.to(_default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
         gather_statistics(model, ids, lengths, batch_size).save(statistics)
     except OSError as error:
         raise UserError(str(error)) from error
@@ -204,13 +204,13 @@ def statistics_main(args: Sequence[str]) -> None:
         args: Arguments after ``statistics``.
 
     Raises:
-        ValueError: As :func:`statistics`.
+        ValueError: For the reasons of :func:`statistics`.
     """
     auto_cli(statistics, args=list(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
 
 
 def with_file(args: Sequence[str]) -> list[str]:
-    """``--hardware`` may stand alone; then it writes ``hardware.json``."""
+    """The arguments with ``hardware.json`` after ``--hardware`` if no file follows it."""
     given = list(args)
     if "--hardware" not in given:  # --hardware=FILE
         return given

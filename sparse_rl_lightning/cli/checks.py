@@ -22,14 +22,14 @@ from sparse_rl_lightning.errors import UserError, check_number
 
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
-"""What Lightning's ``ckpt_path`` may say instead of a path, ``last`` apart."""
+"""Values that Lightning's ``ckpt_path`` allows instead of a path, except ``last``."""
 
 
 def check_process_seed(config: Any) -> None:
-    """Refuse a seed that numpy does not take.
+    """Refuse a seed that numpy would not accept.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
         ValueError: If ``seed_everything`` is negative or has more than 32 bits.
@@ -39,10 +39,10 @@ def check_process_seed(config: Any) -> None:
 
 
 def check_folders(config: Any) -> None:
-    """Find out now, not after the first rollout, that nothing can be written.
+    """Refuse folders that cannot be written now, instead of failing after the first rollout.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
         ValueError: If ``default_root_dir`` or a folder of the logger or of ModelCheckpoint cannot be written.
@@ -57,14 +57,14 @@ def check_folders(config: Any) -> None:
 def check_checkpoint(config: Any) -> None:
     """Refuse a missing checkpoint, ``last`` above all: it must not become a silent start from zero.
 
-    The word ``last`` is replaced by the path it stands for: Lightning would take the newest file whose name begins so,
-    and start anew where it finds none.
+    The word ``last`` is replaced by its path: Lightning would take the newest file whose name begins with it, and start
+    anew if it finds none.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
-        ValueError: If it is not there.
+        ValueError: If it does not exist.
     """
     ckpt_path = config.get("ckpt_path")
     if ckpt_path is None or ckpt_path in NAMED_CHECKPOINTS:
@@ -118,10 +118,10 @@ def check_launch(config: Any) -> None:
     """Refuse strategies and processes that the module would refuse as well, but that Lightning's trainer meets first.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
-        ValueError: If the strategy is Lightning's own DeepSpeed, or other processes were started than are asked for.
+        ValueError: If the strategy is Lightning's own DeepSpeed, or a different number of processes was started.
     """
     strategy = config.trainer.strategy
     name = strategy if isinstance(strategy, str) else str(getattr(strategy, "class_path", "")).rpartition(".")[2]
@@ -138,7 +138,7 @@ def warn_of_earlier_run(config: Any) -> None:
     """Warn that a new run is going to overwrite the files of an earlier one.
 
     Args:
-        config: The parsed configuration of ``fit``.
+        config: Parsed configuration of ``fit``.
     """
     if config.get("ckpt_path") is not None or config.trainer.fast_dev_run:
         return
@@ -154,10 +154,10 @@ def check_callbacks(config: Any) -> None:
     """Refuse two callbacks whose states a checkpoint could not tell apart, more clearly than Lightning does.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
-        ValueError: If one is listed twice.
+        ValueError: If a callback is listed twice.
     """
     kinds = [imported(callback.class_path) for callback in _objects(config.trainer.callbacks)]
     for kind in (kind for n, kind in enumerate(kinds) if kind in kinds[:n]):
@@ -166,7 +166,7 @@ def check_callbacks(config: Any) -> None:
 
 
 def checkpoint_folders(config: Any) -> Iterator[str]:
-    """Fixed folders of all checkpoint callbacks."""
+    """The fixed folders of all checkpoint callbacks."""
     for callback in _objects(config.trainer.callbacks):
         kind = imported(callback.class_path)
         if not (isinstance(kind, type) and issubclass(kind, ModelCheckpoint)):
@@ -178,10 +178,10 @@ def checkpoint_folders(config: Any) -> Iterator[str]:
 
 
 def name_logger(config: Any) -> None:
-    """Where no logger is named, let ``metrics.csv`` go to ``default_root_dir``, the folder that names the run.
+    """Write ``metrics.csv`` to ``default_root_dir``, the folder named after the run, if no logger is configured.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
     """
     trainer = config.trainer
     if trainer.default_root_dir and (trainer.logger is None or trainer.logger is True):
@@ -191,7 +191,7 @@ def name_logger(config: Any) -> None:
 
 
 def _holds_checkpoints(folder: Path) -> bool:
-    """Whether any is there, be it one that a killed run was replacing."""
+    """Whether there is any checkpoint, including one that a killed run was replacing."""
     return any(folder.glob("*.ckpt")) or any(replaced(folder / "x").parent.glob("*.ckpt"))
 
 
@@ -202,7 +202,7 @@ def _objects(value: Any) -> list[Any]:
 
 
 def _check_writable(folder: Any, argument: str) -> None:
-    """Try the folder or the first of its parents that exists, without creating any."""
+    """Try to write to the folder or its first existing parent, without creating any."""
     if folder is None or "://" in str(folder):
         return
     path = Path(folder).expanduser()

@@ -39,7 +39,7 @@ def versions() -> list[str]:
 
 
 def devices() -> list[str]:
-    """Processor and GPUs."""
+    """The processor and GPUs."""
     found = torch.backends.cpu.get_cpu_capability()
     clone = INSTRUCTION_SETS.get(found, "plain x86-64 or none")
     lines = [f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} threads used, kernels compiled for {clone}"]

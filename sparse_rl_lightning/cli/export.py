@@ -31,14 +31,14 @@ class ExportingTrainer(Trainer):
         """Write the policy of a checkpoint and its tokenizer as a folder that ``from_pretrained`` reads.
 
         Args:
-            model: The module that was trained.
+            model: Module that was trained.
             datamodule: Not used.
             ckpt_path: A checkpoint of one device, DDP or DeepSpeed, or ``last``.
             folder: Folder to write; a model in it is replaced.
             weights_only: Not used: nothing else is ever read.
 
         Raises:
-            ValueError: If the checkpoint is missing or of another policy, or the folder holds something else.
+            ValueError: If the checkpoint is missing or of another policy, or the folder contains something else.
         """
         module, path = cast(PolicyModule, model), last_path(self) if ckpt_path == "last" else Path(ckpt_path)
         if path is None:
@@ -53,10 +53,10 @@ class ExportingTrainer(Trainer):
 
 
 def load_policy(module: PolicyModule, path: Path) -> None:
-    """Fill a module's policy from a checkpoint, without unpickling anything.
+    """Load a module's policy from a checkpoint, without unpickling anything.
 
     Raises:
-        ValueError: If names or shapes of the weights differ, or a folder holds no whole weights (FSDP2).
+        ValueError: If names or shapes of the weights differ, or a folder has no whole weights (FSDP2).
     """
     assert module.policy is not None
     if not path.is_dir():

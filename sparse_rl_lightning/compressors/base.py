@@ -17,13 +17,13 @@ from sparse_rl_lightning.records import LayerState, StateUpdate
 class Compressor(Budgeted):
     """Decides which ``budget`` entries of a full slot survive; subclasses only write :meth:`score`.
 
-    A slot holds ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
+    A slot has room for ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
     positions, the last ``window`` entries and the best scores among the rest stay. A compressor keeps no state
     of its own: one instance serves all layers, slots and ranks. Numbers that a method accumulates over the steps are
     named in :attr:`state_fields` and belong to the cache.
 
-    With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget is that of each sequence's own length when it
-    is compressed. Memory is sized by the largest, and nothing is evicted while a sequence holds fewer tokens than the
+    With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget depends on each sequence's length when it is
+    compressed. Memory is sized for the largest, and nothing is evicted while a sequence has fewer tokens than the
     budget of its length plus ``buffer``.
 
     Args:
@@ -90,7 +90,7 @@ class Compressor(Budgeted):
                 stacklevel=5,  # the caller of the constructor
             )
 
-    # ---------------------------------------------------------------- what a method declares
+    # ---------------------------------------------------------------- declarations of a method
 
     @property
     def num_queries(self) -> int:
@@ -99,17 +99,17 @@ class Compressor(Budgeted):
 
     @property
     def state_fields(self) -> tuple[str, ...]:
-        """Names of float32 numbers per entry that the cache keeps beside the keys, moves with them and starts at 0.
+        """Names of float32 numbers per entry that the cache stores with the keys, moves with them and starts at 0.
 
-        Where there are any, here or in :meth:`head_state_fields`, the cache calls :meth:`update_state`.
+        If there are any, here or in :meth:`head_state_fields`, the cache calls :meth:`update_state`.
         """
         return ()
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """Names of float32 numbers per KV head, and how many of each: (S, H, C) that start at 0 with every prompt.
+        """Names of float32 numbers per KV head, with the width C of each: (S, H, C) that start at 0 with every prompt.
 
         Args:
-            head_dim: D of the model.
+            head_dim: Head dimension D of the model.
         """
         return {}
 
@@ -138,18 +138,18 @@ class Compressor(Budgeted):
     def update_state(self, update: StateUpdate) -> None:
         """Update the running numbers in ``update.state`` and ``update.head_state`` for new tokens, in place.
 
-        Called for every token once, before the slot may be compressed: for one of each sequence after a decode step,
-        for the tokens of a prompt in blocks. A block of Q tokens must leave the numbers that Q blocks of one leave.
+        It is called once for every token, before the slot may be compressed: with one of each sequence after a decode
+        step, and with the tokens of a prompt in blocks. A block of Q tokens must have the effect of Q blocks of one.
 
         Args:
             update: The numbers of one layer, and the new tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} has state_fields, so it needs update_state.")
 
-    # ---------------------------------------------------------------- what the cache calls
+    # ---------------------------------------------------------------- calls of the cache
 
     def layer_budgets(self, num_layers: int, budget: int | None = None) -> list[int]:
-        """Tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
+        """The tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
 
         Args:
             num_layers: Layers of the model.
@@ -180,7 +180,7 @@ class Compressor(Budgeted):
         budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
         must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
         unranked, too_many = (given.isnan() & layer.valid).any(), (must_stay > budgets).any()
-        if bool(unranked | too_many):  # the device is waited for once
+        if bool(unranked | too_many):  # one synchronization with the device
             self._refuse_nan(given, layer)
             worst = int((must_stay - budgets).argmax())
             raise UserError(
@@ -199,7 +199,7 @@ class Compressor(Budgeted):
             layer_budget: Budget as for :meth:`plan_eviction`.
 
         Raises:
-            ValueError: As :meth:`plan_eviction`.
+            ValueError: For the reasons of :meth:`plan_eviction`.
         """
         scores, budgets = self.plan_eviction(layer, layer_budget)
         return select_entries(scores, layer.valid, layer.positions, budgets, self.num_sinks, self.window)
@@ -215,7 +215,7 @@ class Compressor(Budgeted):
         return self._protected(scores, layer)
 
     def _protected(self, scores: Tensor, layer: LayerState) -> Tensor:
-        """The scores (S, H, N), +inf for tokens that ``protect_prompt`` and ``protect_token_ids`` name."""
+        """The scores (S, H, N), with +inf for the tokens of ``protect_prompt`` and ``protect_token_ids``."""
         if self.protect_token_ids:
             ids = torch.tensor(self.protect_token_ids, dtype=layer.token_ids.dtype, device=layer.token_ids.device)
             scores = scores.masked_fill(torch.isin(layer.token_ids, ids) & layer.valid, torch.inf)

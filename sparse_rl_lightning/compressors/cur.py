@@ -45,14 +45,14 @@ class CUR(Compressor):
         self.local_window = local_window
 
     def score(self, layer: LayerState) -> Tensor:
-        """Shares of leverage: (S, H, N), summing to 1 over the live entries."""
+        """Shares of leverage (S, H, N), which sum to 1 over the live entries."""
         key = self._shares(layer.keys, layer.valid)
         value = self._shares(layer.values, layer.valid)
         scores = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.leverage]
         return _divide(scores, scores.sum(dim=-1, keepdim=True))
 
     def _shares(self, tensor: Tensor, valid: Tensor) -> Tensor:
-        """Each squared norm over the sum of its window: (S, H, N)."""
+        """Each squared norm divided by the sum of its window: (S, H, N)."""
         squares = live_entries(tensor, valid).square().sum(dim=-1)
         num_entries, width = squares.shape[-1], self.local_window
         if width == 0:

@@ -13,8 +13,8 @@ from sparse_rl_lightning.records import LayerState
 class KeyDiff(Compressor):
     """Evict the keys most similar to the mean direction of all keys (arXiv 2504.15364).
 
-    The mean is taken over the keys that are in the slot, as in the paper's block-wise eviction: what was evicted
-    earlier does not count.
+    The mean is taken over the keys in the slot, as in the paper's block-wise eviction: keys evicted earlier do not
+    count.
     """
 
     num_queries = 0

@@ -16,17 +16,17 @@ from sparse_rl_lightning.files import write_files
 from sparse_rl_lightning.records import LayerState
 
 COMMAND = "sparse-rl statistics POLICY TEXTS.jsonl"
-"""What writes the file."""
+"""The command that writes the file."""
 
 
 class QueryMoments:
-    """Sums over the queries of one layer, from which any number of batches add up to the layer's statistics.
+    """Sums over the queries of one layer; sums of several batches add up to the layer's statistics.
 
     Args:
-        queries: (B, Hq, T, D) before the rotary positions are applied.
-        positions: (B, T) true positions.
-        mask: (B, T) bool, the queries that count.
-        inv_freq: (D / 2,) rotary frequencies.
+        queries: Queries (B, Hq, T, D) before the rotary positions are applied.
+        positions: True positions (B, T).
+        mask: Queries (B, T) that count, bool.
+        inv_freq: Rotary frequencies (D / 2,).
     """
 
     def __init__(self, queries: Tensor, positions: Tensor, mask: Tensor, inv_freq: Tensor) -> None:
@@ -48,8 +48,8 @@ class QueryMoments:
     def main_directions(self, num_kv_heads: int) -> Tensor:
         """Main direction of the rotated queries of each KV head (H, D), the filters of Q-Filters (arXiv 2503.02812).
 
-        For each query head the first right singular vector of its queries, of length 1 and turned so that the queries
-        lie on its positive side; then the mean over the heads of a group.
+        For each query head this is the first right singular vector of its queries, of length 1 and oriented so that the
+        queries lie on its positive side; then the mean over the heads of a group.
         """
         main = torch.linalg.eigh(self.turned_square).eigenvectors[..., -1]  # eigenvalues come in ascending order
         side = (main * self.turned_mean).sum(dim=-1, keepdim=True)
@@ -62,9 +62,9 @@ class QueryStatistics:
     """Statistics of a model's queries for calibrated compressors; ``sparse-rl statistics`` writes them to a file.
 
     Args:
-        mean: (L, Hq, D) mean query before the rotary positions are applied.
-        lengths: (L, Hq, D / 2) mean length of its pairs of channels.
-        filters: (L, H, D) main direction of the rotated queries of each KV head.
+        mean: Mean query (L, Hq, D) before the rotary positions are applied.
+        lengths: Mean length (L, Hq, D / 2) of its pairs of channels.
+        filters: Main direction (L, H, D) of the rotated queries of each KV head.
     """
 
     def __init__(self, mean: Tensor, lengths: Tensor, filters: Tensor) -> None:
@@ -91,7 +91,7 @@ class QueryStatistics:
             owner: Class that needs it, for the message.
 
         Raises:
-            ValueError: If it is not there or holds something else; says which command makes it.
+            ValueError: If it is missing or contains something else; the message includes the command that writes it.
         """
         advice = f"Make it with: {COMMAND} {path}"
         if not Path(path).expanduser().is_file():
@@ -110,7 +110,7 @@ class QueryStatistics:
         """Mean (Hq, D), lengths (Hq, D / 2) and filters (H, D) of one layer, as float32 on its device.
 
         Raises:
-            ValueError: If the statistics are of another model.
+            ValueError: If the statistics belong to another model.
         """
         num_layers, num_heads, dim = self.mean.shape
         _, num_kv_heads, _, key_dim = layer.keys.shape

@@ -11,7 +11,7 @@ from sparse_rl_lightning.records import LayerState
 
 
 class RandomEviction(Compressor):
-    """Keep a uniform random sample of the past beside sinks and window.
+    """Keep a uniform random sample of the past, besides sinks and window.
 
     Each token draws a random number once, from (key, layer, head, position) with the key of its sequence or, in the
     prompt, of the prompt, and keeps it for all compressions. So the survivors are always an even sample of everything

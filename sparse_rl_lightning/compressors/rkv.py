@@ -18,7 +18,7 @@ class RKV(SnapKV):
     """Trade the importance of an entry against its redundancy (R-KV, arXiv 2505.24133).
 
     The score is ``mix_lambda * importance - (1 - mix_lambda) * softmax(redundancy)``: the importance is SnapKV's, the
-    redundancy a key's mean cosine to the other keys, its softmax runs over all live entries, the window included.
+    redundancy a key's mean cosine to the other keys, and its softmax runs over all live entries, the window included.
     The defaults with ``num_sinks=0`` are R-KV as Sparse-RL configures it; R-KV's own code has ``mix_lambda=0.07``.
     Kept entries stay in the order of their positions, while R-KV stores them in the order of their scores, on which
     its next pooling and its "last similar" key then depend.
@@ -26,7 +26,7 @@ class RKV(SnapKV):
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         mix_lambda: Weight of the importance, from 0 to 1.
-        similarity_threshold: Cosine above which two keys are similar, from -1 to 1; each key spares the last of those
+        similarity_threshold: Cosine above which two keys are similar, from -1 to 1; each key spares the last one
             similar to it.
         **options: Arguments of :class:`SnapKV`. Published R-KV is ``variant="decode"``; "original" sums over the
             queries, so its importance is up to ``window`` times larger.

@@ -19,12 +19,12 @@ class SnapKV(Compressor):
     """Keep the entries that the last ``window`` queries attend to most, pooled over neighbors (arXiv 2404.14469).
 
     ``variant="decode"`` with all defaults and ``num_sinks=0`` is the SnapKV of the R-KV repository, which Sparse-RL
-    uses: softmax over the entries outside the window, mean over the queries. ``variant="original"`` is that of the
+    uses: softmax over the entries outside the window, mean over the queries. ``variant="original"`` is the one of the
     SnapKV repository: softmax over all live entries under the causal mask, sum over the queries; its class defaults
-    are ``num_sinks=0, window=64, kernel_size=5, pooling="avg"`` (``window=32`` in its model configurations). It picks
+    are ``num_sinks=0, window=64, kernel_size=5, pooling="avg"`` (``window=32`` in its model configurations). It selects
     entries per query head, on keys repeated for each of them; here a set belongs to a KV head, so with grouped queries
     ``group_reduction`` makes one score of the group ("mean" as in kvpress). Both originals score every compression
-    with ``window`` queries; here means run over the queries there are.
+    with ``window`` queries; here means run over the queries available.
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
@@ -36,7 +36,7 @@ class SnapKV(Compressor):
         **sizes: Arguments of :class:`Compressor`; ``window`` is also the number of queries that score.
 
     Raises:
-        ValueError: If the numbers leave nothing to choose from, or an option is none of those listed.
+        ValueError: If the numbers leave nothing to choose from, or an option is not one of those listed.
     """
 
     def __init__(

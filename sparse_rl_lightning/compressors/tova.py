@@ -14,7 +14,7 @@ class TOVA(Compressor):
     """Evict what the newest token attends to least, on average over all heads of the layer (arXiv 2401.06104).
 
     All heads of a layer keep the same tokens. The paper evicts one token at every step, which is ``buffer=1``; it
-    neither protects sinks (``num_sinks=0``) nor more than the newest token (``window=1``, which the paper leaves to
+    protects neither sinks (``num_sinks=0``) nor more than the newest token (``window=1``, which in the paper depends on
     its attention to itself).
     """
 

@@ -18,10 +18,10 @@ from sparse_rl_lightning.records import LayerState
 
 
 class TriAttention(Compressor):
-    """Keep the keys that the mean query meets at distances to come, by a trigonometric series (arXiv 2604.04921).
+    """Keep the keys that the mean query meets at future distances, by a trigonometric series (arXiv 2604.04921).
 
     Before rotation the queries of a head gather around one vector, so the logit of a key is a sum of cosines of its
-    distance. The mean vector is turned to the positions 1, 2, 4, ... up to ``max_offset`` behind the next token; its
+    distance. The mean vector is rotated to the positions 1, 2, 4, ... up to ``max_offset`` after the next token; its
     mean product with the key is the first part of the score. The second adds, for every frequency, the length of the
     key times what the mean length of the queries exceeds the length of their mean by. Scores are standardized over
     the live entries of each query head, then reduced over the group. These are the formulas of the published code

@@ -16,7 +16,7 @@ from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
 
 MOST_LEVELS = 50
-"""Levels of lists and objects that a column may have: all that hold a row walk through them."""
+"""Limit on nested lists and objects in a column, because everything that reads a row recurses into them."""
 
 GSM8K_PATTERN = r"####\s*(\S.*)"
 
@@ -30,24 +30,24 @@ class JsonlPrompts(PromptDataModule):
 
     Args:
         path: A ``.jsonl``, ``.json`` (one object per line) or ``.parquet`` file, or the name of a hub dataset.
-        val_path: The same for validation; the default is ``path`` where ``val_split`` is given, else no validation.
+        val_path: The same for validation; the default is ``path`` if ``val_split`` is given, otherwise no validation.
         prompt_column: Column with the prompt.
-        answer_column: Column with the answer, text or a number; null for prompts without, to predict.
-        answer_pattern: How to find the bare answer in its column: a regular expression whose last match counts,
-            its first group if it has one. ``gsm8k`` stands for the text behind ``####`` without commas.
+        answer_column: Column with the answer, text or a number; null for prompts without answers, to predict on.
+        answer_pattern: Regular expression that finds the bare answer in its column: its last match counts, or the first
+            group of that match. ``gsm8k`` stands for the text behind ``####`` without commas.
         math_answers: Drop rows whose answer the math checker cannot compare with anything, too.
         solution_column: Column that is also passed on, whole, as ``solution``, for supervised training.
         prompt_template: Text around the prompt, for example
             ``"{prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."``. Braces are
-            doubled here, never in the data. Of chat messages the last one is rendered.
-        as_chat: Make a text prompt a chat message of the user.
+            doubled here, never in the data. In a list of chat messages it applies to the last.
+        as_chat: Turn a text prompt into a chat message of the user.
         system_prompt: System message before prompts that do not begin with one; needs chat messages.
         config: Configuration of the hub dataset.
         split: Training split of the hub dataset.
         val_split: Validation split of the hub dataset.
         prompts_per_rollout: Prompts per rollout and rank.
         val_batch_size: Prompts per validation batch.
-        max_val_prompts: Validate on the first so many rows only. None takes all.
+        max_val_prompts: Number of rows to validate on, from the first. None takes all.
         seed: Seed of the order of the training prompts.
 
     Raises:
@@ -107,7 +107,7 @@ class JsonlPrompts(PromptDataModule):
         return [] if self.val_path is None else self._rows(self.val_path, self.val_split)
 
     def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
-        """The validation rows, or those of ``path`` where there are none."""
+        """The validation rows, or the rows of ``path`` if there are none."""
         return in_order((self.val_rows() or self.train_rows())[: self.max_val_prompts], self.val_batch_size)
 
     def _rows(self, path: str, split: str) -> list[Row]:
@@ -150,7 +150,7 @@ class JsonlPrompts(PromptDataModule):
         return row | {"prompt": self._prompt(where, row[self.prompt_column]), "answer": answer}
 
     def _answer(self, where: str, value: object) -> str:
-        if value is None or value != value:  # a missing number of a parquet file is NaN
+        if value is None or value != value:  # a missing number in a parquet file is NaN
             return ""
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise UserError(
@@ -219,7 +219,7 @@ def _check_template(template: str | None) -> None:
 
 
 def _clean(value: Any, where: str, level: int = 0) -> Any:
-    """The value with every text inside it turned into valid Unicode, so that it can be tokenized and printed."""
+    """The value with every text inside it made valid Unicode, so that it can be tokenized and printed."""
     if level > MOST_LEVELS:
         raise UserError(f"{where} is nested more than {MOST_LEVELS} levels deep. Drop it, or store it as text.")
     if isinstance(value, str):

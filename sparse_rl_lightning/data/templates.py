@@ -1,7 +1,7 @@
-r"""How the paper's code asks a question: the templates of its Qwen and Llama models, and of its evaluation.
+r"""Prompt templates of the paper: for training its Qwen and Llama models, and for its evaluation.
 
-In training the suffix holds doubled braces, ``\boxed{{}}``, a slip of the original data that models have been trained
-on; it is kept, so that results can be compared. Evaluation asks without a chat template.
+The training suffix has doubled braces, ``\boxed{{}}``, a slip in the original data that models have been trained on;
+it is kept so that results can be compared. Evaluation uses no chat template.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def render(question: str, prompt_format: PromptFormat) -> Prompt:
     """The prompt for a question.
 
     Args:
-        question: A problem as it stands in its file.
-        prompt_format: ``plain`` as the paper evaluates; ``qwen``, text in the ChatML format that the Qwen base models
-            are trained with; ``llama``, the same as chat messages for the tokenizer's own template.
+        question: Text of a problem as it is in its file.
+        prompt_format: ``plain`` as in the paper's evaluation; ``qwen``, text in the ChatML format that the Qwen base
+            models are trained with; ``llama``, the same as chat messages for the tokenizer's own template.
 
     Raises:
         ValueError: If there is no such format.

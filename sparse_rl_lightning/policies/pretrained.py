@@ -1,4 +1,4 @@
-"""Hugging Face folders as they come: loaded whole, with finite weights and a tokenizer, or refused in one line."""
+"""Loading of Hugging Face folders: complete, with finite weights and a tokenizer, or refused in one line."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import FAMILIES
 
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
-"""What transformers says of a ``model_type`` that is no causal language model of its."""
+"""Phrases of transformers' errors about a ``model_type`` that is not one of its causal language models."""
 
 
 def load_pretrained(
     path: str, dtype: str | torch.dtype = "auto", attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model and its tokenizer, from safetensors only and without any code of the folder's.
+    """A causal language model and its tokenizer, from safetensors only and without running code from the folder.
 
     Args:
         path: Folder or hub name.
         dtype: Type of the weights, ``auto`` for the folder's.
-        attn_implementation: The model's attention, None for transformers' choice.
+        attn_implementation: Attention of the model, None for transformers' choice.
 
     Raises:
         ValueError: If it cannot be loaded, a weight is missing, of another shape, NaN or infinite, or there is no
@@ -60,14 +60,14 @@ def load_pretrained(
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Refuse weights that hold NaN or infinity: every number computed from them is none.
+    """Refuse weights with NaN or infinity, which would spoil every number computed from them.
 
     Args:
         weights: Names and tensors.
-        where: What they are of, the beginning of the error.
+        where: Origin of the weights, which begins the error message.
 
     Raises:
-        ValueError: If one does.
+        ValueError: If a weight has one.
     """
     broken = [name for name, value in weights if value.is_floating_point() and not bool(value.isfinite().all())]
     if broken:
@@ -78,7 +78,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
 
 
 def _check_whole(found: dict[str, Any], where: str) -> None:
-    """A weight that was not found would be random, and the run would go on."""
+    """Refuse missing weights, which would be random, and warn about unused ones."""
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     mismatched = sorted(found["mismatched_keys"], key=lambda entry: str(entry[0]))
     if missing or mismatched:
@@ -121,7 +121,7 @@ def _broken_file(path: str) -> str | None:
 
 @contextmanager
 def _without_reports() -> Iterator[None]:
-    """Of what was found where, transformers prints a table; here it becomes an error or a warning."""
+    """Silence the table that transformers prints about missing weights; it becomes an error or a warning here."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

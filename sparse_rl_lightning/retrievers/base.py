@@ -15,15 +15,15 @@ from sparse_rl_lightning.ops.select_pages import PageReduction
 class Retriever(Budgeted):
     """Decides which ``budget`` tokens of the cache each query reads; subclasses write :meth:`summarize`, :meth:`score`.
 
-    Nothing is deleted: retrieval saves the time to read keys and values, not the memory that holds them, which even
-    grows by what is kept of each page. A sequence's entries are cut into pages of ``page_size``. At every decode step
+    Nothing is deleted: retrieval saves time for reading keys and values, not their memory, which even grows by the
+    summary of each page. A sequence's entries are cut into pages of ``page_size``. At every decode step
     and for every KV head the first ``num_first_pages``, the last ``num_last_pages`` and the best scores among the
     others are attended to; the query heads of a group read the same pages. Prompts attend to everything. A retriever
     keeps no state: one instance serves all layers, slots and ranks.
 
     Args:
-        budget: Tokens that a query reads per layer and KV head, first and last pages included (Sparrow counts its
-            chosen pages only: its 1024 tokens are ``1024 + 3 * 16`` here); a number, or a schedule by the length of
+        budget: Number of tokens that a query reads per layer and KV head, first and last pages included (Sparrow counts
+            only its chosen pages: its 1024 tokens are ``1024 + 3 * 16`` here); a number, or a schedule by the length of
             the sequence.
         page_size: Entries of a page.
         num_first_pages: Pages at the beginning that are always read.
@@ -33,11 +33,11 @@ class Retriever(Budgeted):
             heads of a layer read as much, so rules that split heads are refused.
 
     Raises:
-        ValueError: If the rule splits heads, a budget is no whole number of pages, or leaves nothing to choose.
+        ValueError: If the rule splits heads, a budget is not a whole number of pages, or leaves nothing to choose.
     """
 
     num_vectors = 1
-    """Vectors of the head size that are kept of a page, in the type of the keys."""
+    """Number of vectors of the head size per page summary, in the type of the keys."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Retriever(Budgeted):
         raised, page = super().raised(steps), self.page_size
         return LengthSchedule(list(raised.starts), [-(-budget // page) * page for budget in raised.budgets])
 
-    # ---------------------------------------------------------------- what a method declares
+    # ---------------------------------------------------------------- declarations of a method
 
     @abstractmethod
     def summarize(self, keys: Tensor) -> Tensor:
@@ -98,31 +98,31 @@ class Retriever(Budgeted):
     def score(self, queries: Tensor, summaries: Tensor) -> Tensor:
         """Scores of pages for queries, higher is read.
 
-        The engine asks for one query at a time and the learner for many, so no query may see another.
+        The engine scores one query at a time and the learner many, so no query may affect another.
 
         Args:
             queries: (..., G, Q, D) post-RoPE, G query heads of a group.
             summaries: (..., num_vectors, P, D) of P pages, from :meth:`summarize`.
 
         Returns:
-            (..., Q, P).
+            The scores (..., Q, P).
         """
 
-    # ---------------------------------------------------------------- what the engine asks
+    # ---------------------------------------------------------------- calls of the engine
 
     @property
     def kernel(self) -> PageReduction | None:
-        """The reduction over a group with which the ops ``summarize_pages`` and ``select_pages`` do the same.
+        """The reduction over a group with which the ops ``summarize_pages`` and ``select_pages`` compute the same.
 
         None runs :meth:`summarize` and :meth:`score` in PyTorch, as for a subclass of your own.
         """
         return None
 
     def layer_pages(self, num_layers: int, budget: int) -> list[int]:
-        """Pages that a query reads in each of the layers that retrieve, under one budget of the schedule.
+        """The number of pages that a query reads in each retrieving layer, under one budget of the schedule.
 
         Raises:
-            ValueError: If a layer would read less than the pages that are always read.
+            ValueError: If a layer would read fewer pages than are always read.
         """
         reserved = self.num_first_pages + self.num_last_pages
         shares = self.budget_rule.layer_budgets(budget, num_layers, reserved * self.page_size)
@@ -136,16 +136,16 @@ class Retriever(Budgeted):
 
 
 class PageLimits:
-    """A schedule in pages, as tensors made once, so that a decode step does not copy numbers to the device.
+    """A schedule in pages, as tensors created once, so that a decode step does not copy numbers to the device.
 
     Args:
-        starts: (n,) int64, lengths at which a limit begins, ascending from 0.
-        limits: (L, n) int32, pages of each layer that retrieves.
+        starts: Lengths (n,) int64 at which a limit begins, ascending from 0.
+        limits: Pages (L, n) int32 of each retrieving layer.
     """
 
     def __init__(self, starts: Tensor, limits: Tensor) -> None:
         self.starts, self.limits = starts, limits
 
     def __call__(self, lengths: Tensor) -> Tensor:
-        """Pages that sequences of these lengths read: (L, ...) int32."""
+        """The number of pages (L, ...) int32 that sequences of these lengths read."""
         return self.limits[:, torch.bucketize(lengths, self.starts, right=True) - 1]

@@ -1,4 +1,4 @@
-"""Centroid: pages whose mean key points where the query does."""
+"""Centroid: read pages whose mean key points where the query does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparse_rl_lightning.retrievers.base import Retriever
 class Centroid(Retriever):
     """Read the pages with the largest product of mean key and mean query of the group (Sparrow, arXiv 2606.08446).
 
-    Keeps one vector per page, 1/32 of the memory of keys and values with pages of 16.
+    It keeps one vector per page, 1/32 of the memory of keys and values with pages of 16.
 
     Args:
         budget: Tokens that a query reads per layer and KV head.
@@ -40,7 +40,7 @@ class Centroid(Retriever):
         return page_means(keys)
 
     def score(self, queries: Tensor, summaries: Tensor) -> Tensor:
-        """Products of query and mean key: (..., Q, P)."""
+        """The products of query and mean key: (..., Q, P)."""
         return page_scores(queries, summaries, self.group_reduction)
 
     @property
