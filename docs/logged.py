@@ -30,7 +30,6 @@ DISTILL: list[Row] = [
     ("distill/kl", "nats/token", "KL(sparse || dense) of the adapter's steps, k3"),
     ("distill/grad_norm", "norm", "length of the adapter's gradient before it is clipped"),
     ("distill/clip_ratio", "share", f"tokens {CLIP}, in the adapter's steps"),
-    ("distill/differing_pages", "share", "pages read that the learner does not choose; with `record_pages`"),
 ]
 SPLIT: list[Row] = [
     (f"mismatch_split/{part}/{name}", unit, meaning.format(pair))

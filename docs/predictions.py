@@ -17,15 +17,16 @@ import torch
 from benchmarks.common.tables import Table
 from sparse_rl_lightning import compressors, retrievers
 from sparse_rl_lightning.budgets import schedules
+from sparse_rl_lightning.cache.compression import Trigger
+from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.calibration import ModelShape
 from sparse_rl_lightning.cli.yaml_files import read_file
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.cache.memory import slot_bytes
-from sparse_rl_lightning.rollout.cache.slots import CacheSize
-from sparse_rl_lightning.rollout.cache.trigger import Trigger
+from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = {  # configuration: shape by name, whether the head is the table of embeddings
@@ -121,7 +122,9 @@ class Recipe:
             torch.bfloat16, torch.bfloat16, torch.device("cpu"),
         )  # fmt: skip
         capacities = Trigger(compressor, s.num_layers).capacities(PROMPT, length)
-        size = CacheSize.of(compressor, geometry, self.num_slots, capacities, length, retriever)
+        size = CacheSize.of(compressor, geometry, self.num_slots, capacities, length)
+        if retriever is not None:
+            size = with_pages(size, retriever)
         params = SamplingParams(max_completion_length=self.settings["max_completion_length"])
         return slot_bytes(geometry, size, params).of(self.num_slots)
 

@@ -6,6 +6,8 @@ import math
 from numbers import Integral, Real
 from typing import Any, cast, get_args
 
+from sparse_rl_lightning.errors import UserError
+
 
 def check_number(
     name: str,
@@ -42,7 +44,7 @@ def check_number(
     said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     wanted = said if is_number else f"a finite number, {said}".rstrip(", ")
     given = f"{name.rpartition('.')[2]}={value}"
-    raise ValueError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
+    raise UserError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
 
 
 def check_choice(name: str, value: object, choices: Any, owner: str = "") -> None:
@@ -60,7 +62,7 @@ def check_choice(name: str, value: object, choices: Any, owner: str = "") -> Non
     allowed = get_args(choices)
     if value not in allowed:
         owner = f"{owner}: " if owner else ""
-        raise ValueError(f"{owner}{name} must be one of {', '.join(allowed)}, got {name}={value!r}.")
+        raise UserError(f"{owner}{name} must be one of {', '.join(allowed)}, got {name}={value!r}.")
 
 
 def check_seed(value: object, name: str = "seed") -> None:
@@ -71,7 +73,7 @@ def check_seed(value: object, name: str = "seed") -> None:
     """
     if not (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63):
         given = f"{name.rpartition('.')[2]}={value}"
-        raise ValueError(f"{name} must be a whole number of 64 bits, from -2**63 to 2**63 - 1, got {given}.")
+        raise UserError(f"{name} must be a whole number of 64 bits, from -2**63 to 2**63 - 1, got {given}.")
 
 
 def _within(value: float, least: float | None, above: float | None, most: float | None, below: float | None) -> bool:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import NEVER as NEVER
 from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
-from sparse_rl_lightning.page_record import PageRecord as PageRecord
 
 Rows: TypeAlias = list[dict[str, Any]]
 """Rows of a data set, a prompt each."""
@@ -102,7 +101,7 @@ class StateUpdate:
 
     def _asked(self, name: str, declaration: str) -> Tensor:
         if name not in self.asked:
-            raise ValueError(f"update_state reads {name}, which the compressor does not ask for: {declaration} = True.")
+            raise UserError(f"update_state reads {name}, which the compressor does not ask for: {declaration} = True.")
         return self.asked[name]
 
 
@@ -173,7 +172,6 @@ class Rollout:
     topk_logprobs: Tensor | None = None  # (B, T, K)
     policy_versions: Tensor | None = None  # (B, T) int32 which version drew each token, in partial rollouts
     evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not say what was seen
-    pages: PageRecord | None = None  # that every query read, where a sampler records them
     kv: KVUsage | None = None
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
     ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
@@ -214,22 +212,6 @@ class Rollout:
         size = max(1, len(self) // count)
         return [self[start : start + size] for start in range(0, len(self), size)]
 
-    @classmethod
-    def cat(cls, rollouts: Sequence[Rollout]) -> Self:
-        """All sequences in the order given, shorter ones padded on the right; the parts of a rollout give it back.
-
-        Raises:
-            ValueError: If there are none, or a field is known in some of them only.
-        """
-        known = [{f.name for f in fields(cls) if getattr(rollout, f.name) is not None} for rollout in rollouts]
-        partly = sorted({n for names in known for n in names if any(n not in others for others in known)})
-        if partly or not known:
-            raise ValueError(
-                "Rollouts to join must know the same fields, got "
-                f"{f'{partly} in some of them only' if known else 'no rollouts'}."
-            )
-        return cls(**{name: _joined([getattr(rollout, name) for rollout in rollouts]) for name in known[0]})
-
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on ``device``."""
         return self.from_state(tensors_to(self.state(), device))
@@ -244,8 +226,6 @@ class Rollout:
         state = dict(state)
         if "evictions" in state:
             state["evictions"] = EvictionRecord(**state["evictions"])
-        if "pages" in state:
-            state["pages"] = PageRecord(**state["pages"])
         if "kv" in state:
             state["kv"] = KVUsage(**state["kv"])
         return cls(**state)
@@ -278,19 +258,8 @@ class LossOutput:
     metrics: dict[str, Tensor]  # each ()
 
 
-def _joined(values: Sequence[Any]) -> Any:
-    """The sequences of all values; where there is a second dimension it is that of tokens."""
-    if not isinstance(values[0], Tensor):
-        return type(values[0]).cat(values)
-    if values[0].ndim == 1:
-        return torch.cat(list(values))
-    length = max(value.shape[1] for value in values)
-    behind = (0, 0) * (values[0].ndim - 2)
-    return torch.cat([F.pad(value, (*behind, 0, length - value.shape[1])) for value in values])
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, EvictionRecord | PageRecord):
+    if isinstance(value, EvictionRecord):
         return value.state()
     if isinstance(value, KVUsage):
         return {f.name: getattr(value, f.name) for f in fields(value)}

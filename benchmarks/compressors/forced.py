@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.cache.compression import Compression
+from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.rollout.cache.compression import Compression
-from sparse_rl_lightning.rollout.cache.slots import SlotCache
-from sparse_rl_lightning.rollout.engine.decoder import Decoder
-from sparse_rl_lightning.rollout.engine.logs import Tracks
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.teacher_forcing import force
 
 
@@ -51,12 +50,12 @@ class TimedCompression(Compression):
         self.clock.events += len(slots)
 
     def note_step(
-        self, cache: SlotCache, decoder: Decoder, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
-        hidden: Tensor,
+        self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
+        weights: Tensor | None,
     ) -> None:  # fmt: skip
         """Note and count the seconds of a step in one layer."""
         start = time.perf_counter()
-        super().note_step(cache, decoder, layer, slots, positions, probs, hidden)
+        super().note_step(cache, layer, slots, positions, probs, hidden, weights)
         self.clock.notes.append((time.perf_counter() - start) / len(slots))
 
 
@@ -93,7 +92,7 @@ def forced_logits(
     compression = TimedCompression(compressor, num_layers, Clock(num_layers=num_layers))
     kept = torch.zeros(count, length, model.config.vocab_size)
 
-    def note(tracks: Tracks, slots: Tensor, at: Tensor, logits: Tensor) -> None:
+    def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
         kept[slots, at] = logits
 
     params = SamplingParams(max_completion_length=length - prompt_length, seed=seed)

@@ -20,10 +20,10 @@ from benchmarks.rollout.clock import Clock
 from benchmarks.rollout.policies import SHAPES, Countdown, random_policy, random_prompts, spread, weight_bytes
 from benchmarks.rollout.tail import SIGMA
 from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.cache.memory import MemoryPlan, SlotBytes, plan_slots, slot_bytes
-from sparse_rl_lightning.rollout.cache.slots import CacheSize
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, SlotBytes, plan_slots, slot_bytes
 
 FLOOR_GOAL, RATIO_GOAL = 0.6, 2.3
 GOAL_CELL = ("1.5B", 16384, 256)  # where the ratio has a goal

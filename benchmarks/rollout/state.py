@@ -21,12 +21,12 @@ STEPS = 8  # of a measurement, behind a few that warm up
 
 def milliseconds(session: RolloutSession, ended: list[int]) -> float:
     """Milliseconds of a step, after the sequences in these slots have ended."""
-    session.run.tracks.ends[ended] = 0
+    session.engine.logs.ends[ended] = 0
     session.advance(max_steps=4)
-    start, before = time.perf_counter(), session.run.num_steps
+    start, before = time.perf_counter(), session.scheduler.num_steps
     session.advance(max_steps=STEPS)
     wait(session.sampler.model.device.type)
-    return 1e3 * (time.perf_counter() - start) / (session.run.num_steps - before)
+    return 1e3 * (time.perf_counter() - start) / (session.scheduler.num_steps - before)
 
 
 def state_table(setting: Setting, rounds: int) -> Table:

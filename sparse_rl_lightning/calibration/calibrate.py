@@ -15,6 +15,7 @@ from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of
 from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.retrievers import Retriever
 
@@ -25,13 +26,13 @@ Told = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Binning:
-    """How tokens are sorted and judged.
+    """Bins of tokens, and how their tails are judged.
 
     Args:
         bin_size: Tokens per bin of sequence length.
         min_tokens: A bin with fewer tokens at a budget has no data there.
         resamples: Bootstrap samples behind every confidence interval.
-        seed: Of them.
+        seed: Seed of the bootstrap.
 
     Raises:
         ValueError: If a number is below 1.
@@ -45,12 +46,12 @@ class Binning:
     def __post_init__(self) -> None:
         for name in ("bin_size", "min_tokens", "resamples"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
+                raise UserError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration found."""
+    """Result of a calibration."""
 
     table: dict[int, list[Cell | None]]  # by budget, one cell per bin
     choice: Choice
@@ -62,12 +63,12 @@ class Calibration:
 
     @property
     def schedule(self) -> LengthSchedule:
-        """What was picked."""
+        """The schedule that was picked."""
         return self.choice.schedule
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know: bins without data, targets that are missed."""
+        """Notes for the user: bins without data, targets that are missed."""
         return [*self.choice.notes, *self._missed()]
 
     def _missed(self) -> list[str]:
@@ -82,7 +83,7 @@ class Calibration:
     def meets(self) -> list[list[bool]]:
         """For every bin, whether each budget of the table holds the target there.
 
-        As where the schedule is chosen: only the largest where none does, and a bin without data as its neighbour.
+        As where the schedule is chosen: only the largest where none does, and a bin without data as its neighbor.
         """
         largest, columns = max(self.table), list(zip(*self.table.values(), strict=True))
         known = [number for number, column in enumerate(columns) if any(column)]
@@ -140,13 +141,13 @@ def calibrate(
     Args:
         sweep: Policy, prompts and how to draw.
         method: The compressor or the retriever; its own budget does not count.
-        budgets: To sweep.
-        binning: How tokens are sorted and judged.
-        target: The 5th percentile to hold; default 0.86 scaled from Sparrow's ceiling to one's own.
-        check: Draw once more under the schedule that was picked, and measure what it holds.
-        monotone: Let no budget be smaller than that of shorter sequences; None for compressors only. Evicted tokens do
-            not come back, so a bin that needs little would ruin the next.
-        told: Called as the sweep proceeds.
+        budgets: Budgets to sweep.
+        binning: Bins of tokens, and how they are judged.
+        target: The 5th percentile to hold; default Sparrow's 0.86, scaled to the measured ceiling.
+        check: Whether to draw once more under the schedule that was picked, and measure what it holds.
+        monotone: Whether no budget may be smaller than that of shorter sequences; None for compressors only. Evicted
+            tokens do not come back, so a bin that needs little would ruin the next.
+        told: Function to call as the sweep proceeds.
 
     Raises:
         ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or nothing can be
@@ -161,7 +162,7 @@ def calibrate(
     ceiling = percentile(found[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
-        raise ValueError(
+        raise UserError(
             f"target={target:.4f} is above the ceiling: even a dense sampler reaches {ceiling:.4f}. Lower it, or leave "
             f"it out for {tail_target(ceiling):.4f}."
         )
@@ -196,7 +197,7 @@ def _name(budget: int) -> str:
 
 def _checked(method: Budgeted, budgets: Sequence[int]) -> list[int]:
     if not method.is_limited:
-        raise ValueError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
+        raise UserError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
     if not budgets or min(budgets) < 1:
-        raise ValueError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
+        raise UserError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
     return sorted(set(budgets))

@@ -1,4 +1,4 @@
-"""What a machine does per second: memory bandwidth, matrix products, and what a decode step costs besides."""
+"""Measurement of a machine: memory bandwidth, matrix products, and the fixed cost of a decode step."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def measure_hardware(
     else, with CUDA graphs where they can be had.
 
     Args:
-        device: Where to measure.
-        dtype: Of the matrices.
+        device: Device to measure.
+        dtype: Type of the matrices.
         num_layers: Layers of the model that rollouts will be of.
-        repeats: The fastest counts.
+        repeats: Number of repetitions, of which the fastest counts.
     """
     device = torch.device(device)
     watch, (size, width) = _Stopwatch(device, repeats), SIZES[device.type]

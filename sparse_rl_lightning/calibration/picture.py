@@ -1,4 +1,4 @@
-"""The picture of a calibration: the tail against the length, a line per budget, and the schedule that was picked."""
+"""Plot of a calibration: the tail against the length, a line per budget, and the schedule that was picked."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def draw(found: Calibration, path: Path, title: str = "") -> None:
     """Two panels side by side, as a PNG or whatever the path's ending says.
 
     Args:
-        found: What was calibrated.
-        path: The file.
-        title: Above it.
+        found: The calibration.
+        path: File to write.
+        title: Title above the panels.
 
     Raises:
         ImportError: If matplotlib is not installed.

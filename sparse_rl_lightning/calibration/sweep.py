@@ -1,4 +1,4 @@
-"""The sweep of a calibration: sequences drawn by the sparse policy at a budget, and what the dense policy says to them.
+"""The sweep of a calibration: sequences drawn by the sparse policy at each budget, scored by the dense policy.
 
 Finished parts are files, so a sweep that was interrupted goes on where it was.
 """
@@ -20,6 +20,7 @@ from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_files, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.records import Rollout
@@ -36,11 +37,11 @@ class Sweep:
     Args:
         model: The policy, dense learner and sparse sampler in one.
         prompts: Token ids of each prompt.
-        params: How to draw; ``top_logprobs`` says how many tokens bound the acceptance.
-        folder: For the finished parts.
+        params: Sampling parameters; ``top_logprobs`` says how many tokens bound the acceptance.
+        folder: Folder of the finished parts.
         prompts_per_part: Prompts that are drawn together and written as one file.
         micro_batch: Sequences per dense forward pass.
-        keeps: What the cache keeps where a retriever is swept, default everything.
+        keeps: Compressor beside a retriever that is swept, default the full cache.
         sampler_options: Further arguments of :class:`RolloutSampler`.
 
     Raises:
@@ -58,11 +59,11 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
+            raise UserError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
         if self.params.top_logprobs < 1:
-            raise ValueError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
+            raise UserError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
         if self.params.truncates:
-            raise ValueError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
+            raise UserError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
 
     @property
     def num_parts(self) -> int:
@@ -75,7 +76,7 @@ class Sweep:
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
     def claim(self, method: Budgeted) -> None:
-        """Say whose sweep the folder holds, or find that it is the same.
+        """Note in the folder which sweep it holds, or check that it is this one.
 
         Args:
             method: The method at any budget.
@@ -91,7 +92,7 @@ class Sweep:
         found = json.loads(path.read_text(encoding="utf-8"))
         other = [name for name in own if found.get(name) != own[name]]
         if other:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} holds a calibration with another {', '.join(other)}. Choose another folder, or remove "
                 "this one."
             )
@@ -100,9 +101,9 @@ class Sweep:
         """Every token that is drawn under a method, from files where there are any.
 
         Args:
-            name: Of the method's folder, such as ``budget_512``.
+            name: Name of the method's folder, such as ``budget_512``.
             method: The method with its budget.
-            progress: Called with the share of the method's sequences that is done.
+            progress: Function to call with the share of the method's sequences that is done.
 
         Raises:
             ValueError: If every completion is nothing but an end token.
@@ -118,7 +119,7 @@ class Sweep:
             parts.append(Acceptances(**load_file(path)))
         found = Acceptances.cat(parts)
         if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all {len(found)} completions are a single token, the end of the sequence, so no length can "
                 "be judged. Check the prompts' format (chat template), the end tokens and the temperature."
             )
@@ -157,7 +158,7 @@ class Sweep:
         return self.folder / name / f"part_{part:04d}.safetensors"
 
     def _fingerprint(self, method: Budgeted) -> dict[str, str]:
-        """What must be the same for parts to belong together."""
+        """Settings that must be the same for parts to belong together."""
         settings = {name: self.sampler_options.get(name) for name in ("end_token_ids", "kv_dtype")}
         any_budget = method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1))
         return {

@@ -1,4 +1,4 @@
-"""Processes that belong to one run, until they have met: none stays behind, and a port that is taken is named."""
+"""Processes of one run until they have met: none stays behind, and a port that is taken is named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLE = "SPARSE_RL_LAUNCHER"
 
 
 def follow_launcher() -> None:
-    """Have a rank that another one has started end with it, until they have met and notice each other's end.
+    """End a rank with the one that started it, until they have met and notice each other's end.
 
     Lightning leaves them behind where rank zero fails early. What a rank starts by itself, a command in a reward
     function say, inherits its environment and is no rank.

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparse_rl_lightning.page_record import PageRecord
 from sparse_rl_lightning.records import EvictionRecord, Rollout
 
 Compute = Callable[[Rollout], tuple[Tensor, Tensor]]
@@ -78,8 +77,6 @@ def trimmed(rollout: Rollout) -> Rollout:
         value = getattr(rollout, field.name)
         if isinstance(value, EvictionRecord):
             changes[field.name] = replace(value, length=length)  # dead tokens lie within their sequences
-        elif isinstance(value, PageRecord):
-            changes[field.name] = replace(value, pages=value.pages[:, :, :length])
         elif isinstance(value, Tensor) and value.ndim > 1:
             changes[field.name] = value[:, :length]
     return replace(rollout, **changes)

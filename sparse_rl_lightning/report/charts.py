@@ -89,7 +89,7 @@ def draw(ax: Axes, plot: Plot) -> None:
     if plot.panel.stacked:
         across, heights = [x for x, _ in series[0].points], [[y for _, y in s.points] for s in series]
         colors = [_look(s.color)[0] for s in series]
-        ax.stackplot(across, heights, colors=colors, labels=[f"{s.label} {s.last}" for s in series])
+        ax.stackplot(across, heights, colors=colors, labels=[s.label for s in series])
         values = [sum(column) for column in zip(*heights, strict=True)]
     else:
         values = [y for s in series for _, y in s.points]
@@ -108,7 +108,7 @@ def draw(ax: Axes, plot: Plot) -> None:
 
 def _line(ax: Axes, s: Series, plot: Plot, low: float) -> None:
     across, values = [x for x, _ in s.points], [max(y, low) for _, y in s.points]
-    (color, dashes), label = _look(s.color), f"{s.label} {s.last}"
+    (color, dashes), label = _look(s.color), f"{s.label} {s.last}" if plot.panel.marked else s.label
     few = plot.panel.marked or len(values) < SMOOTHED_FROM
     if few or plot.panel.exact or plot.panel.log:
         (line,) = ax.plot(across, values, dashes, color=color, lw=2 if few else 1.5, label=label, clip_on=False)

@@ -108,7 +108,7 @@ def results(record: RunRecord) -> list[list[str]]:
     )
 
 
-def summary_text(record: RunRecord, sample_width: int = 60) -> str:
+def summary_text(record: RunRecord) -> str:
     """The whole table: results before and after, what was saved, and a few completions, safe for any terminal."""
     parts = []
     rows = results(record)
@@ -120,7 +120,7 @@ def summary_text(record: RunRecord, sample_width: int = 60) -> str:
     if record.samples:
         head = ["cache", "prompt", "completion", "reward"]
         body = [
-            [s["cache"], printable(s["prompt"], 40), printable(s["completion"], sample_width), number(s["reward"], 2)]
+            [s["cache"], printable(s["prompt"], 40), printable(s["completion"], 60), number(s["reward"], 2)]
             for s in record.samples
         ]
         parts.append(table([head, *body], "lllr"))

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.ops.pages import PageReduction, page_means, page_scores
+from sparse_rl_lightning.ops.select_pages import PageReduction, page_scores
+from sparse_rl_lightning.ops.summarize_pages import page_means
 from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.retrievers.base import Retriever
 
@@ -21,7 +22,7 @@ class Centroid(Retriever):
         budget: Tokens that a query reads per layer and KV head.
         group_reduction: Scores of the query heads of a group are averaged (``mean``, as Sparrow does) or the largest
             counts (``max``).
-        **sizes: Those of :class:`Retriever`.
+        **sizes: Arguments of :class:`Retriever`.
 
     Raises:
         ValueError: If the numbers do not fit, or the reduction is unknown.

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.ops.pages import PageReduction, page_bounds, page_scores
+from sparse_rl_lightning.ops.select_pages import PageReduction, page_scores
+from sparse_rl_lightning.ops.summarize_pages import page_bounds
 from sparse_rl_lightning.ranges import check_choice
 from sparse_rl_lightning.retrievers.base import Retriever
 
@@ -22,7 +23,7 @@ class Quest(Retriever):
     Args:
         budget: Tokens that a query reads per layer and KV head.
         group_reduction: The largest bound of the query heads of a group counts (``max``) or their mean (``mean``).
-        **sizes: Those of :class:`Retriever`.
+        **sizes: Arguments of :class:`Retriever`.
 
     Raises:
         ValueError: If the numbers do not fit, or the reduction is unknown.

@@ -1,4 +1,4 @@
-"""What a reward function is, and calling several of them so that every failure names its function and sample."""
+"""Reward functions: their signature, and calls of several of them whose failures name function and sample."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ranges import check_number
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -33,7 +34,7 @@ signature and would refuse every function that names a column.)
 """
 
 
-class RewardMistake(ValueError):
+class RewardMistake(UserError):
     """What a reward function returned cannot be read, or it cannot be called: no sample is at fault, the code is."""
 
 
@@ -69,11 +70,11 @@ def compute_rewards(
         RuntimeError: If a reward function raises.
     """
     if weights is not None and len(weights) != len(functions):
-        raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
+        raise UserError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
     for place, weight in enumerate(weights or ()):
         check_number(f"reward_weights[{place}]", weight)
     if not functions:
-        raise ValueError("At least one reward function is needed.")
+        raise UserError("At least one reward function is needed.")
     batch = reward_batch(prompts, completions, completion_ids, columns)
     names = reward_names(functions)
     table = reward_table([_strictly(function, name, batch) for function, name in zip(functions, names, strict=True)])
@@ -86,18 +87,18 @@ def reward_batch(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> dict[str, Sequence[Any]]:
-    """What reward functions get of B samples, by name.
+    """Arguments of reward functions for B samples, by name.
 
     Raises:
         ValueError: If a column has the name of an argument, or another number of entries.
     """
     reserved = [name for name in (*_ARGUMENTS, "self") if name in columns]
     if reserved:
-        raise ValueError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
+        raise UserError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
     named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
     for name, values in named.items():
         if len(values) != len(completions):
-            raise ValueError(f"{name} has {len(values)} entries for {len(completions)} completions.")
+            raise UserError(f"{name} has {len(values)} entries for {len(completions)} completions.")
     return named
 
 
@@ -122,7 +123,7 @@ def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[An
 
     Args:
         function: The reward function.
-        name: What it is called in errors.
+        name: Its name in errors.
         batch: Its arguments, one entry per sample each.
 
     Raises:
@@ -156,7 +157,7 @@ def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -
     given = [*_ARGUMENTS, *columns]
     for function, name in zip(functions, reward_names(functions), strict=True):
         if any(map(_is_async, (function, getattr(function, "__call__", None)))):  # noqa: B004  # of a class
-            raise ValueError(_ASYNC.format(name))
+            raise UserError(_ASYNC.format(name))
         _check_columns(function, name, given)
 
 
@@ -171,7 +172,7 @@ def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
 
 
 def reward_counters(functions: Sequence[Any]) -> dict[str, float]:
-    """What reward functions have counted since the last call, as ``{function}/{counter}``.
+    """Counts of the reward functions since the last call, as ``{function}/{counter}``.
 
     Args:
         functions: Reward functions, guarded or not; those with a method ``take_counters() -> dict[str, float]`` count.
@@ -224,7 +225,7 @@ def _strictly(function: RewardFunction, name: str, batch: Mapping[str, Sequence[
 
 
 def _first_failure(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> int | None:
-    """The first sample on which the function fails alone."""
+    """The first sample on which the function fails by itself."""
     for sample in range(len(batch["completions"])):
         try:
             attempt(function, name, one_sample(batch, sample))
@@ -277,7 +278,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _read(name: str, returned: Any, completions: Sequence[str]) -> list[float | None]:
-    """What a function returned, as plain numbers."""
+    """The return value of a function as plain numbers."""
     if inspect.isawaitable(returned) or hasattr(returned, "__aiter__"):
         if inspect.iscoroutine(returned):
             returned.close()  # or Python complains that nobody waited for it

@@ -56,8 +56,8 @@ def same_number(first: Number, second: Number, tolerance: float = 0.0) -> bool:
     """Whether two numbers are exactly equal.
 
     Args:
-        first: One.
-        second: The other.
+        first: A number.
+        second: The other number.
         tolerance: Largest relative difference that counts as equal where one of the two is no whole number.
     """
     if first.mantissa == 0 or second.mantissa == 0:

@@ -55,7 +55,7 @@ class MathReward:
         return [float(paid) if usable[gold] else None for paid, gold in zip(right, golds, strict=True)]
 
     def take_counters(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Counts since the last call."""
         return self.checker.take_counters()
 
 

@@ -31,7 +31,7 @@ class GuardedReward:
     Args:
         function: The reward function.
         timeout: Seconds that a call for a batch or a sample may take; None for any time, in this process.
-        name: What it is called in metrics and errors, its own name by default.
+        name: Its name in metrics and errors, by default its own.
     """
 
     def __init__(self, function: RewardFunction, timeout: float | None = None, name: str | None = None) -> None:
@@ -56,7 +56,7 @@ class GuardedReward:
             return self._one_by_one(batch, failure)
 
     def take_counters(self) -> Mapping[str, float]:
-        """What the function has counted since the last call, wherever it runs."""
+        """Counts of the function since the last call, wherever it runs."""
         if self.timeout is not None:
             return self._process.take_counters()
         counts: Mapping[str, float] = getattr(self.function, "take_counters", dict)()

@@ -53,7 +53,7 @@ class RewardProcess:
 
     Args:
         function: The reward function.
-        name: What it is called in errors.
+        name: Its name in errors.
     """
 
     def __init__(self, function: RewardFunction, name: str) -> None:
@@ -87,7 +87,7 @@ class RewardProcess:
         return rewards
 
     def take_counters(self) -> dict[str, float]:
-        """What the function has counted there since the last call."""
+        """Counts of the function since the last call."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 
@@ -128,7 +128,7 @@ class _Child:
         self.status: int | None = None
 
     def ask(self, data: bytes, count: int, timeout: float) -> dict[str, Any]:
-        """Hand a batch of so many samples over and wait for what becomes of it."""
+        """Send a batch of ``count`` samples, and wait for the answer."""
         deadline = time.monotonic() + timeout
         try:
             self._wait_until(deadline)
@@ -142,7 +142,7 @@ class _Child:
             raise LostProcess("wrote into its process's connection to us") from None
 
     def line(self, deadline: float) -> bytes:
-        """What it says next."""
+        """The next line of its answer."""
         said = bytearray()
         while not said.endswith(b"\n"):
             self._wait_until(deadline)
@@ -190,7 +190,7 @@ class _Child:
 
 
 def _checked(answer: Any, count: int) -> dict[str, Any]:
-    """What :func:`_answer` gives; a function that runs foreign code may have let that write something else.
+    """The answer of :func:`_answer`; foreign code that a function runs may have written something else.
 
     Raises:
         ValueError: If it is something else.

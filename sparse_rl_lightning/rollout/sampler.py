@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.cache.compression import Compression, Trigger
+from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.retrieval.cache import check_retriever
+from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.cache.memory import MemoryPlan
-from sparse_rl_lightning.rollout.cache.slots import SlotCache
 from sparse_rl_lightning.rollout.checks import (
     check_end_tokens,
     check_prompts,
     default_end_token_ids,
     drawing,
 )
+from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.engine.scheduler import Progress, Run
-from sparse_rl_lightning.rollout.engine.workspace import Workspace
+from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, StopStrings, steps_per_look
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished sequence, as :meth:`RolloutSampler.stream` yields it."""
-
-    sequence: int  # its number: prompt x num_generations + sample
-    token_ids: list[int]  # the completion, end token included
-    logprobs: list[float]  # the sampler's, of each token
-    finished: bool  # by an end token or a stop string, not by length
+logger = logging.getLogger(__name__)
 
 
 class RolloutSampler:
@@ -64,8 +59,6 @@ class RolloutSampler:
         cuda_graphs: Decode from CUDA graphs on a GPU; where a step cannot be captured it runs eagerly, with a warning.
         retriever: Which pages of what is kept each query reads; None reads everything. It saves time, not memory, and
             leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
-        record_pages: Bytes that a record of the pages read may take, ``rollout.pages``; 0 records none. For tests and
-            short runs: it can cost as much as the cache.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -90,24 +83,17 @@ class RolloutSampler:
         cuda_graphs: bool = True,
         memory_limit: int | float | None = None,
         retriever: Retriever | None = None,
-        record_pages: int = 0,
     ) -> None:
         if num_slots is not None and num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
+            raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
         if max_prefill_tokens < 1:
-            raise ValueError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
+            raise UserError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
         geometry = CacheGeometry.of(model, _kv_dtype(kv_dtype))  # refuses models that cannot be served
         self.model = model
         self.compressor = compressor or FullKV()
         self.retriever = retriever
-        self.record_pages = record_pages
-        if record_pages < 0 or (record_pages and retriever is None):
-            raise ValueError(
-                "record_pages is a number of bytes for the pages that a retriever reads, got "
-                f"record_pages={record_pages} and retriever={retriever}."
-            )
         if retriever is not None:
-            check_retriever(retriever, self.compressor, geometry.num_layers, geometry.kv_dtype, record_pages)
+            check_retriever(retriever, self.compressor, geometry.num_layers, geometry.kv_dtype)
         self.num_slots = num_slots
         ends = default_end_token_ids(model) if end_token_ids is None else end_token_ids
         self.end_token_ids = check_end_tokens(ends, model.config.vocab_size)
@@ -117,7 +103,8 @@ class RolloutSampler:
         self.keep_pool = keep_pool
         self.cuda_graphs = cuda_graphs
         self.memory_limit = memory_limit
-        self._workspace = Workspace()
+        self.memory_plan: MemoryPlan | None = None  # how many slots the limit allowed in the last call, and why
+        self._engine: Engine | None = None
         self._warned = False
 
     def generate(
@@ -144,96 +131,111 @@ class RolloutSampler:
         Raises:
             ValueError: If there is no prompt, a prompt is empty, or prompt and completion exceed the model's context.
         """
-        with self._pool(), self.sampling():
-            run = self._start(prompts, params, sequence_ids)
-            for _ in run:
-                if progress is not None:
-                    progress(run.progress)
-            return run.take(run.complete)
-
-    def release(self) -> None:
-        """Free the cache's memory and the copies of weights; the next call allocates them again."""
-        self._workspace.release()
-
-    @property
-    def cache(self) -> SlotCache | None:
-        """The memory of the last call, None before the first and after :meth:`release`."""
-        return self._workspace.cache
-
-    @property
-    def memory_plan(self) -> MemoryPlan | None:
-        """How many slots the memory limit allowed in the last call, and why."""
-        return self._workspace.memory_plan
-
-    def stream(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, sequence_ids: Sequence[int] | None = None
-    ) -> Iterator[Completion]:
-        """Yield every completion as soon as it ends; the same sequences as :meth:`generate` draws, in another order.
-
-        Weights and model are the caller's between two completions: change neither before the last one. One stream or
-        ``generate`` at a time.
-
-        Args:
-            prompts: As for :meth:`generate`.
-            params: As for :meth:`generate`.
-            sequence_ids: As for :meth:`generate`.
-
-        Raises:
-            ValueError: As :meth:`generate`, when the first completion is asked for.
-            RuntimeError: If the sampler is used for something else in between.
-        """
-        with self._pool():
-            with self.sampling():
-                run = self._start(prompts, params, sequence_ids)
-            steps = iter(run)
-            while True:
-                if self._workspace.run is not run:
-                    raise RuntimeError("The sampler was used for something else before its stream had ended.")
-                with self.sampling():
-                    found = next(steps, None)
-                if found is None:
-                    return
-                for sequence in found:
-                    ended = run.ended.pop(sequence)
-                    own = slice(ended.prompt_length, None)
-                    yield Completion(sequence, ended.tokens[own].tolist(), ended.logprobs[own].tolist(), ended.finished)
-
-    # ---------------------------------------------------------------- inside
-
-    @contextmanager
-    def _pool(self) -> Iterator[None]:
-        """Give the memory back afterwards, whatever happens, unless it is to be kept."""
+        prompts = check_prompts(prompts, params, self.model)
+        total = len(prompts) * params.num_generations
+        numbers = torch.arange(total) if sequence_ids is None else torch.tensor(list(sequence_ids))
+        if len(numbers) != total:
+            raise UserError(
+                f"sequence_ids must name {total} sequences (prompts x num_generations), got {len(numbers)}."
+            )
         try:
-            yield
+            with drawing(self.model):
+                key = self.engine_key(params, total, max(len(p) for p in prompts), before=self.memory_plan)
+                self.memory_plan = key.memory_plan
+                scheduler = self.scheduler(self._engine_for(key), params, key.size.num_slots)
+                self._warn_if_nothing_is_evicted(scheduler, [len(p) for p in prompts])
+                scheduler.add(prompts, sequence_keys(params.seed, numbers).tolist())
+                while scheduler.has_unfinished:
+                    scheduler.step()
+                    if progress is not None:
+                        progress(scheduler.progress)
+                return scheduler.take(scheduler.complete)
         finally:
             if not self.keep_pool:
                 self.release()
 
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """What holds while a sequence is drawn."""
-        with drawing(self.model):
-            yield
+    def release(self) -> None:
+        """Free the cache's memory and the copies of weights; the next call allocates them again."""
+        self._engine = None
 
-    def _start(self, prompts: Sequence[Sequence[int]], params: SamplingParams, ids: Sequence[int] | None) -> Run:
-        prompts = check_prompts(prompts, params, self.model)
-        total = len(prompts) * params.num_generations
-        numbers = torch.arange(total) if ids is None else torch.tensor(list(ids))
-        if len(numbers) != total:
-            raise ValueError(
-                f"sequence_ids must name {total} sequences (prompts x num_generations), got {len(numbers)}."
-            )
-        longest = max(len(p) for p in prompts)
-        run = self._workspace.start(self, params, total, longest)
-        self._warn_if_nothing_is_evicted(run, [len(p) for p in prompts], params.max_completion_length)
-        run.add(prompts, sequence_keys(params.seed, numbers).tolist())
-        return run
+    @property
+    def cache(self) -> SlotCache | None:
+        """The memory of the last call, None before the first and after :meth:`release`."""
+        return None if self._engine is None else self._engine.cache
 
-    def _warn_if_nothing_is_evicted(self, run: Run, lengths: list[int], completion: int) -> None:
+    # ---------------------------------------------------------------- for sessions too
+
+    def engine_key(
+        self,
+        params: SamplingParams,
+        num_sequences: int,
+        longest_prompt: int,
+        logs: type[SequenceLogs] = SequenceLogs,
+        before: MemoryPlan | None = None,
+    ) -> EngineKey:
+        """Describe the engine that a rollout needs.
+
+        Args:
+            params: How to draw.
+            num_sequences: Sequences there will be.
+            longest_prompt: Tokens of the longest prompt there will be.
+            logs: What is written down about sequences.
+            before: The memory plan of the last call, whose memory will be free or used again.
+
+        Raises:
+            ValueError: If the memory limit does not allow one slot.
+        """
+        g, slots = CacheGeometry.of(self.model, self.kv_dtype), min(self.num_slots or num_sequences, num_sequences)
+        length = longest_prompt + params.max_completion_length + steps_per_look(g.device) - 1
+        capacities = Trigger(self.compressor, g.num_layers).capacities(longest_prompt, length)
+        size, plan = CacheSize.of(self.compressor, g, slots, capacities, length), None
+        if self.retriever is not None:
+            size = with_pages(size, self.retriever)
+        if self.memory_limit is not None:
+            plan = plan_slots(slot_bytes(g, size, params, logs), self.memory_limit, slots, g.device, before=before)
+            size = replace(size, num_slots=plan.num_slots)
+            if before is None or plan.why != before.why:
+                logger.info("RolloutSampler: %s", plan.why)
+        return EngineKey(
+            g, size, params.for_drawing(), self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, plan
+        )
+
+    def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:
+        """A rollout on this engine, without prompts yet.
+
+        Raises:
+            ValueError: If stop strings lack a tokenizer.
+        """
+        stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
+        check_every = steps_per_look(engine.key.geometry.device)
+        return Scheduler(engine, params, num_slots, stop, self.max_prefill_tokens, check_every)
+
+    # ---------------------------------------------------------------- inside
+
+    def _engine_for(self, key: EngineKey) -> Engine:
+        """The engine of the last call where its key is equal, else a new one with what of the last still fits."""
+        last, self._engine = self._engine, None  # whatever fails, nothing half made is kept
+        cache = decoder = None
+        if last is not None:
+            key = key.after(last.key)
+            if last.decoder.serves(self.model, key.geometry):
+                decoder = last.decoder
+                decoder.refresh()
+            if (key.geometry, key.size) == (last.key.geometry, last.key.size):
+                cache = last.cache
+            if key == last.key and decoder is not None:
+                last.compression = Compression(self.compressor, key.geometry.num_layers)  # a budget may be raised
+                self._engine = last
+                return last
+        del last  # the old pool and copies of weights are free before new ones are made
+        self._engine = Engine(self.model, key, cache, decoder)
+        return self._engine
+
+    def _warn_if_nothing_is_evicted(self, scheduler: Scheduler, lengths: list[int]) -> None:
         """A slot that holds any sequence whole is as large as a full cache's."""
         if not self.compressor.evicts or self._warned:
             return
-        trigger = run.plan.compression.trigger
+        trigger, completion = scheduler.engine.compression.trigger, scheduler.params.max_completion_length
         lost = {length: trigger.evicted_from_prompt(length) for length in lengths}
         room = [0 if any(own) else trigger.room(length, own, prompt_length=length) for length, own in lost.items()]
         if min(room) >= completion:
@@ -243,7 +245,7 @@ class RolloutSampler:
                 f"Budget and buffer, {capacity} tokens, hold the longest prompt and completion "
                 f"({max(lengths) + completion} tokens) whole: nothing will be evicted, and slots are as large as those "
                 "of a full cache. Lower the compressor's budget or buffer to save memory.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 
@@ -254,5 +256,5 @@ def _kv_dtype(kind: torch.dtype | str | None) -> torch.dtype | None:
     }  # fmt: skip
     found = known.get(kind) if isinstance(kind, str) else kind
     if kind is not None and found not in known.values():
-        raise ValueError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
+        raise UserError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
     return found

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import Rollout, tensors_to
-from sparse_rl_lightning.rollout.cache.memory import MemoryPlan
-from sparse_rl_lightning.rollout.checks import check_prompts
-from sparse_rl_lightning.rollout.engine.logs import UNLIMITED
+from sparse_rl_lightning.rollout.checks import check_prompts, drawing
+from sparse_rl_lightning.rollout.engine.engine import Engine
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.engine.scheduler import Held, Progress, Run
-from sparse_rl_lightning.rollout.engine.sequences import Ended
-from sparse_rl_lightning.rollout.engine.workspace import Workspace
+from sparse_rl_lightning.rollout.engine.scheduler import Progress
+from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, VersionedLogs
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
-_TRACKS = ("logprobs", "behavior", "held", "read", "versions", "topk_ids", "topk_logprobs", "ends", "finished")
+_COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")
 
 
 class RolloutSession:
@@ -33,7 +34,7 @@ class RolloutSession:
         max_prompt_length: Tokens of the longest prompt there will be.
 
     Raises:
-        ValueError: If the sampler has no ``num_slots``, or records the pages it reads.
+        ValueError: If the sampler has no ``num_slots``.
 
     Example::
 
@@ -45,17 +46,13 @@ class RolloutSession:
 
     def __init__(self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int) -> None:
         if sampler.num_slots is None:
-            raise ValueError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
-        if sampler.record_pages:
-            raise ValueError(
-                "A RolloutSession keeps no record of the pages read, which would have to outlive updates: set "
-                "record_pages of the RolloutSampler to 0."
-            )
+            raise UserError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
         self.sampler, self.params, self.max_prompt_length = sampler, params, max_prompt_length
-        self._workspace = Workspace()
         self._broken = False
-        with sampler.sampling():
-            self.run = self._workspace.start(sampler, params, sampler.num_slots, max_prompt_length, versioned=True)
+        with drawing(sampler.model):
+            key = sampler.engine_key(params, sampler.num_slots, max_prompt_length, logs=VersionedLogs)
+            self.engine = Engine(sampler.model, key)
+            self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots)
 
     def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
         """Queue prompts behind those that wait.
@@ -73,13 +70,13 @@ class RolloutSession:
         prompts = check_prompts(prompts, self.params, self.sampler.model)
         longest = max(len(prompt) for prompt in prompts)
         if longest > self.max_prompt_length:
-            raise ValueError(
+            raise UserError(
                 f"A prompt has {longest} tokens, the session was made for max_prompt_length={self.max_prompt_length}."
             )
         total = len(prompts) * self.params.num_generations
         if len(sequence_ids) != total:
-            raise ValueError(f"sequence_ids must name {total} sequences, got {len(sequence_ids)}.")
-        return self.run.add(prompts, sequence_keys(self.params.seed, sequence_ids).tolist())
+            raise UserError(f"sequence_ids must name {total} sequences, got {len(sequence_ids)}.")
+        return self.scheduler.add(prompts, sequence_keys(self.params.seed, sequence_ids).tolist())
 
     def advance(
         self,
@@ -95,47 +92,51 @@ class RolloutSession:
             until: Asked after ``max_steps``: decoding goes on while it is False and a sequence has not ended.
             progress: As for :meth:`RolloutSampler.generate`; it counts from the beginning of the session.
         """
-        run = self.run
-        stop = None if max_steps is None else run.num_steps + max_steps
+        sampler, scheduler = self.sampler, self.scheduler
+        stop = None if max_steps is None else scheduler.num_steps + max_steps
         if self._broken:
-            raise ValueError(
+            raise UserError(
                 "An earlier advance() of this RolloutSession was interrupted in the middle of a step: load_state() "
                 "what was saved before, or make a new session."
             )
         self._broken = True
-        with self.sampler.sampling():
-            self._workspace.take_new_weights(self.sampler, run)
-            while run.is_busy and (stop is None or run.num_steps < stop or not (until is None or until())):
-                run.advance()
+        with drawing(sampler.model):
+            self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype))
+            scheduler.parked.clear()  # prompts that were read with other weights are read again
+            self._logs.version += 1
+            while scheduler.has_unfinished and (
+                stop is None or scheduler.num_steps < stop or not (until is None or until())
+            ):
+                scheduler.step()
                 self._broken = False  # between two steps everything is consistent
                 if progress is not None:
-                    progress(run.progress)
+                    progress(scheduler.progress)
                 self._broken = True
         self._broken = False
 
     @property
     def version(self) -> int:
         """Number of the policy that draws: calls of :meth:`advance` so far."""
-        return int(self.run.tracks.version)
+        return int(self._logs.version)
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """How many slots the memory limit allowed, and why."""
-        return self._workspace.memory_plan
+        return self.engine.key.memory_plan
 
     @property
     def complete(self) -> list[int]:
         """Prompts all of whose sequences have ended, oldest first."""
-        return self.run.complete
+        return self.scheduler.complete
 
     @property
     def num_unfinished(self) -> int:
         """Sequences that wait or are in a slot."""
-        return len(self.run.waiting) + len(self.run.slots)
+        return len(self.scheduler.waiting) + len(self.scheduler.running)
 
     def take(self, prompts: Sequence[int]) -> Rollout:
         """The rollout of complete prompts, which the session forgets; ``policy_versions`` says who drew each token."""
-        return self.run.take(prompts)
+        return self.scheduler.take(prompts)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -145,20 +146,33 @@ class RolloutSession:
         Args:
             restart: Leave out what is in the slots: those sequences will be drawn again from their prompts.
         """
-        run = self.run
-        waiting = list(run.waiting)
+        scheduler = self.scheduler
+        waiting = list(scheduler.waiting)
         if restart:
-            waiting += sorted((held.sequence for held in run.slots.values()), reverse=True)
-        slots = {} if restart else {slot: self._slot_state(slot) for slot in run.slots}
+            waiting += sorted((one.sequence for one in scheduler.running.values()), reverse=True)
+        # slot by slot to the CPU: a second pool would not fit beside the first
+        slots = {
+            slot: {
+                "running": vars(one).copy(),
+                "cache": tensors_to(self.engine.cache.save(slot), "cpu"),
+                "logs": self._logs.save(slot),
+            }
+            for slot, one in ({} if restart else scheduler.running).items()
+        }
         return {
-            "prompts": {number: list(prompt) for number, prompt in run.prompts.items()},
-            "keys": dict(run.keys),
-            "ended": {number: tensors_to(vars(ended), "cpu") for number, ended in run.ended.items()},
+            "groups": {
+                number: {
+                    "prompt": group.prompt,
+                    "keys": group.keys,
+                    "finished": {sample: one.state() for sample, one in group.finished.items()},
+                }
+                for number, group in scheduler.groups.items()
+            },
             "waiting": waiting,
             "slots": slots,
-            "counters": {name: getattr(run, name) for name in _COUNTERS},
-            "version": int(run.tracks.version),
-            "settings": _settings(run),
+            "counters": {name: getattr(scheduler, name) for name in _COUNTERS},
+            "version": self.version,
+            "settings": self._settings(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -167,70 +181,62 @@ class RolloutSession:
         Raises:
             ValueError: If a slot of the state is not there, or was written under other settings.
         """
-        run = self.run
-        _check_settings(state, run)
-        missing = [slot for slot in state["slots"] if slot >= run.plan.num_slots]
+        scheduler, device = self.scheduler, self.engine.key.geometry.device
+        self._check_settings(state)
+        missing = [slot for slot in state["slots"] if slot >= scheduler.num_slots]
         if missing:
-            raise ValueError(
-                f"The state was written with at least {max(missing) + 1} slots, this session has {run.plan.num_slots}: "
-                "set num_slots as it was, or save unfinished sequences for a restart."
+            raise UserError(
+                f"The state was written with at least {max(missing) + 1} slots, this session has "
+                f"{scheduler.num_slots}: set num_slots as it was, or save unfinished sequences for a restart."
             )
-        run.prompts, run.keys = dict(state["prompts"]), dict(state["keys"])
-        device = run.plan.end_ids.device
-        run.ended = {number: Ended(**tensors_to(ended, device)) for number, ended in state["ended"].items()}
-        run.slots, run.read = {}, {}
-        run.wait_for(state["waiting"])
+        scheduler.groups = {
+            number: SequenceGroup(
+                group["prompt"], group["keys"], num_waiting=0,
+                finished={n: FinishedSequence.from_state(one, device) for n, one in group["finished"].items()},
+            )
+            for number, group in state["groups"].items()
+        }  # fmt: skip
+        scheduler.resume(
+            state["waiting"], {slot: RunningSequence(**content["running"]) for slot, content in state["slots"].items()}
+        )
         for name, value in state["counters"].items():
-            setattr(run, name, value)
-        run.tracks.version.fill_(state["version"])
-        run.tracks.broken.fill_(UNLIMITED)  # nothing that is broken is ever saved
+            setattr(scheduler, name, value)
+        self._logs.version.fill_(state["version"])
         for slot, content in state["slots"].items():
-            run.slots[slot] = Held(**content["held"])
-            run.cache.write(slot, tensors_to(content["cache"], device))
-            for name, row in content["tracks"].items():
-                getattr(run.tracks, name)[slot] = row
-        run.free = sorted(set(range(run.plan.num_slots)) - set(run.slots), reverse=True)
-        run.forget_rows()
+            self.engine.cache.restore(slot, tensors_to(content["cache"], device))
+            self._logs.restore(slot, content["logs"])
         self._broken = False
 
-    def _slot_state(self, slot: int) -> dict[str, Any]:
-        run = self.run
-        tracks = {name: getattr(run.tracks, name) for name in _TRACKS}
-        # slot by slot to the CPU: a second pool would not fit beside the first
-        rows = {name: tensor[slot].to("cpu", copy=True) for name, tensor in tracks.items() if tensor is not None}
-        cache = tensors_to(run.cache.read(slot), "cpu")
-        return {"held": vars(run.slots[slot]).copy(), "cache": cache, "tracks": rows}
+    @property
+    def _logs(self) -> VersionedLogs:
+        assert isinstance(self.engine.logs, VersionedLogs)
+        return self.engine.logs
 
+    def _settings(self) -> dict[str, Any]:
+        """What the state depends on, the number of samples first: on that alone a restart depends."""
+        g, size, params = self.engine.key.geometry, self.engine.key.size, self.params
+        return {
+            "num_generations": params.num_generations,
+            "max_prompt_length + max_completion_length": size.max_length,
+            "top_logprobs": params.top_logprobs,
+            "truncated sampling": params.truncates,
+            "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
+            "kv_dtype": str(g.kv_dtype),
+            "type of the queries": str(g.query_dtype),
+            "slot capacities": list(size.capacities),
+            "num_queries": size.num_queries,
+            "state_fields": list(size.state_fields),
+            "head_state_fields": [list(one) for one in size.head_state_fields],
+            "unequal heads": size.per_head,
+        }
 
-def _settings(run: Run) -> dict[str, Any]:
-    """What the state of a session depends on, the number of samples first: on that alone a restart depends."""
-    g, size, params = run.cache.geometry, run.cache.size, run.plan.params
-    return {
-        "num_generations": params.num_generations,
-        "max_prompt_length + max_completion_length": size.max_length,
-        "top_logprobs": params.top_logprobs,
-        "truncated sampling": params.truncates,
-        "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
-        "kv_dtype": str(g.kv_dtype),
-        "type of the queries": str(g.query_dtype),
-        "slot capacities": list(size.capacities),
-        "num_queries": size.num_queries,
-        "state_fields": list(size.state_fields),
-        "head_state_fields": [list(one) for one in size.head_state_fields],
-        "unequal heads": size.per_head,
-    }
-
-
-def _check_settings(state: dict[str, Any], run: Run) -> None:
-    own = _settings(run)
-    was = own | state.get("settings", {})  # older states say less
-    names = list(own) if state["slots"] else ["num_generations"]
-    changed = [f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name]]
-    if changed:
-        raise ValueError(
-            f"The state was written by a session with other settings: {'; '.join(changed)}. Make the session with the "
-            "same, or save unfinished sequences for a restart, state(restart=True), with the same num_generations."
-        )
-
-
-_COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")
+    def _check_settings(self, state: dict[str, Any]) -> None:
+        own, was = self._settings(), state["settings"]
+        names = list(own) if state["slots"] else ["num_generations"]
+        changed = [f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name]]
+        if changed:
+            raise UserError(
+                f"The state was written by a session with other settings: {'; '.join(changed)}. Make the session with "
+                "the same, or save unfinished sequences for a restart, state(restart=True), with the same "
+                "num_generations."
+            )

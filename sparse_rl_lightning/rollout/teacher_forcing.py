@@ -1,4 +1,4 @@
-"""Given texts under a compressed cache: what another compressor would have kept of the same words, and said to them.
+"""Teacher forcing under a compressed cache: what another compressor would have kept of the same texts.
 
 The rollout's own cache, decode step and compressions do the work; only the token drawn is replaced by the text's.
 """
@@ -6,47 +6,52 @@ The rollout's own cache, decode step and compressions do the work; only the toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.cache.compression import Compression
+from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.policies.geometry import CacheGeometry, check_window
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout.cache.compression import Compression
-from sparse_rl_lightning.rollout.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.rollout.checks import drawing
-from sparse_rl_lightning.rollout.engine.decoder import Decoder
-from sparse_rl_lightning.rollout.engine.graphs import GraphedStep
-from sparse_rl_lightning.rollout.engine.logs import Tracks
+from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.engine.scheduler import Plan, Run
-from sparse_rl_lightning.rollout.engine.step import Step
+from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
-PREFILL_TOKENS = 16384  # read at once
-
-
-Note = Callable[[Tracks, Tensor, Tensor, Tensor], None]
-"""What to keep of a step: the tracks, slots (n,), indices of their next tokens (n,) and logits (n, V)."""
+Note = Callable[[SequenceLogs, Tensor, Tensor, Tensor], None]
+"""What to keep of a step: the logs, slots (n,), indices of their next tokens (n,) and logits (n, V)."""
 
 
-@dataclass(frozen=True)
-class ForcedStep(Step):
-    """A decode step that writes down the next token of a text instead of drawing one."""
+class ForcedEngine(Engine):
+    """An engine that writes down the next token of a text instead of drawing one.
 
-    texts: Tensor  # (S, T) sequence i in slot i
-    note: Note
+    Args:
+        model: The policy.
+        key: What the engine is made for.
+        compression: What a full slot keeps.
+        texts: (S, T) token ids, sequence i in slot i.
+        note: Called at every step.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, key: EngineKey, compression: Compression, texts: Tensor, note: Note
+    ) -> None:
+        super().__init__(model, key)
+        self.compression, self.texts, self.note = compression, texts, note
 
     def draw(self, logits: Tensor, places: Tensor) -> None:
         """Note what the logits say, and go on with the text."""
         own = places < len(self.texts)  # the others pad the batch
         slots, at = places[own], self.cache.seen[places[own]]
         self.cache.tokens[slots, at] = self.texts[slots, at]
-        self.tracks.note_broken(slots, at, ~logits[own].logsumexp(dim=-1).isfinite())
-        self.note(self.tracks, slots, at, logits[own])
+        self.logs.note_broken(slots, at, ~logits[own].logsumexp(dim=-1).isfinite())
+        self.note(self.logs, slots, at, logits[own])
 
 
 def force(
@@ -57,7 +62,7 @@ def force(
     params: SamplingParams,
     note: Note,
     ids: Sequence[int] | None = None,
-) -> Run:
+) -> Rollout:
     """Feed texts to a compressed cache, token by token, to their ends.
 
     Args:
@@ -70,28 +75,22 @@ def force(
         ids: Numbers of the sequences, default 0 to B - 1.
 
     Returns:
-        The run, all of whose sequences have ended.
+        The texts as if they had been drawn, with what ``note`` wrote into the logs.
     """
     geometry, count = CacheGeometry.of(model), len(texts)
-    longest_prompt = max(prompt_lengths)
-    length = longest_prompt + params.max_completion_length
+    length = max(prompt_lengths) + params.max_completion_length
     check_window(model, texts.shape[1])
-    capacities = compression.trigger.capacities(longest_prompt, length)
+    capacities = compression.trigger.capacities(max(prompt_lengths), length)
     size = CacheSize.of(compression.compressor, geometry, count, capacities, length)
     with drawing(model):
-        cache, device = SlotCache(geometry, size), geometry.device
-        nothing_ends = torch.zeros(0, dtype=torch.int64, device=device)
-        step = ForcedStep(
-            Decoder(model, geometry), cache, Tracks(count, length, params, device), params, nothing_ends, compression,
-            texts.to(device), note,
-        )  # fmt: skip
-        plan = Plan(params, compression, nothing_ends, None, count, PREFILL_TOKENS, check_every=1)
-        run = Run(plan, GraphedStep(step, enabled=False))
+        key = EngineKey(geometry, size, params, compression.compressor)
+        engine = ForcedEngine(model, key, compression, texts.to(geometry.device), note)
+        scheduler = Scheduler(engine, params, count)
         keys = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
-        run.add([text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)], keys.tolist())
-        for _ in run:
-            pass
-    return run
+        scheduler.add([text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)], keys.tolist())
+        while scheduler.has_unfinished:
+            scheduler.step()
+        return scheduler.take(scheduler.complete)
 
 
 def forced_rollout(
@@ -106,7 +105,7 @@ def forced_rollout(
         model: The policy.
         rollout: The texts.
         compressor: What a full slot keeps.
-        temperature: Of the log-probabilities, 1 for greedy rollouts.
+        temperature: Temperature of the log-probabilities, 1 for greedy rollouts.
         seed: With the number of a sequence it fixes the lots of random eviction.
 
     Raises:
@@ -116,14 +115,13 @@ def forced_rollout(
     params = SamplingParams(max_completion_length=int(counts.max()), temperature=temperature, seed=seed)
     texts, last = rollout.sequences.to(model.device), (prompt_lengths + counts - 1).to(model.device)
 
-    def note(tracks: Tracks, slots: Tensor, at: Tensor, logits: Tensor) -> None:
+    def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
         logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
-        tracks.logprobs[slots, at] = logprobs.gather(-1, texts[slots, at][:, None]).squeeze(-1)
-        tracks.note_end(slots, at, at == last[slots])
+        logs.logprobs[slots, at] = logprobs.gather(-1, texts[slots, at][:, None]).squeeze(-1)
+        logs.note_end(slots, at, at == last[slots])
 
     compression = Compression(compressor, model.config.num_hidden_layers)
-    run = force(model, texts, prompt_lengths.tolist(), compression, params, note)
-    return _as_wide(run.take(run.complete), rollout)
+    return _as_wide(force(model, texts, prompt_lengths.tolist(), compression, params, note), rollout)
 
 
 def _as_wide(forced: Rollout, rollout: Rollout) -> Rollout:

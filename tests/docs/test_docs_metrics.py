@@ -21,7 +21,7 @@ from sparse_rl_lightning.rewards.math.checker import COUNTERS
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)
 LIGHTNINGS = {"epoch"}
 ELSEWHERE = (  # several ranks, a GPU, a record of pages, benchmarks: tests of their own
-    "sharding/", "memory/", "distill/differing_pages", "test/", "val/{benchmark}/", "rewards/{function}/{counter}",
+    "sharding/", "memory/", "test/", "val/{benchmark}/", "rewards/{function}/{counter}",
 )  # fmt: skip
 
 

@@ -14,17 +14,19 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sparse_rl_lightning"
-FILES = sorted(path for room in ("rollout", "retrieval", "ops") for path in (PACKAGE / room).rglob("*.py"))
+FILES = sorted(
+    path for room in ("rollout/engine", "cache", "retrieval", "ops") for path in (PACKAGE / room).rglob("*.py")
+)
 ROOTS = {  # what is called by no name of its own
-    "step.py:Step.__call__",
+    "engine.py:Engine.step",
     "decoder.py:Decoder.__call__",
-    "projections.py:Projection.__call__",
-    "projections.py:_Copied.__call__",
+    "decoder.py:Projection.__call__",
+    "decoder.py:_Copied.__call__",
 }
 NOT_CAPTURED = {
-    "compression.py",  # steps with running state run eagerly
-    "teacher_forcing.py",  # given texts too
-    "slot_pages.py:write_summaries",  # and retrievers without a kernel
+    "compression.py", "running_state.py",  # steps with running state run eagerly
+    "scheduler.py", "memory.py", "prefill.py",  # what the host does between steps
+    "summarize_pages.py:write_summaries",  # and retrievers without a kernel
     "attention.py", "logprobs.py",  # of the learner
     "library.py",  # passes arguments on
 }  # fmt: skip
@@ -151,20 +153,22 @@ def test_a_decode_step_can_be_captured() -> None:
 def test_the_rule_reads_all_of_a_step() -> None:
     captured = {name.split(":")[1] for name in reached(functions(sources()), ROOTS)}
     assert captured >= {
-        "Step.draw", "draw", "truncate", "hash_uniform", "hash_bits", "Tracks.note_end", "SlotCache.append_and_attend",
-        "SlotCache.held", "append", "attend", "attend_pages", "select_pages", "summarize_pages", "PageCache.attend",
-        "PageCache.begin_step", "PageCache.refresh", "Decoder.logits", "Decoder._rotation", "list_pages",
+        "Engine.draw", "draw", "truncate", "hash_uniform", "hash_bits", "SequenceLogs.note_end",
+        "SlotCache.append_and_attend", "SlotCache.entries_held", "append", "decode_attention",
+        "page_attention", "select_pages", "summarize_pages", "PagedCache._attend", "PagedCache.begin_step",
+        "PagedCache._refresh", "Decoder.logits",
+        "Decoder._rotation", "list_pages",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("file", "line", "instead"),
     [
-        ("step.py", "cache.seen[-1:].zero_()", "cache.seen[-1] = 0"),
+        ("slots.py", "self.seen[-1:].zero_()", "self.seen[-1] = 0"),
         ("sampling.py", "is_end.index_fill_(0, end_ids, True)", "is_end[end_ids] = True"),
-        ("step.py", "at = cache.seen[places]", "at = cache.seen[rows.used]"),
-        ("step.py", "at = cache.seen[places]", "at = cache.seen[[1, 2]]"),
-        ("logs.py", "before = self.ends[slots]", "before = self.ends[slots] if bool(is_end.any()) else at"),
+        ("engine.py", "at = cache.seen[places]", "at = cache.seen[rows.used]"),
+        ("engine.py", "at = cache.seen[places]", "at = cache.seen[[1, 2]]"),
+        ("sequences.py", "before = self.ends[slots]", "before = self.ends[slots] if bool(is_end.any()) else at"),
         ("sampling.py", "vocabulary = torch.arange(", "vocabulary = torch.tensor([1]) + torch.arange("),
         ("slots.py", "own = query.to(kind,", "own = query.to(kind, non_blocking=slots.max().item(),"),
     ],

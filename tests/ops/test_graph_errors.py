@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl_lightning.rollout.cache.slots import CacheSize
-from sparse_rl_lightning.rollout.engine.graphs import GraphedStep, first_error, is_of_capture
-from sparse_rl_lightning.rollout.engine.step import Rows
+from sparse_rl_lightning.rollout.engine.engine import Rows, Step, StepGraphs, first_error, is_of_capture
 
 WAITED, SPOILED, ILLEGAL = 900, 901, 700
 
@@ -68,12 +66,10 @@ class Cuda:
         self.captured, self.stream = False, before
 
 
-def graphed(cuda: Cuda, step: Callable[[bool], None]) -> GraphedStep:
+def graphed(cuda: Cuda, step: Callable[[bool], None]) -> tuple[StepGraphs, Step]:
     """A step that is told whether it is being captured."""
-    geometry = SimpleNamespace(device=torch.device("cuda", 0))
-    cache = SimpleNamespace(pages=None, geometry=geometry, size=CacheSize(8, (4,), 0, 4))
-    ran = lambda rows: step(cuda.captured)  # noqa: E731
-    return GraphedStep(type("Step", (), {"cache": cache, "__call__": lambda self, rows: ran(rows)})(), enabled=True)  # type: ignore[arg-type]
+    graphs = StepGraphs(8, torch.device("cuda", 0))
+    return graphs, lambda rows: graphs.run(lambda rows: step(cuda.captured), rows)
 
 
 @pytest.fixture
@@ -88,12 +84,12 @@ ROWS = Rows(torch.zeros(8), torch.zeros(8), [])
 
 def test_a_captured_step_is_replayed(cuda: Cuda) -> None:
     calls: list[bool] = []
-    step = graphed(cuda, calls.append)
+    graphs, step = graphed(cuda, calls.append)
     step(ROWS)
     step(ROWS)
     assert calls == [False, True]  # a step to warm up, one to capture
     assert cuda.log == ["replay", "replay"]
-    assert step.enabled
+    assert graphs.enabled
 
 
 def test_what_cannot_be_captured_runs_eagerly_and_says_why(cuda: Cuda) -> None:
@@ -104,12 +100,12 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(cuda: Cuda) -> None:
         if captured:
             raise waited()
 
-    step = graphed(cuda, run)
+    graphs, step = graphed(cuda, run)
     with pytest.warns(UserWarning, match="cannot be captured: CUDA error: operation not permitted when stream is cap"):
         step(ROWS)
     step(ROWS)
     assert calls == [False, True, False, False]
-    assert not step.enabled
+    assert not graphs.enabled
     assert cuda.stream == "own"
     assert cuda.log == ["generator before", "_cuda_endAllocateToPool 0 (0, 1)", "_cuda_releasePool 0 (0, 1)"]
 
@@ -125,13 +121,13 @@ def test_other_errors_are_raised_as_what_they_are(cuda: Cuda, error: Exception, 
         if now == captured:
             raise error
 
-    step = graphed(cuda, run)
+    graphs, step = graphed(cuda, run)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(Exception) as raised:  # noqa: PT011  # which one is what is tested
             step(ROWS)
     assert raised.value is error  # not what torch says at the end of the capture
-    assert step.enabled  # a graph is tried again next time
+    assert graphs.enabled  # a graph is tried again next time
     assert cuda.stream == "own"
 
 
@@ -143,7 +139,7 @@ def test_a_warm_up_that_waits_is_no_reason_against_graphs(cuda: Cuda) -> None:
             raise RuntimeError("something about captured things")
 
     with pytest.raises(RuntimeError, match="captured things"):
-        graphed(cuda, run)(ROWS)
+        graphed(cuda, run)[1](ROWS)
 
 
 def test_the_reason_is_the_first_error_and_nothing_before_the_capture() -> None:

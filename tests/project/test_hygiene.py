@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,12 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 50  # of code: long signatures and docstrings are what the CLI shows its users
 LONG_FILES: dict[str, int] = {}  # path in the repository -> its own limit; say why beside each
 LONG_FUNCTIONS: dict[str, int] = {}  # path::name -> its own limit
+
+MAX_UNLIKE_FILES = 12
+ONE_KIND = {  # by package: what a file of the kind that it collects defines a class of, by the name of a base
+    "compressors": {"Compressor", "AttentionCompressor", "SnapKV"},
+    "retrievers": {"Retriever"},
+}
 
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp/bash_jobs\S*)/")
 
@@ -67,6 +74,26 @@ def test_tracked_files_name_no_machine_paths(tracked: list[Path]) -> None:
 def test_files_are_short() -> None:
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert {name: n for name, n in lengths.items() if n > LONG_FILES.get(name, MAX_FILE_LINES)} == {}
+
+
+def bases(path: Path) -> set[str]:
+    """Names of the classes that a file's classes are made of."""
+    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return {ast.unparse(base).split(".")[-1] for node in classes for base in node.bases}
+
+
+def test_a_package_is_of_one_kind_or_small() -> None:
+    unlike: dict[str, int] = {}
+    for path in SOURCES:
+        package = path.parent.relative_to(ROOT / "sparse_rl_lightning").as_posix()
+        if path.name != "__init__.py" and not bases(path) & ONE_KIND.get(package, set()):
+            unlike[package] = unlike.get(package, 0) + 1
+    assert {package: count for package, count in unlike.items() if count > MAX_UNLIKE_FILES} == {}
+
+
+def test_no_module_is_named_as_one_of_the_standard_library() -> None:
+    own = [path for path in SOURCES if path.stem in sys.stdlib_module_names and path.stem != "__main__"]
+    assert [name_of(path) for path in own] == []
 
 
 def test_length_of_a_function_is_its_code() -> None:
@@ -127,3 +154,14 @@ def test_the_public_hosts_workflow_runs_what_there_is() -> None:
     wanted = re.findall(r"\bmake ([a-z-]+)", "\n".join([*calls, script]))
     assert {"dist", "test"} <= set(wanted)
     assert set(wanted) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_messages_to_users_are_of_their_own_class() -> None:
+    """The command line shows a UserError as one line, and a ValueError as the bug that it is."""
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ValueError"
+    ]
+    assert found == [], "raise UserError(message) there"

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("rollout",),
     ("retrieval",),
+    ("cache",),
     ("replay",),
     ("report",),
     ("metrics",),
@@ -40,11 +41,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("budgets",),
     ("ops",),
     ("advantages", "corrections", "losses", "output_head"),
-    ("errors", "evictions", "files", "fingerprints", "page_record", "ranges", "records", "text"),
+    ("errors", "evictions", "files", "fingerprints", "ranges", "records", "text"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
-KNOW_HOOKS = {f"{PACKAGE}.replay.hooks", f"{PACKAGE}.rollout.cache.slots"}
+KNOW_HOOKS = {f"{PACKAGE}.replay.hooks", f"{PACKAGE}.cache.slots"}
 HOOKS = {
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from chosen_pages import ChosenPages
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
+from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import H2O, FullKV, SnapKV, StreamingLLM
-from sparse_rl_lightning.ops import KVPools
-from sparse_rl_lightning.ops.pages import page_means, page_scores
+from sparse_rl_lightning.ops.select_pages import page_means, page_scores
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import KVUsage, Rollout
-from sparse_rl_lightning.retrieval.cache import PageCache
+from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, retrieval_logprobs
 from sparse_rl_lightning.testing import tiny_model
@@ -102,26 +103,25 @@ def test_prompts_read_in_chunks_are_the_same(retriever: Retriever) -> None:
     assert_same(whole, chunked)
 
 
-def test_an_own_retriever_is_computed_as_the_kernels_compute_it() -> None:
-    policy = model()
-    rollouts = [
-        RolloutSampler(policy, retriever=RETRIEVERS[name], record_pages=10**7).generate(PROMPTS, PARAMS)
-        for name in ("centroid", "own")
-    ]
+def test_an_own_retriever_is_computed_as_the_kernels_compute_it(chosen: ChosenPages) -> None:
+    policy, rollouts, pages = model(), [], []
+    for name in ("centroid", "own"):
+        rollouts.append(RolloutSampler(policy, retriever=RETRIEVERS[name]).generate(PROMPTS, PARAMS))
+        pages.append(chosen.of(rollouts[-1], PARAMS.seed))
     assert_same(*rollouts)
-    assert torch.equal(rollouts[0].pages.pages, rollouts[1].pages.pages)
+    assert torch.equal(*pages)
 
 
 @each_retriever
-def test_recorded_pages_follow_the_rule(retriever: Retriever) -> None:
+def test_chosen_pages_follow_the_rule(retriever: Retriever, chosen: ChosenPages) -> None:
     """Pages of every query: as many as its length allows, first and last among them, ascending."""
-    rollout = RolloutSampler(model(), retriever=retriever, num_slots=3, record_pages=10**7).generate(PROMPTS, PARAMS)
-    record, r = rollout.pages, retriever
-    assert record.pages.shape[1] == 3 - r.num_dense_layers
+    rollout = RolloutSampler(model(), retriever=retriever, num_slots=3).generate(PROMPTS, PARAMS)
+    found, r = chosen.of(rollout, PARAMS.seed), retriever
+    assert found.shape[1] == 3 - r.num_dense_layers
     for row in range(len(rollout)):
         prompt, length = int(rollout.prompt_lengths[row]), int(rollout.completion_mask[row].nonzero().max())
-        for at in range(record.pages.shape[2]):
-            pages = record.pages[row, :, at]
+        for at in range(found.shape[2]):
+            pages = found[row, :, at]
             if not prompt <= at < length:
                 assert (pages == -1).all()
                 continue
@@ -143,7 +143,7 @@ def test_memory_is_not_saved_and_reading_is(retriever: Retriever) -> None:
     assert rollout.evictions is None
     assert rollout.kv.saving_final == rollout.kv.saving_integral == 0
     cache = sampler.cache
-    kept = sum(summary.untyped_storage().nbytes() for summary in cache.pages.summaries)
+    kept = sum(summary.untyped_storage().nbytes() for summary in cache.summaries)
     assert rollout.kv.peak_bytes == cache.pools.nbytes + kept
     # two of three layers keep vectors of pages of 4 tokens, each half an entry
     pages = -(-(40 + 40) // 4) * 4 / (40 + 40)
@@ -201,7 +201,7 @@ def test_summaries_are_those_of_the_entries_held(retriever: Retriever) -> None:
         start, length = int(cache.pools.offsets[layer, slot, head]), int(cache.pools.lengths[layer, slot, head])
         keys = cache.pools.keys[start : start + length // 4 * 4].unflatten(0, (-1, 4))
         want = retriever.summarize(keys).transpose(0, 1)
-        got = cache.pages.summaries[layer - 1][slot, head, :, : len(keys)]
+        got = cache.summaries[layer - 1][slot, head, :, : len(keys)]
         torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
         checked += len(keys)
     assert checked > 12 * 4
@@ -234,28 +234,23 @@ def test_the_cache_is_used_again_for_the_same_retriever_only() -> None:
     assert_same(again, RolloutSampler(sampler.model, retriever=RETRIEVERS["quest"]).generate(PROMPTS, PARAMS))
 
 
-def test_rollouts_with_pages_are_cut_and_stored() -> None:
-    rollout = RolloutSampler(model(), retriever=Centroid(**SMALL), record_pages=10**7).generate(PROMPTS, PARAMS)
-    part = rollout[torch.tensor([1, 4])]
-    assert torch.equal(part.pages.pages, rollout.pages.pages[[1, 4]])
+def test_rollouts_of_a_retriever_are_stored() -> None:
+    rollout = RolloutSampler(model(), retriever=Centroid(**SMALL)).generate(PROMPTS, PARAMS)
     again = Rollout.from_state(rollout.to("cpu").state())
-    assert torch.equal(again.pages.pages, rollout.pages.pages)
     assert again.kv.read_share == rollout.kv.read_share
-    layers, heads, pages = 2, 2, 4
-    assert rollout.pages.nbytes == rollout.sequences.numel() * layers * heads * pages * 2
 
 
 def test_a_decode_step_makes_no_tensor_of_numbers_of_the_host() -> None:
     """What a graph replays may not come from the host: the schedule lies on the device."""
     g = CacheGeometry.of(model())
     retriever = RETRIEVERS["schedule"]
-    pages = PageCache(retriever, g, 2, (40, 40, 40), 40, records=False)
-    pages.begin_step(torch.tensor([0, 1, 2]), torch.tensor([18, 19, 35]))
-    assert pages.limits.tolist() == 3 * [[3, 4, 6]]  # of each layer
-    assert pages.limits.dtype == torch.int32
-    pools = KVPools.uniform((3, 2, 2), 40, g.head_dim, torch.float32, "cpu")
-    pools.lengths.fill_(7)
-    assert pages.attend(0, pools.layer(0), torch.tensor([0, 1, -1]), torch.ones(3, 4, 16), 1.0).shape == (3, 4, 16)
+    cache = with_pages(CacheSize(2, (40, 40, 40), 0, 40), retriever).allocate(g)
+    cache.seen.copy_(torch.tensor([18, 19, 35]))
+    cache.begin_step(torch.tensor([0, 1, 2]))
+    assert cache.limits.tolist() == 3 * [[3, 4, 6]]  # of each layer
+    assert cache.limits.dtype == torch.int32
+    cache.lengths.fill_(7)
+    assert cache._attend(0, torch.tensor([0, 1, -1]), torch.ones(3, 4, 16), None).shape == (3, 4, 16)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -284,26 +279,12 @@ def test_numbers_that_do_not_fit_are_refused(kind: Any, options: dict[str, Any],
         ({"compressor": H2O(24)}, "H2O counts the attention that every entry receives, and Centroid does not compute"),
         ({"compressor": SnapKV(24, budget_rule=Adaptive())}, "Adaptive gives heads different memory"),
         ({"retriever": Centroid(64, num_dense_layers=3)}, "num_dense_layers=3 leaves none of the model's 3 layers"),
-        ({"compressor": SnapKV(24), "record_pages": 10**6}, "SnapKV moves entries to other pages"),
-        ({"retriever": None, "record_pages": 5}, "record_pages=5 and retriever=None"),
-        ({"record_pages": -1}, "record_pages=-1"),
         ({"kv_dtype": "fp8"}, "kv_dtype=torch.float8_e4m3fn is too narrow"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         RolloutSampler(model(), **{"retriever": Centroid(**SMALL), **options})
-
-
-def test_records_that_are_too_large_are_refused_with_the_arithmetic() -> None:
-    sampler = RolloutSampler(model(), retriever=Centroid(**SMALL), record_pages=10_000)
-    with pytest.raises(
-        ValueError, match=r"10 sequences x 2 layers x 80 tokens x 2 KV heads x 4 pages x 2 bytes = 25,600"
-    ):
-        sampler.generate(PROMPTS, PARAMS)
-    sampler.num_slots = 4
-    with pytest.raises(ValueError, match="record_pages of the RolloutSampler to 0"):
-        RolloutSession(sampler, PARAMS, max_prompt_length=40)
 
 
 def test_full_kv_is_the_default() -> None:
@@ -345,7 +326,7 @@ def test_usage_with_and_without_retrieval_is_joined() -> None:
     assert KVUsage.cat([chosen, chosen]).read_integral.tolist() == [1, 2, 1, 2]
 
 
-def test_layers_share_the_budget() -> None:
+def test_layers_share_the_budget(chosen: ChosenPages) -> None:
     """Pyramid: more pages for the first of the layers that retrieve, fewer for the last, as many in all."""
     rule = Pyramid(beta=2)
     retriever = Centroid(
@@ -355,13 +336,13 @@ def test_layers_share_the_budget() -> None:
     limits = retriever.page_limits(3, "cpu")(torch.tensor([5, 40]))
     assert limits.tolist() == [[6, 6], [4, 4], [2, 2]]
     four = tiny_model("qwen2", num_layers=4, initializer_range=0.2)
-    sampler = RolloutSampler(four, retriever=retriever, record_pages=10**7)
+    sampler = RolloutSampler(four, retriever=retriever)
     rollout = sampler.generate(PROMPTS, PARAMS)
-    read = (rollout.pages.pages[:, :, 30] >= 0).sum(dim=-1)  # (B, L, H) of a query that all sequences have
+    read = (chosen.of(rollout, PARAMS.seed)[:, :, 30] >= 0).sum(dim=-1)  # (B, L, H) of a query that all sequences have
     assert read.amax(dim=(0, 2)).tolist() == [6, 4, 2]
     found = retrieval_logprobs(four, rollout, retriever, PARAMS.temperature)
     torch.testing.assert_close(found.logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
-    assert found.differing_pages == 0
+    assert chosen.share_differing(rollout, PARAMS.seed, retriever) == 0
     with pytest.raises(ValueError, match="but Adaptive splits heads"):
         Centroid(budget=16, page_size=4, budget_rule=Adaptive())
 

@@ -1,4 +1,4 @@
-"""The learner under retrieval: recorded pages give the sampler's log-probs, chosen pages are the sampler's own."""
+"""The learner under retrieval: it chooses the pages that the sampler chose, and has its log-probs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from chosen_pages import ChosenPages
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.page_record import PageRecord
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.attention import LearnerPages
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
 from sparse_rl_lightning.rollout import (
     RolloutSampler,
     SamplingParams,
-    page_replay_logprobs,
     replay_logprobs,
     retrieval_logprobs,
 )
@@ -38,15 +36,17 @@ PARAMS = SamplingParams(num_generations=2, max_completion_length=40, temperature
 
 def roll_out(retriever: Retriever, architecture: str = "qwen2", **options: Any) -> tuple[Any, Rollout]:
     policy = tiny_model(architecture, initializer_range=0.2, num_layers=3, eos_token_id=None, **options)
-    sampler = RolloutSampler(policy, retriever=retriever, num_slots=3, record_pages=10**7)
+    sampler = RolloutSampler(policy, retriever=retriever, num_slots=3)
     return policy, sampler.generate(PROMPTS, PARAMS)
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @each_retriever
-def test_recorded_pages_reproduce_the_samplers_logprobs(architecture: str, retriever: Retriever) -> None:
+def test_the_samplers_pages_reproduce_its_logprobs(
+    architecture: str, retriever: Retriever, chosen: ChosenPages
+) -> None:
     policy, rollout = roll_out(retriever, architecture)
-    replayed = page_replay_logprobs(policy, rollout, 0.9)
+    replayed = chosen.replay_logprobs(policy, rollout, PARAMS.seed, retriever, 0.9)
     torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
     with torch.no_grad():
         dense, _ = sequence_logprobs(policy, rollout.sequences, rollout.completion_mask, 0.9)
@@ -56,35 +56,20 @@ def test_recorded_pages_reproduce_the_samplers_logprobs(architecture: str, retri
 
 
 @each_retriever
-def test_the_learner_chooses_the_same_pages(retriever: Retriever) -> None:
+def test_the_learner_chooses_the_same_pages(retriever: Retriever, chosen: ChosenPages) -> None:
     policy, rollout = roll_out(retriever)
     again = retrieval_logprobs(policy, rollout, retriever, 0.9)
-    assert again.differing_pages == 0  # the seed meets no near-tie
+    assert chosen.share_differing(rollout, PARAMS.seed, retriever) == 0  # the seed meets no near-tie
     torch.testing.assert_close(again.logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
     assert (again.entropy[rollout.completion_mask] > 0).all()
-    rollout.pages = None
-    unrecorded = retrieval_logprobs(policy, rollout, retriever, 0.9)
-    assert unrecorded.differing_pages is None
-    assert torch.equal(unrecorded.logprobs, again.logprobs)
 
 
-def test_pages_that_differ_are_counted() -> None:
-    """Another policy wants other pages; a spoilt record differs by what was spoilt."""
+def test_another_policy_wants_other_pages(chosen: ChosenPages) -> None:
     retriever = RETRIEVERS["centroid"]
-    policy, rollout = roll_out(retriever)
+    _, rollout = roll_out(retriever)
     other = tiny_model("qwen2", initializer_range=0.2, num_layers=3, eos_token_id=None, seed=9)
-    share = retrieval_logprobs(other, rollout, retriever, 0.9).differing_pages
-    assert 0.1 < share <= 1
-    # queries that leave a page out choose one of four pages here: swap that of one query in one layer and head
-    pages, row, at = rollout.pages.pages.clone(), 6, 45
-    chosen = pages[row, 0, at, 1]
-    assert chosen[0] == 0
-    chosen[1] = next(page for page in range(1, 9) if page != chosen[1])
-    rollout.pages = PageRecord(pages, 4, 1)
-    lengths = rollout.prompt_lengths + rollout.completion_lengths
-    queries = sum(max(0, int(n) - 1 - max(int(p), 16)) for n, p in zip(lengths, rollout.prompt_lengths, strict=True))
-    share = retrieval_logprobs(policy, rollout, retriever, 0.9).differing_pages
-    assert share == pytest.approx(1 / (queries * 2 * 2))
+    retrieval_logprobs(other, rollout, retriever, 0.9)
+    assert 0.1 < chosen.share_differing(rollout, PARAMS.seed, retriever) <= 1
 
 
 @each_retriever
@@ -92,10 +77,10 @@ def test_one_query_at_a_time_gives_the_same_numbers_and_gradients(retriever: Ret
     g = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 37, 8, generator=g) for heads in (6, 2, 2))
     inputs = [t.requires_grad_() for t in (query, key, value)]
-    lengths, mask = torch.tensor([5, 1]), torch.ones(2, 37, dtype=torch.bool)
+    lengths = torch.tensor([5, 1])
     results = []
     for mask_bytes in (1, 2000, 10**9):
-        out = LearnerPages(lengths, mask, retriever, mask_bytes=mask_bytes).attend(1, *inputs, 0.3)
+        out = LearnerPages(lengths, retriever, mask_bytes=mask_bytes).attend(1, *inputs, 0.3)
         results.append([out, *torch.autograd.grad((out * out.detach().cos()).sum(), inputs)])
     for other in results[:-1]:
         for a, b in zip(other, results[-1], strict=True):
@@ -107,7 +92,7 @@ def test_attention_is_that_of_a_loop_over_queries(retriever: Retriever) -> None:
     g = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, heads, 37, 8, generator=g, dtype=torch.float64) for heads in (6, 2, 2))
     prompt, r = 5, retriever
-    got = LearnerPages(torch.tensor([prompt]), torch.ones(1, 37, dtype=torch.bool), r).attend(1, query, key, value, 0.3)
+    got = LearnerPages(torch.tensor([prompt]), r).attend(1, query, key, value, 0.3)
     for at in range(37):
         there, limit = at // r.page_size + 1, r.schedule.at(at + 1) // r.page_size
         for h in range(2):
@@ -139,20 +124,20 @@ def test_gradient_checkpointing_chooses_the_same_pages_again() -> None:
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_chooses_nearly_the_same_pages() -> None:
+def test_bfloat16_chooses_nearly_the_same_pages(chosen: ChosenPages) -> None:
     """Bound as of replay in bfloat16; few of the pages differ, and those that do explain no large part of the rest."""
     retriever = RETRIEVERS["centroid"]
     policy = tiny_model(initializer_range=0.2, num_layers=3, eos_token_id=None).bfloat16()
-    rollout = RolloutSampler(policy, retriever=retriever, record_pages=10**7).generate(PROMPTS, PARAMS)
+    rollout = RolloutSampler(policy, retriever=retriever).generate(PROMPTS, PARAMS)
     mask = rollout.completion_mask
     with torch.no_grad():
-        replayed = page_replay_logprobs(policy, rollout, 0.9)
-        again = retrieval_logprobs(policy, rollout, retriever, 0.9)
+        replayed = chosen.replay_logprobs(policy, rollout, PARAMS.seed, retriever, 0.9)
+        retrieval_logprobs(policy, rollout, retriever, 0.9)
         dense, _ = sequence_logprobs(policy, rollout.sequences, mask, 0.9)
     noise, sparse = ((own - rollout.sampler_logprobs)[mask].abs().mean() for own in (replayed, dense))
     assert noise < 0.03
     assert sparse > 10 * noise
-    assert again.differing_pages < 0.1
+    assert chosen.share_differing(rollout, PARAMS.seed, retriever) < 0.1
 
 
 def test_what_cannot_be_followed_is_refused() -> None:
@@ -160,32 +145,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
     policy, rollout = roll_out(retriever)
     with pytest.raises(ValueError, match="no record of its evictions"):
         replay_logprobs(policy, rollout)
-    with pytest.raises(ValueError, match="page_size=4 and num_dense_layers=1, the retriever has 8 and 1"):
-        retrieval_logprobs(policy, rollout, Centroid(32, page_size=8, num_dense_layers=1))
-    rollout.policy_versions = torch.arange(rollout.sequences.shape[1], dtype=torch.int32).expand_as(rollout.sequences)
-    with pytest.raises(ValueError, match="drawn by several versions"):
-        page_replay_logprobs(policy, rollout)
     compressor = SnapKV(budget=24, buffer=5, num_sinks=2, window=4)
     both = RolloutSampler(policy, compressor, retriever=retriever).generate(PROMPTS, PARAMS)
     with pytest.raises(ValueError, match="compressed besides"):
         retrieval_logprobs(policy, both, retriever)
-    with pytest.raises(ValueError, match="no record of the pages"):
-        page_replay_logprobs(policy, both)
-    with pytest.raises(ValueError, match="Give a retriever, or a record"):
-        LearnerPages(rollout.prompt_lengths, rollout.completion_mask)
-
-
-def test_records_join_sequences_of_different_lengths() -> None:
-    def record(length: int, page: int) -> PageRecord:
-        return PageRecord(torch.full((1, 2, length, 2, 3), page, dtype=torch.int16), 4, 1)
-
-    joined = PageRecord.cat([record(3, 1), record(5, 2)])
-    assert joined.pages.shape == (2, 2, 5, 2, 3)
-    assert (joined.pages[0, :, 3:] == -1).all()
-    kept: Tensor = joined.kept(1, 4)
-    assert kept.shape == (2, 2, 5, 4)
-    assert kept[0, 0].int().tolist() == [[0, 1, 0, 0]] * 3 + [[0, 0, 0, 0]] * 2
-    with pytest.raises(ValueError, match="same pages and layers, got none"):
-        PageRecord.cat([])
-    with pytest.raises(ValueError, match="same pages and layers"):
-        PageRecord.cat([joined, PageRecord(joined.pages, 8, 1)])

@@ -11,20 +11,20 @@ import torch
 
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
-from sparse_rl_lightning.rollout.engine import scheduler as run
+from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.testing import tiny_model
 
 SLOTS = 4
 
 
 def lines_per_sequence(count: int, session: bool) -> float:
-    """Lines of run.py that are executed for each sequence, every one of which ends with its first token."""
+    """Lines of scheduler.py that are executed for each sequence, every one of which ends with its first token."""
     sampler = RolloutSampler(tiny_model(num_layers=1), FullKV(), num_slots=SLOTS)
     params = SamplingParams(num_generations=2, max_completion_length=1)
     prompts, lines = [[3 + i % 50] for i in range(count // 2)], 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != run.__file__:
+        if frame.f_code.co_filename != scheduler.__file__:
             return None
         nonlocal lines
         lines += event == "line"
@@ -61,7 +61,9 @@ def test_prompts_wait_for_their_last_sample_only() -> None:
     known = []
     while session.num_unfinished:
         session.advance(max_steps=1)
-        known.append((len(session.run.waiting), sorted(session.run.read), dict(+session.run.waiting_of)))
+        own = session.scheduler
+        of = {number: group.num_waiting for number, group in own.groups.items() if group.num_waiting}
+        known.append((len(own.waiting), sorted(own.parked), of))
     assert known[0] == (5, [0], {0: 1, 1: 4})
     for waiting, read, of in known:
         assert sum(of.values()) == waiting

@@ -21,7 +21,7 @@ from sparse_rl_lightning.compressors import (
     StreamingLLM,
 )
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
-from sparse_rl_lightning.rollout.engine.logs import Tracks
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.testing import tiny_model
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 4}
@@ -97,7 +97,7 @@ def test_logits_are_found_at_the_next_look(
     place = next(i for i, token in enumerate(drawn[1]) if i > 4 and token not in [*known, *drawn[1][:i]])
     poison = Poison(policy, drawn[1][place], value)
     for check_every, step in ((1, place + 1), (8, -(-(place + 1) // 8) * 8)):
-        monkeypatch.setattr("sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY", {"cpu": check_every})
+        monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": check_every})
         with pytest.raises(ValueError, match=rf"Found at decode step (\d+); .*: \{{1: {place + 1}\}}") as refused:
             sampler.generate(PROMPTS, params)
         found = int(str(refused.value).split("decode step ")[1].split(";")[0])
@@ -131,7 +131,7 @@ def test_nothing_past_an_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = RolloutSampler(policy).generate(PROMPTS[:1], params)
     end = int(whole.sequences[0, 12])
     Poison(policy, end)
-    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY", {"cpu": 8})
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
     rollout = RolloutSampler(policy, end_token_ids=[end]).generate(PROMPTS[:1], params)
     assert torch.equal(rollout.sequences, whole.sequences[:, : rollout.sequences.shape[1]])
     assert bool(rollout.finished)
@@ -151,16 +151,16 @@ def test_a_score_without_a_reason_is_the_compressors() -> None:
 def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two looks nothing is copied to the host; a look is one copy."""
     looks, copies = [], []
-    own, to_list = Tracks.look, Tensor.tolist
+    own, to_list = SequenceLogs.look, Tensor.tolist
 
-    def look(self: Tracks) -> Any:
+    def look(self: SequenceLogs) -> Any:
         before = len(copies)
         found = own(self)
         looks.append(len(copies) - before)
         return found
 
-    monkeypatch.setattr(Tracks, "look", look)
+    monkeypatch.setattr(SequenceLogs, "look", look)
     monkeypatch.setattr(Tensor, "tolist", lambda self: (copies.append(self.shape), to_list(self))[1])
-    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY", {"cpu": 8})
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
     RolloutSampler(sharp()).generate(PROMPTS, SamplingParams(max_completion_length=33))
     assert looks == [1] * 5  # after the prompts and four times eight steps

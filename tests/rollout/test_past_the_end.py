@@ -16,7 +16,7 @@ from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 TOKENIZER = character_tokenizer()
 SIZES: dict[str, Any] = {"budget": 16, "buffer": 5, "num_sinks": 2, "window": 4}
 PROMPTS = [[30, 31, 32], [40, 41, 42, 43, 44]]
-LOOK = "sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY"
+LOOK = "sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY"
 
 
 def policy(eos_token_id: int | None) -> Any:

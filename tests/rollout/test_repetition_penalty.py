@@ -132,7 +132,7 @@ def test_without_a_penalty_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -
     def count(*_: Tensor) -> None:
         raise AssertionError("nobody needs it")
 
-    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.step.occurring", count)
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.engine.occurring", count)
     rollout = RolloutSampler(model()).generate([[3]], SamplingParams(max_completion_length=3))
     assert rollout.behavior_logprobs is None
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.engine import workspace
+from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -89,7 +89,7 @@ def test_looking_seldom_changes_nothing(compressor: Compressor, monkeypatch: pyt
     policy = model()
     always = RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS)
     assert set(always.finished.tolist()) == {True, False}, "both ways to end must occur"
-    monkeypatch.setattr(workspace, "CHECK_EVERY", {"cpu": 7})
+    monkeypatch.setattr(scheduler, "CHECK_EVERY", {"cpu": 7})
     assert_same(always, RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS))
 
 
@@ -150,24 +150,6 @@ def test_stop_strings_cut_after_the_token_that_completes_one() -> None:
         RolloutSampler(policy, FullKV()).generate(prompts, params)
     with pytest.raises(ValueError, match="stop_strings must be a list of texts that are not empty"):
         SamplingParams(stop_strings=("a", ""))
-
-
-def test_a_stream_yields_what_generate_returns() -> None:
-    policy = model()
-    whole = RolloutSampler(policy, RKV(**SMALL)).generate(PROMPTS, PARAMS)
-    policy.train()
-    order = []
-    for completion in RolloutSampler(policy, RKV(**SMALL), 3).stream(PROMPTS, PARAMS):
-        assert (policy.training, torch.is_grad_enabled()) == (True, True), "in between the model is the caller's"
-        row, mask = completion.sequence, whole.completion_mask[completion.sequence]
-        assert completion.token_ids == whole.sequences[row][mask].tolist()
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), whole.sampler_logprobs[row][mask], atol=2e-5, rtol=0
-        )
-        assert completion.finished == bool(whole.finished[row])
-        order.append(row)
-    assert sorted(order) == list(range(10))
-    assert order != sorted(order)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.retrieval.cache import PagedCache, with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.cache.memory import SlotBytes, free_bytes, plan_slots, slot_bytes
-from sparse_rl_lightning.rollout.cache.slots import CacheSize, SlotCache
-from sparse_rl_lightning.rollout.engine.logs import Tracks
+from sparse_rl_lightning.rollout.engine.memory import SlotBytes, free_bytes, plan_slots, slot_bytes
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs, VersionedLogs
 from sparse_rl_lightning.testing import tiny_model
 
 LOGGED = [SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_logprobs=3, min_completion_length=2)]
@@ -48,8 +49,8 @@ def allocated(*things: dict[str, Any]) -> int:
 def attributes(cache: SlotCache) -> dict[str, Any]:
     """What the cache owns: not the model's rotary frequencies."""
     own = {name: value for name, value in vars(cache).items() if name != "geometry"}
-    if cache.pages is not None:
-        own |= {"pages": [vars(cache.pages), vars(cache.pages.limits_at)]}
+    if isinstance(cache, PagedCache):
+        own |= {"limits_at": vars(cache.limits_at)}
     return own if cache.arenas is None else own | {"arenas": vars(cache.arenas)}
 
 
@@ -66,38 +67,38 @@ def attributes(cache: SlotCache) -> dict[str, Any]:
         CacheSize(
             1, (24, 8, 24), 2, 40, ("mass",), True, head_state_fields=(("a", 1), ("b", 7)), keeps_probabilities=True
         ),
-        CacheSize(1, (24, 24, 25), 0, 40, retriever=Centroid(16, page_size=4, num_dense_layers=1)),
-        CacheSize(1, (24, 8, 24), 2, 40, retriever=Quest(48, num_dense_layers=0), record_pages=True),
+        with_pages(CacheSize(1, (24, 24, 25), 0, 40), Centroid(16, page_size=4, num_dense_layers=1)),
+        with_pages(CacheSize(1, (24, 8, 24), 2, 40), Quest(48, num_dense_layers=0)),
     ],
 )
 def test_the_cache_allocates_what_was_planned(size: CacheSize, kv_dtype: torch.dtype, num_slots: int) -> None:
     g = geometry(kv_dtype)
     slot = slot_bytes(g, size)
-    cache = SlotCache(g, dataclasses.replace(size, num_slots=num_slots))
+    cache = dataclasses.replace(size, num_slots=num_slots).allocate(g)
     plan = plan_slots(slot, slot.of(num_slots), num_slots)
     assert plan.num_slots == num_slots
     assert plan.total_bytes == allocated(attributes(cache))
     assert plan.pool_bytes == cache.pool_bytes
 
 
-@pytest.mark.parametrize("versioned", [False, True])
+@pytest.mark.parametrize("logs", [SequenceLogs, VersionedLogs])
 @pytest.mark.parametrize("params", LOGGED, ids=["plain", "truncated", "top"])
-def test_logs_are_counted_with_the_parameters(params: SamplingParams, versioned: bool) -> None:
+def test_logs_are_counted_with_the_parameters(params: SamplingParams, logs: type[SequenceLogs]) -> None:
     g = geometry()
     cache = SlotCache(g, CacheSize(4, (20, 20, 20), 2, 50))
-    tracks = Tracks(4, 50, params, g.device, versioned)
-    planned = slot_bytes(g, CacheSize(1, (20, 20, 20), 2, 50), params, versioned)
-    assert planned.of(4) == allocated(attributes(cache), vars(tracks))
+    planned = slot_bytes(g, CacheSize(1, (20, 20, 20), 2, 50), params, logs)
+    assert planned.of(4) == allocated(attributes(cache), vars(logs(4, 50, params, g.device)))
 
 
 def test_what_retrieval_reads_is_logged_too() -> None:
-    g, size = geometry(), CacheSize(4, (20, 20, 20), 0, 50, retriever=Centroid(48, num_dense_layers=2))
-    cache, tracks = SlotCache(g, size), Tracks(4, 50, SamplingParams(), g.device, retrieves=True)
-    assert slot_bytes(g, size, SamplingParams()).of(4) == allocated(attributes(cache), vars(tracks))
+    g, size = geometry(), with_pages(CacheSize(4, (20, 20, 20), 0, 50), Centroid(48, num_dense_layers=2))
+    cache, logs = size.allocate(g), SequenceLogs(4, 50, SamplingParams(), g.device)
+    assert cache.read.shape == (5, 50)
+    assert slot_bytes(g, size, SamplingParams()).of(4) == allocated(attributes(cache), vars(logs))
 
 
 @given(
-    parts=st.lists(st.integers(0, 10**7), min_size=7, max_size=7), limit=st.integers(1, 10**10),
+    parts=st.lists(st.integers(0, 10**7), min_size=3, max_size=3), limit=st.integers(1, 10**10),
     num_sequences=st.integers(1, 2000), multiple=st.sampled_from([1, 8, 16]),
 )  # fmt: skip
 def test_most_slots_that_fit(parts: list[int], limit: int, num_sequences: int, multiple: int) -> None:
@@ -118,7 +119,7 @@ def test_most_slots_that_fit(parts: list[int], limit: int, num_sequences: int, m
 
 @given(limit=st.floats(0.01, 1.0))
 def test_a_share_is_of_the_free_memory(limit: float) -> None:
-    slot = SlotBytes(1000, 0, 0, 0, 0, 24, 24, "")
+    slot = SlotBytes(1024, 1000, 24, "")
     plan = plan_slots(slot, limit, 3)
     assert plan.num_slots == 3
     assert plan.limit == pytest.approx(limit * free_bytes("cpu"), rel=0.5)  # other processes come and go
@@ -141,7 +142,7 @@ def test_memory_in_reserve_counts_as_free() -> None:
 
 
 def test_why_says_the_numbers() -> None:
-    slot = SlotBytes(2**20, 0, 0, 0, 0, 0, 0, "")
+    slot = SlotBytes(2**20, 2**20, 0, "")
     assert plan_slots(slot, 21 * 2**20, 64).why == (
         "16 slots of 1.00 MiB: as many as fit for 64 sequences, rounded down from 21 to a multiple of 8; "
         "16.00 MiB of the 21.00 MiB allowed (given in bytes)."
@@ -170,11 +171,11 @@ def test_refusal_shows_the_arithmetic() -> None:
 @pytest.mark.parametrize("limit", [0, -5, 0.0, 1.5, -0.1, float("nan")])
 def test_limits_out_of_range_are_refused(limit: float) -> None:
     with pytest.raises(ValueError, match=r"limit .*got (0|-5|0.0|1.5|-0.1|nan)"):
-        plan_slots(SlotBytes(1, 0, 0, 0, 0, 0, 0, ""), limit, 1)
+        plan_slots(SlotBytes(1, 1, 0, ""), limit, 1)
 
 
 def test_counts_out_of_range_are_refused() -> None:
-    slot = SlotBytes(1, 0, 0, 0, 0, 0, 0, "")
+    slot = SlotBytes(1, 1, 0, "")
     for counts in ({"num_sequences": 0}, {"num_sequences": 3, "multiple": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             plan_slots(slot, 10, **counts)

@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.cache import slots as cache
 from sparse_rl_lightning.compressors import H2O, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import NEVER, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
-from sparse_rl_lightning.rollout.cache import slots as cache
-from sparse_rl_lightning.rollout.engine import workspace
+from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -53,11 +53,11 @@ def test_training_and_validation_in_turn_keep_pool_and_weights() -> None:
     train, validate = PARAMS, SamplingParams(max_completion_length=60, temperature=0)
     sampler.generate(PROMPTS, train)
     sampler.generate(PROMPTS[:2], validate)
-    pool, decoder = sampler.cache, sampler._workspace._decoder
+    pool, decoder = sampler.cache, sampler._engine.decoder
     for params, prompts in ((train, PROMPTS), (validate, PROMPTS[:2])) * 2:
         sampler.generate(prompts, params)
         assert sampler.cache is pool
-        assert sampler._workspace._decoder is decoder
+        assert sampler._engine.decoder is decoder
 
 
 def test_one_sampler_serves_all_compressors_and_precisions() -> None:
@@ -91,19 +91,8 @@ def test_a_hook_that_comes_later_is_called() -> None:
         sampler.generate(PROMPTS, PARAMS)
 
 
-def test_a_stream_notices_that_its_slots_were_taken() -> None:
-    sampler = RolloutSampler(model(), SnapKV(**SMALL), 3)
-    stream = sampler.stream(PROMPTS, PARAMS)
-    next(stream)
-    sampler.generate(PROMPTS, PARAMS)
-    with pytest.raises(RuntimeError, match="used for something else"):
-        list(stream)
-
-
-def test_the_pool_goes_back_after_streams_and_errors_too() -> None:
+def test_the_pool_goes_back_after_errors_too() -> None:
     sampler = RolloutSampler(model(), SnapKV(**SMALL), 3, keep_pool=False)
-    assert len(list(sampler.stream(PROMPTS, PARAMS))) == 10
-    assert sampler.cache is None
 
     def stop(progress: Any) -> None:
         raise KeyboardInterrupt
@@ -137,7 +126,7 @@ def test_looking_seldom_changes_nothing_with_stop_strings_and_sessions(
     )
     sampler = RolloutSampler(policy, compressor, 4, tokenizer=tokenizer)
     want = sampler.generate(prompts, params)
-    monkeypatch.setattr(workspace, "CHECK_EVERY", {"cpu": 8})
+    monkeypatch.setattr(scheduler, "CHECK_EVERY", {"cpu": 8})
     assert_same(want, RolloutSampler(policy, compressor, 4, tokenizer=tokenizer).generate(prompts, params))
     session = RolloutSession(sampler, params, max_prompt_length=30)
     numbers = session.add(prompts, range(9))
@@ -169,8 +158,8 @@ def test_a_saved_session_keeps_order_and_top_tokens() -> None:
     sessions[0].advance(max_steps=8)
     sessions[1].load_state(sessions[0].state())
     sessions[2].load_state(sessions[0].state(restart=True))
-    in_slots = [held.sequence for held in sessions[0].run.slots.values()]
-    assert sessions[2].run.waiting[::-1] == sorted(in_slots) + sessions[0].run.waiting[::-1]
+    in_slots = [one.sequence for one in sessions[0].scheduler.running.values()]
+    assert sessions[2].scheduler.waiting[::-1] == sorted(in_slots) + sessions[0].scheduler.waiting[::-1]
     sessions[1].advance()
     whole, resumed = RolloutSampler(policy, SnapKV(**SMALL)).generate(PROMPTS, params), sessions[1].take(numbers)
     assert torch.equal(whole.topk_ids, resumed.topk_ids)
@@ -192,12 +181,12 @@ def test_a_session_refuses_what_it_cannot_do() -> None:
         raise KeyboardInterrupt
 
     saved = session.state()
-    session.run.cache.compact = interrupt  # type: ignore[method-assign]
+    session.engine.cache.compact = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         session.advance()
     with pytest.raises(ValueError, match="interrupted in the middle of a step"):
         session.advance()
-    del session.run.cache.compact
+    del session.engine.cache.compact
     session.load_state(saved)
     session.advance()
     want = RolloutSampler(session.sampler.model, SnapKV(**SMALL)).generate(PROMPTS, PARAMS)

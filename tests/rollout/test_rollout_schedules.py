@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, LengthSchedule, Pyramid
+from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.compressors import H2O, RKV, TOVA, Compressor, KNorm, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.cache.trigger import Trigger
 from sparse_rl_lightning.testing import tiny_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]

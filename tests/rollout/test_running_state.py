@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import H2O, Combined, Compressor, SnapKV
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.cache.slots import SlotCache
+from sparse_rl_lightning.rollout.checks import drawing
 from sparse_rl_lightning.testing import check_compressor, tiny_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "compressors.md"
@@ -206,15 +207,17 @@ def test_a_step_copies_no_keys_and_makes_no_probabilities(rule: Any) -> None:
     """With free slots between those in use; the sums of a group are half of the probabilities of a layer."""
     policy = tiny_model(initializer_range=0.2, eos_token_id=None, vocab_size=64)
     sampler = RolloutSampler(policy, H2O(budget=300, budget_rule=rule))
-    run = sampler._workspace.start(sampler, SamplingParams(num_generations=16, max_completion_length=500), 16, 3)
-    with sampler.sampling():
+    params = SamplingParams(num_generations=16, max_completion_length=500)
+    with drawing(policy):
+        engine = sampler._engine_for(sampler.engine_key(params, 16, 3))
+        run = sampler.scheduler(engine, params, 16)
         run.add([[3, 4, 5]], range(16))
-        run.advance()
-        run.tracks.ends[1::3] = 0  # these are found ended at the next look
-        run.advance()
-        assert sorted(run.slots) == [slot for slot in range(16) if slot % 3 != 1]
+        run.step()
+        run.logs.ends[1::3] = 0  # these are found ended at the next look
+        run.step()
+        assert sorted(run.running) == [slot for slot in range(16) if slot % 3 != 1]
         with Largest() as largest:
             for _ in range(5):
-                run.advance()
-    probabilities = len(run.slots) * 4 * sampler.cache.most_entries(0) * 4
+                run.step()
+    probabilities = len(run.running) * 4 * sampler.cache.most_entries[0] * 4
     assert 0 < largest.most < probabilities <= sampler.cache._probabilities.nbytes

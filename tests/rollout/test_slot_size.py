@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
+from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.calibration import H200, CostModel, ModelShape
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
-from sparse_rl_lightning.rollout.cache.slots import CacheSize
 from sparse_rl_lightning.testing import tiny_model
 
 PROMPTS = [list(range(3, 33)), [40, 41], [50, 51, 52, 53, 54, 55, 56]]
@@ -90,7 +90,7 @@ def test_sessions_and_slots_that_are_looked_at_seldom(name: str, monkeypatch: py
         return second.take(second.complete)
 
     assert_same(pieces(), whole)
-    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY", {"cpu": 8})
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
     assert_same(pieces(), whole)
 
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.engine.stopping import StopStrings
+from sparse_rl_lightning.rollout.engine.scheduler import StopStrings
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 CHARACTERS = character_tokenizer()
-LOOK = "sparse_rl_lightning.rollout.engine.workspace.CHECK_EVERY"
+LOOK = "sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY"
 
 
 def sentencepiece(decoder: Any) -> PreTrainedTokenizerFast:

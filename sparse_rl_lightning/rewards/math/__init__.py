@@ -1,6 +1,6 @@
 r"""Whether the last ``\boxed{}`` of a completion is the gold answer: exactly, in bounded time, whatever the text.
 
-Three layers, each asked only where the one before cannot tell: numbers and normalised text; expressions, whose values
+Three layers, each asked only where the one before cannot tell: numbers and normalized text; expressions, whose values
 are compared at exact points of their letters; and math-verify for sums, integrals and limits, in processes of its own
 that are killed when they take too long. Conventions, where mathematics leaves a choice:
 

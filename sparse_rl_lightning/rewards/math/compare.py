@@ -44,7 +44,7 @@ Pair: TypeAlias = tuple[str, str]
 class Reading(NamedTuple):
     """What a single expression is."""
 
-    plain: str  # normalised text
+    plain: str  # normalized text
     number: Number | None
     unit: str
     tree: Node | None  # None where it cannot be read

@@ -80,7 +80,7 @@ def normalize_answer(text: str) -> str:
 
 @lru_cache(maxsize=4096)  # a group of samples shares its gold answer
 def tidy(text: str) -> str:
-    """Everything of the normalisation that keeps a unit recognisable."""
+    """Everything of the normalization that keeps a unit recognisable."""
     text = _single_backslashes(text.translate(_NOT_OURS))
     text = _CELSIUS.sub(lambda match: rf"\text{{deg {match[1] or match[2]}}}", text)
     text = _COMMAND.sub(lambda match: _REPLACED.get(match[0], match[0]), text).translate(_PLAIN)
@@ -110,7 +110,7 @@ def tidy(text: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    """The last step of the normalisation: text commands lose their braces, ``(C)`` its parentheses."""
+    """The last step of the normalization: text commands lose their braces, ``(C)`` its parentheses."""
     text = TEXT_CONTENT.sub(r"\1", text).replace(TEXT_SPACE, "").rstrip(".,;")
     text = _HALF_DAY.sub(lambda match: f"{match[1].lower()}m", text)
     return text[1:-1] if re.fullmatch(r"\([a-zA-Z]\)", text) else text

@@ -3,25 +3,32 @@
 transformers' own forward pass spends most of a decode step on the CPU in bookkeeping and its matrix products in a
 library made for many rows. The four families served here differ in nothing but optional norms and biases, so their
 layers are walked by hand: every norm, embedding, rotary embedding and activation is the model's own module.
+
+Decoding multiplies a handful of rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
+weights packed once is faster in float32. Under autocast every product would cast its weights anew at every step. Both
+copies are refreshed at the start of a rollout, during which weights stay as they are.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal
-from sparse_rl_lightning.rollout.engine.projections import Projection, join
 
+PACKED_ROWS = 16  # rows that the packed layout of weights is chosen for; it serves any number
 ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
 
 
@@ -205,7 +212,7 @@ def _check_walked(decoder: Any) -> None:
     walked: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
     for module in walked:
         if is_replaced(module):
-            raise ValueError(refusal(module))
+            raise UserError(refusal(module))
     for module in walked:
         if module._forward_hooks or module._forward_pre_hooks:
             warnings.warn(
@@ -227,7 +234,106 @@ def _check_weights(model: PreTrainedModel) -> None:
     broken = [name for name, is_nan in zip(weights, sums.tolist(), strict=True) if is_nan]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise ValueError(
+        raise UserError(
             f"The model's weights hold NaN: {broken[0]}{more} of {len(weights)}. Training has diverged or a file is "
             "damaged: go back to an earlier checkpoint."
         )
+
+
+# -------------------------------------------------------------------- matrix products
+
+
+class Projection:
+    """Several modules that read the same input, called one after the other with their weights as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """From (R, in) to one (R, out) per module."""
+        return [module(x) for module in self.modules]
+
+    def refresh(self) -> None:
+        """Take over what an optimiser has changed since."""
+
+
+class _Copied(Projection):
+    """One product with the modules' weights side by side, in the type that products are computed in."""
+
+    def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        super().__init__(modules)
+        self._linear, self.dtype = modules, dtype
+        ends = [0, *accumulate(module.out_features for module in modules)]
+        self._spans = [slice(start, end) for start, end in pairwise(ends)]
+        has_bias = any(module.bias is not None for module in modules)
+        self._bias = torch.zeros(ends[-1], dtype=dtype, device=modules[0].weight.device) if has_bias else None
+        self.refresh()
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        out = self._product(x.to(self.dtype))
+        return [out[..., span] for span in self._spans]
+
+    def refresh(self) -> None:
+        for module, span in zip(self._linear, self._spans, strict=True):
+            if self._bias is not None and module.bias is not None:
+                self._bias[span] = module.bias.detach()
+        self._take([module.weight.detach() for module in self._linear])
+
+    def _take(self, weights: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Packed(_Copied):
+    """oneDNN's layout for few rows, on CPUs."""
+
+    def _take(self, weights: list[Tensor]) -> None:
+        joined = torch.cat([weight.to(self.dtype) for weight in weights])
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(joined, PACKED_ROWS)
+
+    def _product(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return out
+
+
+class Cast(_Copied):
+    """Weights cast once per rollout instead of once per step, always at the same address (a CUDA graph reads them)."""
+
+    _weight: Tensor | None = None
+
+    def _take(self, weights: list[Tensor]) -> None:
+        if self._weight is None:
+            self._weight = torch.cat([weight.to(self.dtype) for weight in weights])
+            return
+        for weight, span in zip(weights, self._spans, strict=True):
+            self._weight[span] = weight
+
+    def _product(self, x: Tensor) -> Tensor:
+        assert self._weight is not None
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self._weight, self._bias)
+
+
+def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
+    """The fastest way to multiply one input with several modules.
+
+    Args:
+        modules: Linear modules; anything else (LoRA, quantised layers, modules with hooks or a replaced forward) is
+            called as it is.
+        dtype: What products are computed in, under autocast another type than the weights'.
+    """
+    linear = [module for module in modules if type(module) is nn.Linear and not is_changed(module)]
+    if len(linear) < len(modules):
+        return Projection(modules)
+    weight = linear[0].weight
+    if weight.device.type == "cpu" and _can_pack(dtype):
+        return Packed(linear, dtype)
+    return Cast(linear, dtype) if weight.dtype != dtype else Projection(modules)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))

@@ -1,4 +1,9 @@
-"""Reading prompts: packed one after the other without padding, long ones in chunks, into their slots."""
+"""Prefill: prompts go through the model packed one after the other without padding, long ones in chunks.
+
+A prompt attends to all of itself, whatever its slot holds in the end: its keys and values are staged beside the cache,
+and each layer is compressed into the slot when its last token is there. For whole prompts that is one layer at a time,
+so a pack stages one layer; a prompt in chunks stages all layers until its last chunk.
+"""
 
 from __future__ import annotations
 
@@ -10,57 +15,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl_lightning.cache.compression import Compression, Trigger
+from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
+from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
+from sparse_rl_lightning.ops.append import rotate
 from sparse_rl_lightning.ops.float8 import to_stored
-from sparse_rl_lightning.ops.slot_append import rotate
-from sparse_rl_lightning.rollout.cache.compression import Compression
-from sparse_rl_lightning.rollout.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
-from sparse_rl_lightning.rollout.engine.running_state import Piece, follow_prompt
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A prompt to be read into a slot."""
+class Prefill:
+    """A prompt on its way into a slot."""
 
     tokens: list[int]
     slot: int
-    limits: list[int]  # (L) from this length on it is compressed at the end
+    limits: list[int]  # (L) lengths from which on it is compressed at its end
+    evicted: tuple[int, ...]  # (L) tokens that are lost then
     room: int  # tokens that its slot takes afterwards
 
+    @classmethod
+    def of(cls, tokens: list[int], slot: int, trigger: Trigger) -> Prefill:
+        """A prompt under a compressor's trigger."""
+        evicted = trigger.evicted_from_prompt(len(tokens))
+        room = trigger.room(len(tokens), evicted, prompt_length=len(tokens))
+        return cls(tokens, slot, trigger.limits(len(tokens)), evicted, room)
 
-def read_prompts(
-    cache: SlotCache, decoder: Decoder, compression: Compression, readings: list[Reading], max_tokens: int
-) -> Iterator[tuple[Reading, Tensor, int]]:
+
+def prefill(
+    cache: SlotCache, decoder: Decoder, compression: Compression, prompts: list[Prefill], max_tokens: int
+) -> Iterator[tuple[Prefill, Tensor, int]]:
     """Fill the slots of these prompts, at most ``max_tokens`` tokens in one forward pass.
 
     ``cache.begin`` was called for their slots. Where a prompt is cut depends on nothing but its own length.
 
     Yields:
-        Each prompt with the logits (V,) of its last token and the bytes that were staged beside the cache to read it.
+        Each prompt with the logits (V,) of its last token and the bytes that were staged beside the cache for it.
     """
-    short = [r for r in readings if len(r.tokens) <= max_tokens]
-    for pack in _packs(sorted(short, key=lambda r: len(r.tokens)), max_tokens):
+    short = [p for p in prompts if len(p.tokens) <= max_tokens]
+    for pack in _packs(sorted(short, key=lambda p: len(p.tokens)), max_tokens):
         whole = _Pack(cache, decoder, compression, pack)
-        hidden = _forward(decoder, [t for r in pack for t in r.tokens], whole.positions, whole)
+        hidden = _forward(decoder, [t for p in pack for t in p.tokens], whole.positions, whole)
         logits = decoder.logits(hidden[whole.starts + whole.lengths - 1])
-        yield from ((r, row, whole.staged_bytes) for r, row in zip(pack, logits, strict=True))
-    for reading in readings:
-        if len(reading.tokens) > max_tokens:
-            chunks = _Chunks(cache, decoder, compression, reading)
-            for start, stop in _cuts(len(reading.tokens), max_tokens):
+        yield from ((p, row, whole.staged_bytes) for p, row in zip(pack, logits, strict=True))
+    for prompt in prompts:
+        if len(prompt.tokens) > max_tokens:
+            chunks = _Chunks(cache, decoder, compression, prompt)
+            for start, stop in _cuts(len(prompt.tokens), max_tokens):
                 chunks.start, chunks.stop = start, stop
                 positions = torch.arange(start, stop, device=cache.tokens.device)
-                hidden = _forward(decoder, reading.tokens[start:stop], positions, chunks)
-            yield reading, decoder.logits(hidden[stop - start - 1 : stop - start])[0], chunks.staged_bytes
+                hidden = _forward(decoder, prompt.tokens[start:stop], positions, chunks)
+            yield prompt, decoder.logits(hidden[stop - start - 1 : stop - start])[0], chunks.staged_bytes
 
 
-def _packs(readings: list[Reading], max_tokens: int) -> Iterator[list[Reading]]:
-    pack: list[Reading] = []
-    for reading in readings:
-        if pack and sum(len(r.tokens) for r in pack) + len(reading.tokens) > max_tokens:
+def _packs(prompts: list[Prefill], max_tokens: int) -> Iterator[list[Prefill]]:
+    pack: list[Prefill] = []
+    for prompt in prompts:
+        if pack and sum(len(p.tokens) for p in pack) + len(prompt.tokens) > max_tokens:
             yield pack
             pack = []
-        pack.append(reading)
+        pack.append(prompt)
     if pack:
         yield pack
 
@@ -86,7 +99,7 @@ class _Pack:
     cache: SlotCache
     decoder: Decoder
     compression: Compression
-    readings: list[Reading]
+    prompts: list[Prefill]
     staged_bytes: int = 0
     lengths: Tensor = field(init=False)  # (P,)
     starts: Tensor = field(init=False)  # (P,)
@@ -94,10 +107,10 @@ class _Pack:
 
     def __post_init__(self) -> None:
         device = self.cache.tokens.device
-        self.lengths = torch.tensor([len(r.tokens) for r in self.readings], device=device)
+        self.lengths = torch.tensor([len(p.tokens) for p in self.prompts], device=device)
         self.starts = self.lengths.cumsum(0) - self.lengths
-        self.positions = torch.cat([torch.arange(len(r.tokens), device=device) for r in self.readings])
-        slots = torch.tensor([r.slot for r in self.readings], device=device).repeat_interleave(self.lengths)
+        self.positions = torch.cat([torch.arange(len(p.tokens), device=device) for p in self.prompts])
+        slots = torch.tensor([p.slot for p in self.prompts], device=device).repeat_interleave(self.lengths)
         # tokens whose queries are still in the ring when the prompt ends
         ring = self.cache.size.num_queries
         recent = self.positions >= (self.lengths.repeat_interleave(self.lengths) - ring)
@@ -110,13 +123,13 @@ class _Pack:
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         out = torch.zeros_like(query)
         start, scale, state = 0, self.cache.geometry.scale, list[Tensor]()
-        for reading in self.readings:
-            own = slice(start, start + len(reading.tokens))
+        for prompt in self.prompts:
+            own = slice(start, start + len(prompt.tokens))
             out[own] = causal_attention(query[own], key[own], value[own], scale)
             if self.cache.size.has_state:
-                state.append(_no_numbers(self.cache, len(reading.tokens)))
-                piece = Piece(reading.slot, query[own], key[own], value[own], hidden[own])
-                follow_prompt(self.compression.compressor, self.cache, self.decoder, layer, piece, state[-1])
+                state.append(_no_numbers(self.cache, len(prompt.tokens)))
+                piece = Piece(prompt.slot, query[own], key[own], value[own], hidden[own])
+                _follow(self, layer, piece, state[-1])
             start = own.stop
         slots, places = self._ring
         self.cache.queries[layer][slots, :, places] = query[self._recent].to(self.cache.queries.dtype)
@@ -124,8 +137,8 @@ class _Pack:
         keys, values = (to_stored(t.transpose(0, 1), kind).contiguous() for t in (key, value))
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
-            [r.slot for r in self.readings], [len(r.tokens) for r in self.readings], self.starts, keys, values,
-            [r.limits[layer] for r in self.readings], [r.room for r in self.readings],
+            [p.slot for p in self.prompts], [len(p.tokens) for p in self.prompts], self.starts, keys, values,
+            [p.limits[layer] for p in self.prompts], [p.room for p in self.prompts],
             state if self.cache.size.state_fields else None,
         )  # fmt: skip
         self.compression.store_prompts(self.cache, layer, packed)
@@ -139,13 +152,13 @@ class _Chunks:
     cache: SlotCache
     decoder: Decoder
     compression: Compression
-    reading: Reading
+    prompt: Prefill
     start: int = 0
     stop: int = 0
 
     def __post_init__(self) -> None:
         g = self.cache.geometry
-        shape = (g.num_layers, g.num_kv_heads, len(self.reading.tokens), g.head_dim)
+        shape = (g.num_layers, g.num_kv_heads, len(self.prompt.tokens), g.head_dim)
         self._keys = torch.zeros(shape, dtype=g.dtype, device=g.device)
         self._values = torch.zeros_like(self._keys)
         self._state = [_no_numbers(self.cache, shape[2]) for _ in range(g.num_layers)]
@@ -166,18 +179,18 @@ class _Chunks:
         seen_keys, seen_values = (t[:, : self.stop].transpose(0, 1) for t in (keys, values))
         out[:count] = causal_attention(query[:count], seen_keys, seen_values, scale)
         if self.cache.size.has_state:
-            piece = Piece(self.reading.slot, query[:count], seen_keys, seen_values, hidden[:count])
-            follow_prompt(self.compression.compressor, self.cache, self.decoder, layer, piece, self._state[layer])
+            piece = Piece(self.prompt.slot, query[:count], seen_keys, seen_values, hidden[:count])
+            _follow(self, layer, piece, self._state[layer])
         ring = self.cache.size.num_queries
         if ring:
             recent = torch.arange(max(self.start, self.stop - ring), self.stop, device=query.device)
-            slot, kind = self.reading.slot, self.cache.queries.dtype
+            slot, kind = self.prompt.slot, self.cache.queries.dtype
             self.cache.queries[layer, slot, :, recent % ring] = query[recent - self.start].transpose(0, 1).to(kind)
-        if self.stop == len(self.reading.tokens):
+        if self.stop == len(self.prompt.tokens):
             kind, first = self.cache.key_pool.dtype, torch.zeros(1, dtype=torch.int64, device=query.device)
             packed = PackedPrompts(
-                [self.reading.slot], [self.stop], first, to_stored(keys, kind), to_stored(values, kind),
-                [self.reading.limits[layer]], [self.reading.room],
+                [self.prompt.slot], [self.stop], first, to_stored(keys, kind), to_stored(values, kind),
+                [self.prompt.limits[layer]], [self.prompt.room],
                 [self._state[layer]] if self.cache.size.state_fields else None,
             )  # fmt: skip
             self.compression.store_prompts(self.cache, layer, packed)
@@ -204,3 +217,10 @@ def _no_numbers(cache: SlotCache, length: int) -> Tensor:
     """(H, T, C) running numbers of a prompt that begins."""
     shape = (cache.geometry.num_kv_heads, length, len(cache.size.state_fields))
     return torch.zeros(shape, dtype=torch.float32, device=cache.key_pool.device)
+
+
+def _follow(attention: _Pack | _Chunks, layer: int, piece: Piece, numbers: Tensor) -> None:
+    """Update running numbers (H, T, C) by a piece of a prompt."""
+    compressor = attention.compression.compressor
+    weights = attention.decoder.output_weights[layer] if compressor.needs_output_norms else None
+    follow_prompt(compressor, attention.cache, layer, piece, numbers, weights)

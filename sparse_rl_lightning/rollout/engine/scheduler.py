@@ -1,4 +1,4 @@
-"""One rollout: the queue of sequences, the slots in use, when to compress, when to stop, when to refill.
+"""The scheduler of a rollout: the queue of sequences, the slots in use, and when to compress, close and refill them.
 
 The host knows the length of every slot without asking the device: a step adds one entry, a compression leaves the
 budget of the sequence's length. So it decides alone when to compress, and looks at the device only every few steps,
@@ -7,21 +7,28 @@ to see which sequences have ended. What a sequence does between its end and that
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout.cache.compression import Compression
-from sparse_rl_lightning.rollout.engine.graphs import GraphedStep, bucket
-from sparse_rl_lightning.rollout.engine.prefill import Reading, read_prompts
+from sparse_rl_lightning.rollout.engine.engine import Engine, Rows, bucket
+from sparse_rl_lightning.rollout.engine.prefill import Prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
-from sparse_rl_lightning.rollout.engine.sequences import Ended, assemble
-from sparse_rl_lightning.rollout.engine.step import Rows
-from sparse_rl_lightning.rollout.engine.stopping import StopStrings
+from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, assemble
+
+CHECK_EVERY = {"cpu": 1}  # steps between two looks at which sequences have ended: looking is free on the CPU
+CHECK_EVERY_ON_DEVICE = 8
+CONTEXT = 8  # tokens around a stop string that are decoded with it
+
+
+def steps_per_look(device: torch.device) -> int:
+    """Decode steps between two looks at which sequences have ended."""
+    return CHECK_EVERY.get(device.type, CHECK_EVERY_ON_DEVICE)
 
 
 @dataclass(frozen=True)
@@ -36,237 +43,210 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every sequence of a run has in common."""
+class ParkedPrompt:
+    """A prompt that went through the model, for samples that still wait for a slot."""
 
-    params: SamplingParams
-    compression: Compression
-    end_ids: Tensor  # (E,) int64
-    stop: StopStrings | None
-    num_slots: int
-    max_prefill_tokens: int
-    check_every: int  # steps between two looks at the device
-
-
-@dataclass
-class Held:
-    """What the host knows of a slot in use."""
-
-    sequence: int
-    seen: int  # tokens fed
-    room: int  # tokens that may still be fed before it must be compressed
-    evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
-    looked: int = 0  # tokens that were searched for stop strings
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt that was read: what its slot held, and the logits of its last token."""
-
-    content: dict[str, Tensor]  # empty where all samples have found a slot
-    logits: Tensor  # (V,)
-    room: int
-    evicted: tuple[int, ...]
+    prefill: Prefill
+    logits: Tensor  # (V,) of its last token
+    content: dict[str, Tensor]  # what its slot held; empty where all samples have found a slot
 
     @property
     def nbytes(self) -> int:
-        """Of the keys and values that are kept."""
+        """Bytes of the keys and values that are kept."""
         return sum(self.content[name].nbytes for name in ("keys", "values") if self.content)
 
 
-class Run:
-    """A rollout in progress: sequences are numbered prompt by prompt, and prompts may be added at any time."""
+class Scheduler:
+    """A rollout in progress: sequences are numbered prompt by prompt, and prompts may be added at any time.
 
-    def __init__(self, plan: Plan, step: GraphedStep) -> None:
-        self.plan, self.graphed = plan, step
-        self.step, self.cache, self.tracks = step.step, step.step.cache, step.step.tracks
-        self.prompts: dict[int, list[int]] = {}
-        self.keys: dict[int, int] = {}  # random key of each sequence
-        self.ended: dict[int, Ended] = {}  # sequences not yet taken
+    Args:
+        engine: Memory, weights and decode step, for this rollout alone until it has ended.
+        params: How to draw.
+        num_slots: Slots to use; the engine may have more, from an earlier rollout.
+        stop: Finds stop strings, where there are any.
+        max_prefill_tokens: Prompt tokens in one forward pass.
+        check_every: Decode steps between two looks at the device.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        num_slots: int,
+        stop: StopStrings | None = None,
+        max_prefill_tokens: int = 16384,
+        check_every: int = 1,
+    ) -> None:
+        self.engine, self.cache, self.logs, self.params = engine, engine.cache, engine.logs, params
+        self.num_slots = num_slots
+        self.stop, self.max_prefill_tokens, self.check_every = stop, max_prefill_tokens, check_every
+        self.groups: dict[int, SequenceGroup] = {}  # by number of the prompt, until they are taken
         self.waiting: list[int] = []  # sequence numbers, next one last
-        self.waiting_of = Counter[int]()  # how many of them are each prompt's
-        self.slots: dict[int, Held] = {}  # in use, by slot
-        self.free = list(range(plan.num_slots))[::-1]
-        self.read: dict[int, _Prompt] = {}  # prompts that were read, with samples that have not found a slot yet
+        self.running: dict[int, RunningSequence] = {}  # by slot
+        self.free = list(range(num_slots))[::-1]
+        self.parked: dict[int, ParkedPrompt] = {}  # by number of the prompt
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
-        self._rows: Rows | None = None
+        self._rows: Rows | None = None  # of the slots in use, until these change
 
-    def go_on_with(self, step: GraphedStep) -> None:
-        """The weights have changed: what was read under others and not begun is read again."""
-        self.graphed, self.step = step, step.step
-        self.read = {}
-        self.tracks.version += 1
-
-    def forget_rows(self) -> None:
-        """Slots came into use or fell out of it."""
-        self._rows = None
+    # ---------------------------------------------------------------- what comes in and goes out
 
     def add(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> range:
         """Queue prompts and the random keys of their sequences; returns the prompts' numbers."""
-        generations = self.plan.params.num_generations
+        samples = self.params.num_generations
         numbers = range(self.num_prompts, self.num_prompts + len(prompts))
         self.num_prompts = numbers.stop
-        self.prompts |= {number: list(prompt) for number, prompt in zip(numbers, prompts, strict=True)}
-        sequences = range(numbers.start * generations, numbers.stop * generations)
-        self.keys |= dict(zip(sequences, keys, strict=True))
-        self.waiting = [*reversed(sequences), *self.waiting]
-        self.waiting_of.update(dict.fromkeys(numbers, generations))
+        for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
+            own = list(keys[index * samples : (index + 1) * samples])
+            self.groups[number] = SequenceGroup(list(prompt), own, num_waiting=samples)
+        self.waiting = [*reversed(range(numbers.start * samples, numbers.stop * samples)), *self.waiting]
         return numbers
 
-    def wait_for(self, sequences: Iterable[int]) -> None:
-        """Queue these and no others, next one last; their prompts are known."""
-        self.waiting = list(sequences)
-        self.waiting_of = Counter(sequence // self.plan.params.num_generations for sequence in self.waiting)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Work until every sequence has ended; after each look at the device the sequences that were found ended."""
-        while self.is_busy:
-            yield self.advance()
+    def resume(self, waiting: Iterable[int], running: dict[int, RunningSequence]) -> None:
+        """Go on from a state: these sequences wait, next one last, and these are in their slots again."""
+        self.waiting, self.running, self.parked, self._rows = list(waiting), running, {}, None
+        for group in self.groups.values():
+            group.num_waiting = 0
+        for sequence in self.waiting:
+            self.groups[sequence // self.params.num_generations].num_waiting += 1
+        self.free = sorted(set(range(self.num_slots)) - set(running), reverse=True)
 
     @property
-    def is_busy(self) -> bool:
+    def has_unfinished(self) -> bool:
         """Whether a sequence waits or is in a slot."""
-        return bool(self.waiting or self.slots)
+        return bool(self.waiting or self.running)
 
-    def advance(self) -> list[int]:
-        """Fill free slots, decode up to the next look at the device, and return the sequences that were found ended.
-
-        Raises:
-            ValueError: If logits are NaN or infinite, or the compressor refuses a sequence that has not ended.
-        """
-        ended, steps = self._close_ended() if self._admit() else [], 0
-        while not ended and self.slots and steps < self.plan.check_every:
-            full = self._decode()
-            steps += 1
-            if full:
-                ended = self._compress(full)
-        return ended or self._close_ended()
+    @property
+    def complete(self) -> list[int]:
+        """Prompts all of whose sequences have finished."""
+        return [number for number, group in self.groups.items() if group.is_finished]
 
     def take(self, prompts: Sequence[int]) -> Rollout:
-        """The rollout of these prompts, all of whose sequences have ended; the run forgets them.
+        """The rollout of these prompts, all of whose sequences have finished; the scheduler forgets them.
 
         Raises:
-            ValueError: If there is no prompt, or one has not ended.
+            ValueError: If there is no prompt, or one has not finished.
         """
         unfinished = sorted(set(prompts) - set(self.complete))
         if not prompts or unfinished:
-            raise ValueError(
+            raise UserError(
                 f"Only prompts all of whose sequences have ended can be taken, these have not: {unfinished}. Take "
                 "what `complete` names."
                 if unfinished
                 else "There is no prompt to take: `complete` is empty until all sequences of a prompt have ended."
             )
-        generations, cache, g = self.plan.params.num_generations, self.cache, self.cache.geometry
-        sequences = [p * generations + sample for p in prompts for sample in range(generations)]
-        ended = [self.ended.pop(sequence) for sequence in sequences]
-        longest = max(len(self.prompts[p]) for p in prompts) + self.plan.params.max_completion_length
-        if not self.plan.compression.compressor.evicts:
-            longest = cache.size.capacities[0]  # a full cache may be left over from a longer rollout
-        for sequence in sequences:
-            del self.keys[sequence]
-        for prompt in prompts:
-            del self.prompts[prompt], self.waiting_of[prompt]
-        full = g.num_layers * cache.size.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
-        return assemble(ended, cache.pool_bytes, full, self.prefill_peak_bytes)
-
-    @property
-    def complete(self) -> list[int]:
-        """Prompts all of whose sequences have ended."""
-        generations = self.plan.params.num_generations
-        return [p for p in self.prompts if all(p * generations + i in self.ended for i in range(generations))]
+        groups, size, g = [self.groups.pop(number) for number in prompts], self.cache.size, self.cache.geometry
+        longest = max(len(group.prompt) for group in groups) + self.params.max_completion_length
+        if not self.engine.key.compressor.evicts:
+            longest = size.capacities[0]  # a full cache may be left over from a longer rollout
+        full = g.num_layers * size.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
+        finished = [group.finished[sample] for group in groups for sample in range(len(group.keys))]
+        return assemble(finished, self.cache.pool_bytes, full, self.prefill_peak_bytes)
 
     @property
     def progress(self) -> Progress:
         """How far it is."""
-        tokens = self.num_tokens + sum(held.seen + 1 - self._prompt_length(held) for held in self.slots.values())
-        total = self.num_finished + len(self.slots) + len(self.waiting)
-        return Progress(self.num_steps, len(self.slots), self.num_finished, total, tokens)
+        tokens = self.num_tokens + sum(one.num_fed + 1 - one.prompt_length for one in self.running.values())
+        total = self.num_finished + len(self.running) + len(self.waiting)
+        return Progress(self.num_steps, len(self.running), self.num_finished, total, tokens)
 
-    # ---------------------------------------------------------------- admission
+    # ---------------------------------------------------------------- work
 
-    def _admit(self) -> bool:
-        """Give free slots to waiting sequences, reading each prompt once, and draw their first tokens.
+    def step(self) -> bool:
+        """Fill free slots, decode up to the next look at the device, compress what is full, close what has ended.
 
         Returns:
-            Whether there were any.
+            Whether a sequence has finished.
+
+        Raises:
+            ValueError: If logits are NaN or infinite, or the compressor refuses a sequence that has not ended.
+        """
+        closed = self._admit() and self._close()  # the first token may be the last one
+        for _ in range(self.check_every):
+            if closed or not self.running:
+                break
+            full = self._decode()
+            closed = self._compress(full)
+        return closed or self._close()
+
+    def _admit(self) -> bool:
+        """Give free slots to waiting sequences and draw their first tokens; returns whether there were any.
+
+        A prompt goes through the model once, into the slot of its first sample, and is copied to the others. Where
+        slots run out in the middle of a group, a copy is parked beside the cache for the samples that still wait.
         """
         admitted: dict[int, list[int]] = {}  # slots of each prompt
         while self.waiting and self.free:
             sequence, slot = self.waiting.pop(), self.free.pop()
-            prompt = sequence // self.plan.params.num_generations
-            self.waiting_of[prompt] -= 1
-            self.slots[slot] = Held(sequence, len(self.prompts[prompt]), 0)
-            admitted.setdefault(prompt, []).append(slot)
+            number = sequence // self.params.num_generations
+            group = self.groups[number]
+            group.num_waiting -= 1
+            self.running[slot] = RunningSequence(sequence, len(group.prompt), num_fed=len(group.prompt))
+            admitted.setdefault(number, []).append(slot)
         if not admitted:
             return False
         self._rows = None
-        fresh = {prompt: slots[0] for prompt, slots in admitted.items() if prompt not in self.read}
-        for prompt, slots in admitted.items():
-            if prompt not in fresh:
-                self.cache.write(slots[0], self.read[prompt].content)
-        try:
-            self._read(fresh)
-        except ValueError as error:
-            unread = [self.slots[slot].sequence for p in fresh if p not in self.read for slot in admitted[p]]
-            raise ValueError(
-                f"Reading the prompts of sequences {unread}, at decode step {self.num_steps}: {error}"
-            ) from error
-        for prompt, slots in admitted.items():
+        for number, slots in admitted.items():
+            if number in self.parked:
+                self.cache.restore(slots[0], self.parked[number].content)
+        self._prefill({number: slots for number, slots in admitted.items() if number not in self.parked})
+        keys, logits = list[int](), list[Tensor]()
+        for number, slots in admitted.items():
+            group = self.groups[number]
             self.cache.fork(slots[0], slots[1:])
+            parked = self.parked[number] if group.num_waiting else self.parked.pop(number)
+            logits += [parked.logits] * len(slots)
             for slot in slots:
-                self.slots[slot].room, self.slots[slot].evicted = self.read[prompt].room, self.read[prompt].evicted
-                self.tracks.begin(slot, len(self.prompts[prompt]) + self.plan.params.max_completion_length - 1)
-        order = [slot for slots in admitted.values() for slot in slots]
-        places = self._tensor(order)
-        self.cache.sequence_keys[places] = self._tensor([self.keys[self.slots[slot].sequence] for slot in order])
-        self.tracks.held[places, self.cache.seen[places] - 1] = self.cache.held(places)
-        self.step.draw(torch.stack([self.read[p].logits for p, slots in admitted.items() for _ in slots]), places)
-        self.read = {prompt: read for prompt, read in self.read.items() if self.waiting_of[prompt]}
+                keys.append(group.keys[self.running[slot].sequence % len(group.keys)])
+                self.running[slot].room, self.running[slot].evicted = parked.prefill.room, parked.prefill.evicted
+                self.logs.begin(slot, self.running[slot].prompt_length + self.params.max_completion_length - 1)
+        places = self._tensor([slot for slots in admitted.values() for slot in slots])
+        self.cache.sequence_keys[places] = self._tensor(keys)
+        self.cache.note_held(places)
+        self.engine.draw(torch.stack(logits), places)
         return True
 
-    def _read(self, slots: dict[int, int]) -> None:
-        """Read prompts, each into the slot of its first sample, and keep a copy for samples that have no slot yet."""
-        compression, most, readings = self.plan.compression, self.plan.max_prefill_tokens, list[Reading]()
-        trigger = compression.trigger
-        for prompt, slot in slots.items():
-            tokens = self.prompts[prompt]
-            self.cache.begin(slot, tokens, prompt_key(self.plan.params.seed, tokens))
-            length = len(tokens)
-            room = trigger.room(length, trigger.evicted_from_prompt(length), prompt_length=length)
-            readings.append(Reading(tokens, slot, trigger.limits(length), room))
-        prompt_of = {slot: prompt for prompt, slot in slots.items()}
-        parked = sum(prompt.nbytes for prompt in self.read.values())
-        read = read_prompts(self.cache, self.step.decoder, compression, readings, most)
-        for reading, logits, staged in read:
-            prompt = prompt_of[reading.slot]
-            content = self.cache.read(reading.slot) if self.waiting_of[prompt] else {}
-            evicted = trigger.evicted_from_prompt(len(reading.tokens))
-            self.read[prompt] = _Prompt(content, logits, reading.room, evicted)
-            parked += self.read[prompt].nbytes
-            self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked)
-
-    # ---------------------------------------------------------------- decoding
+    def _prefill(self, admitted: dict[int, list[int]]) -> None:
+        """Put prompts through the model, each into the first of its slots; all are parked until that is settled."""
+        trigger, prompts, number_of = self.engine.compression.trigger, list[Prefill](), dict[int, int]()
+        for number, (slot, *_) in admitted.items():
+            tokens, number_of[slot] = self.groups[number].prompt, number
+            self.cache.begin(slot, tokens, prompt_key(self.params.seed, tokens))
+            prompts.append(Prefill.of(tokens, slot, trigger))
+        parked_bytes = sum(parked.nbytes for parked in self.parked.values())
+        try:
+            for prompt, logits, staged in self.engine.prefill(prompts, self.max_prefill_tokens):
+                number = number_of[prompt.slot]
+                content = self.cache.save(prompt.slot) if self.groups[number].num_waiting else {}
+                self.parked[number] = ParkedPrompt(prompt, logits, content)
+                parked_bytes += self.parked[number].nbytes
+                self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked_bytes)
+        except ValueError as error:
+            missing = [slot for number, slots in admitted.items() if number not in self.parked for slot in slots]
+            sequences = [self.running[slot].sequence for slot in missing]
+            raise UserError(
+                f"Reading the prompts of sequences {sequences}, at decode step {self.num_steps}: {error}"
+            ) from error
 
     def _decode(self) -> list[int]:
         """Feed each slot its last token, draw the next; returns the slots that are full."""
         if self._rows is None:
-            device = self.plan.end_ids.device
-            count = bucket(len(self.slots), device.type == "cuda")
-            self._rows = Rows.of(sorted(self.slots), count, self.cache.size.num_slots, device)
-        self.graphed(self._rows)
+            device = self.engine.end_ids.device
+            count = bucket(len(self.running), device.type == "cuda")
+            self._rows = Rows.of(sorted(self.running), count, self.cache.size.num_slots, device)
+        self.engine.decode(self._rows)
         self.num_steps += 1
-        trigger, full = self.plan.compression.trigger, []
-        for slot, held in self.slots.items():
-            held.seen += 1
-            held.room -= 1
-            if held.room == 0:
+        trigger, full = self.engine.compression.trigger, []
+        for slot, one in self.running.items():
+            one.num_fed += 1
+            one.room -= 1
+            if one.room == 0:
                 full.append(slot)
-                held.evicted = trigger.evicted(held.seen, held.evicted)
-                held.room = trigger.room(held.seen, held.evicted)
+                one.evicted = trigger.evicted(one.num_fed, one.evicted)
+                one.room = trigger.room(one.num_fed, one.evicted)
         return sorted(full)
 
-    def _compress(self, full: list[int]) -> list[int]:
-        """Compress these slots; returns sequences that were found ended, where that was looked for.
+    def _compress(self, full: list[int]) -> bool:
+        """Compress these slots; returns whether a sequence was found ended, where that was looked for.
 
         A compressor may refuse what a sequence has drawn past its end, which nobody will ever see: on an error the
         device is looked at, and what has not ended is compressed again.
@@ -274,50 +254,41 @@ class Run:
         try:
             self._cut(full)
         except Exception:
-            ended = self._close_ended()
-            if not ended:
+            if not self._close():
                 raise
-            self._cut([slot for slot in full if slot in self.slots])
-            return ended
-        return []
+            self._cut([slot for slot in full if slot in self.running])
+            return True
+        return False
 
     def _cut(self, full: list[int]) -> None:
-        if not full:
-            return
-        lengths, room = [self.slots[slot].seen for slot in full], [self.slots[slot].room for slot in full]
-        self.plan.compression.compress(self.cache, full, lengths, room)
-        places = self._tensor(full)
-        self.tracks.held[places, self.cache.seen[places] - 1] = self.cache.held(places)
+        if full:
+            sequences = [self.running[slot] for slot in full]
+            lengths, room = [one.num_fed for one in sequences], [one.room for one in sequences]
+            self.engine.compression.compress(self.cache, full, lengths, room)
 
-    def _close_ended(self) -> list[int]:
+    def _close(self) -> bool:
         """Look at the device; copy out the sequences that have ended and free their slots."""
-        if not self.slots:
-            return []
+        if not self.running:
+            return False
         self.cache.pools.raise_errors()
-        ends, finished, broken = self.tracks.look()
-        closed = []
+        ends, finished, broken = self.logs.look()
+        closed: list[int] = []  # slots
         bad: dict[int, int] = {}  # sequences drawn from what is no number, and their first such token
-        for slot, held in sorted(self.slots.items()):
-            end, by_token = ends[slot], finished[slot]
-            if self.plan.stop is not None:
-                prompt, last = self._prompt_length(held), min(end, held.seen)
-                fresh = max(prompt + self.plan.params.min_completion_length, held.looked)
-                stopped = self.plan.stop.find(self.cache.tokens[slot], prompt, fresh, last)
-                held.looked = last + 1
-                end, by_token = (end, by_token) if stopped is None else (stopped, True)
-            if broken[slot] <= min(end, held.seen):
-                bad[held.sequence] = broken[slot] - self._prompt_length(held)
-            if held.seen < end or bad:
+        for slot, one in sorted(self.running.items()):
+            end, by_token = self._end(slot, one, ends[slot], finished[slot])
+            if broken[slot] <= min(end, one.num_fed):
+                bad[one.sequence] = broken[slot] - one.prompt_length
+            if one.num_fed < end or bad:
                 continue
-            self.ended[held.sequence] = Ended.copy(
-                self.cache, self.tracks, slot, self._prompt_length(held), end, by_token
-            )
-            closed.append(held.sequence)
-            self.num_tokens += end + 1 - self._prompt_length(held)
-            self.free.append(slot)
-            del self.slots[slot]
+            number, sample = divmod(one.sequence, self.params.num_generations)
+            copy = FinishedSequence.copy(self.cache, self.logs, slot, one.prompt_length, end, by_token)
+            self.groups[number].finished[sample] = copy
+            self.num_tokens += end + 1 - one.prompt_length
+            closed.append(slot)
+        for slot in closed:
+            del self.running[slot]
         if bad:
-            raise ValueError(
+            raise UserError(
                 f"The model's logits are NaN or infinite. Found at decode step {self.num_steps}; sequences and the "
                 f"completion token from which on they are: {bad}. Look for NaN in the model's weights, or for numbers "
                 f"that are too large for {self.cache.geometry.dtype}."
@@ -325,11 +296,86 @@ class Run:
         self.num_finished += len(closed)
         if closed:
             self._rows = None
-            self.free.sort(reverse=True)
-        return closed
+            self.free = sorted([*self.free, *closed], reverse=True)
+        return bool(closed)
 
-    def _prompt_length(self, held: Held) -> int:
-        return len(self.prompts[held.sequence // self.plan.params.num_generations])
+    def _end(self, slot: int, one: RunningSequence, end: int, by_token: bool) -> tuple[int, bool]:
+        """Index of a sequence's last token, to come where nothing ends it yet, and whether a token or text ends it."""
+        if self.stop is None:
+            return end, by_token
+        last = min(end, one.num_fed)
+        fresh = max(one.prompt_length + self.params.min_completion_length, one.searched)
+        stopped = self.stop.find(self.cache.tokens[slot], one.prompt_length, fresh, last)
+        one.searched = last + 1
+        return (end, by_token) if stopped is None else (stopped, True)
 
     def _tensor(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.plan.end_ids.device)
+        return torch.tensor(numbers, dtype=torch.int64, device=self.engine.end_ids.device)
+
+
+class StopStrings:
+    """Finds the token that completes a stop string.
+
+    A string may begin and end anywhere inside tokens, so the text of the last tokens is looked at as a whole.
+
+    Args:
+        strings: Texts that end a completion.
+        tokenizer: The policy's tokenizer.
+
+    Raises:
+        ValueError: If there is no tokenizer to decode with.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if tokenizer is None:
+            raise UserError(
+                f"stop_strings={list(strings)} need text, but the sampler has no tokenizer: give "
+                "RolloutSampler(tokenizer=...), or end tokens as end_token_ids."
+            )
+        self.strings = tuple(strings)
+        self.tokenizer = tokenizer
+        # a token is at least one byte of the text
+        self._reach = max(len(text.encode()) for text in strings) + CONTEXT
+
+    def find(self, tokens: Tensor, start: int, fresh: int, last: int) -> int | None:
+        """The index of the token that completes a stop string first; one that begins in the prompt is none.
+
+        Args:
+            tokens: (T,) a sequence.
+            start: Its first completion token.
+            fresh: The first token that may complete one.
+            last: Its last token so far.
+
+        Returns:
+            None where none of these tokens completes a stop string.
+        """
+        if last < fresh:
+            return None
+        # some tokens before the string keep what a decoder does to the first token of a text out of it
+        first = max(0, start - CONTEXT, fresh - self._reach)
+        own = tokens[first : last + 1].tolist()
+        text = self._decode(own)
+        if not any(string in text for string in self.strings):
+            return None
+        begin = len(self._known(own[: max(0, start - first)]))
+        known = len(self._known(own[: fresh - first]))
+        if not self._completes(own, begin, known):
+            return None
+        # the shortest prefix that holds one: longer prefixes hold it too
+        low, high = fresh - first + 1, len(own)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._completes(own[:middle], begin, known) else (middle + 1, high)
+        return first + low - 1
+
+    def _completes(self, tokens: list[int], begin: int, known: int) -> bool:
+        """Whether the text holds a string that begins at ``begin`` or later and ends behind ``known``."""
+        text = self._decode(tokens)
+        return any(string in text[max(begin, known - len(string) + 1) :] for string in self.strings)
+
+    def _known(self, tokens: list[int]) -> str:
+        """Text that further tokens do not change: without a character whose last bytes are still to come."""
+        return self._decode(tokens).rstrip("\ufffd") if tokens else ""
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))

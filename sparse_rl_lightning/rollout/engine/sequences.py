@@ -1,108 +1,237 @@
-"""What a rollout produces: each sequence copied out of its slot when it ends, and all of them as one Rollout."""
+"""Sequences of a rollout: what is written down while one runs in its slot, and what is copied out when it has finished.
+
+Index t of a tensor speaks of token t.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_rl_lightning.records import NEVER, EvictionRecord, KVUsage, PageRecord, Rollout
-from sparse_rl_lightning.rollout.cache.slots import SlotCache
-from sparse_rl_lightning.rollout.engine.logs import Tracks
+from sparse_rl_lightning.cache.slots import SlotCache
+from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout, tensors_to
+from sparse_rl_lightning.rollout.engine.sampling import Drawn, SamplingParams
+
+UNLIMITED = torch.iinfo(torch.int64).max
+
+
+class SequenceLogs:
+    """What a decode step writes down about the sequence in each slot, on the device and without waiting for it.
+
+    The last row belongs to rows that only pad a batch.
+
+    Args:
+        num_slots: S.
+        length: Tokens of the longest sequence, and those that may be drawn past its end before the host looks.
+        params: Sampling parameters, by which some logs are needed or not.
+        device: Device of the logs.
+    """
+
+    per_token: tuple[str, ...] = ("logprobs", "behavior", "topk_ids", "topk_logprobs")
+    """Tensors (S + 1, T, ...) that a finished sequence takes along; None where it has none."""
+
+    def __init__(self, num_slots: int, length: int, params: SamplingParams, device: torch.device) -> None:
+        # float32 is spelled out: under precision=bf16-true Lightning makes bfloat16 the default
+        shape = (num_slots + 1, length)
+        self.logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.behavior = torch.zeros_like(self.logprobs) if params.truncates else None
+        top = (*shape, params.top_logprobs)
+        self.topk_ids = torch.zeros(top, dtype=torch.int64, device=device)
+        self.topk_logprobs = torch.zeros(top, dtype=torch.float32, device=device)
+        self.ends = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)  # index of the last token
+        self.broken = self.ends.clone()  # index of the first token that was drawn from logits that are no numbers
+        self.finished = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)  # by an end token
+
+    def begin(self, slot: int, last: int) -> None:
+        """Start a sequence whose length ends it at token ``last``."""
+        self.ends[slot] = last
+        self.broken[slot] = UNLIMITED
+        self.finished[slot] = False
+
+    def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
+        """Write down tokens that have just been drawn.
+
+        Args:
+            slots: (n,) rows of the logs.
+            at: (n,) indices of the tokens.
+            drawn: The tokens, and what the sampler thought of them.
+            end_ids: (E,) tokens that end a sequence.
+        """
+        self.logprobs[slots, at] = drawn.logprobs
+        self.note_broken(slots, at, drawn.logprobs.isnan())
+        if self.behavior is not None and drawn.behavior is not None:
+            self.behavior[slots, at] = drawn.behavior
+        if drawn.topk_ids is not None and drawn.topk_logprobs is not None:
+            self.topk_ids[slots, at] = drawn.topk_ids
+            self.topk_logprobs[slots, at] = drawn.topk_logprobs
+        self.note_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
+
+    def note_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
+        """Tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
+        self.broken[slots] = torch.where(is_broken, torch.minimum(self.broken[slots], at), self.broken[slots])
+
+    def note_end(self, slots: Tensor, at: Tensor, is_end: Tensor) -> None:
+        """Tokens at ``at`` (n,) were drawn, some of them end tokens; the first end counts."""
+        before = self.ends[slots]
+        ends_now = is_end & (at <= before)
+        self.ends[slots] = torch.where(ends_now, at, before)
+        self.finished[slots] |= ends_now
+
+    def look(self) -> tuple[list[int], list[bool], list[int]]:
+        """Ends, finished and broken of every slot, in one wait for the device."""
+        ends, finished, broken = torch.stack([self.ends, self.finished.to(torch.int64), self.broken]).tolist()
+        return ends, [bool(one) for one in finished], broken
+
+    # ---------------------------------------------------------------- a slot's rows, for checkpoints
+
+    def save(self, slot: int) -> dict[str, Tensor]:
+        """A copy of one slot's rows on the CPU."""
+        rows = {name: getattr(self, name) for name in (*self.per_token, "ends", "finished")}
+        return {name: tensor[slot].to("cpu", copy=True) for name, tensor in rows.items() if tensor is not None}
+
+    def restore(self, slot: int, rows: dict[str, Tensor]) -> None:
+        """Write back what :meth:`save` returned."""
+        for name, row in rows.items():
+            getattr(self, name)[slot] = row
+        self.broken[slot] = UNLIMITED  # nothing that is broken is ever saved
+
+
+class VersionedLogs(SequenceLogs):
+    """Logs that also say which version of the policy drew each token, where weights change during a rollout."""
+
+    per_token = (*SequenceLogs.per_token, "versions")
+
+    def __init__(self, num_slots: int, length: int, params: SamplingParams, device: torch.device) -> None:
+        super().__init__(num_slots, length, params, device)
+        self.versions = torch.zeros(num_slots + 1, length, dtype=torch.int32, device=device)
+        self.version = torch.zeros((), dtype=torch.int32, device=device)  # of the policy that draws now
+
+    def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
+        """As the base class does, with the version that draws now."""
+        super().note(slots, at, drawn, end_ids)
+        self.versions[slots, at] = self.version
+
+
+@dataclass
+class SequenceGroup:
+    """A prompt and its samples."""
+
+    prompt: list[int]
+    keys: list[int]  # random key of each sample
+    num_waiting: int  # samples that have not found a slot yet
+    finished: dict[int, FinishedSequence] = field(default_factory=dict)  # by sample
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all samples have finished."""
+        return len(self.finished) == len(self.keys)
+
+
+@dataclass
+class RunningSequence:
+    """What the host knows of the sequence in a slot, without asking the device."""
+
+    sequence: int  # prompt x num_generations + sample
+    prompt_length: int
+    num_fed: int  # tokens fed
+    room: int = 0  # tokens that may still be fed before the slot must be compressed
+    evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
+    searched: int = 0  # tokens that were searched for stop strings
 
 
 @dataclass(frozen=True)
-class Ended:
-    """One sequence that has ended, out of its slot. Index t of a tensor speaks of token t."""
+class FinishedSequence:
+    """One sequence that has finished, out of its slot."""
 
     prompt_length: int
-    finished: bool  # by an end token or a stop string
+    by_token: bool  # finished by an end token or a stop string, not by length
     tokens: Tensor  # (T,)
-    logprobs: Tensor  # (T,)
-    behavior: Tensor | None  # (T,)
-    topk_ids: Tensor  # (T, K)
-    topk_logprobs: Tensor  # (T, K)
-    versions: Tensor | None  # (T,) int32
-    evictions: dict[str, Any] | None  # state of the EvictionRecord of this one sequence; None under retrieval
-    stored: Tensor  # ()
-    stored_integral: Tensor  # ()
-    read_integral: Tensor | None = None  # (), under retrieval
-    pages: dict[str, Any] | None = None  # state of the PageRecord of this one sequence
+    logs: dict[str, Tensor]  # by name: logprobs, behavior, versions (T,); topk_ids, topk_logprobs (T, K)
+    evictions: EvictionRecord | None  # of this one sequence; None where deaths alone do not say what was seen
+    stored: Tensor  # () entries held at the end, a mean over layers and heads
+    stored_integral: Tensor  # () summed over all decode steps
+    read_integral: Tensor | None  # () entries read by them, where that is less
 
     @classmethod
-    def copy(cls, cache: SlotCache, tracks: Tracks, slot: int, prompt_length: int, end: int, finished: bool) -> Ended:
+    def copy(
+        cls, cache: SlotCache, logs: SequenceLogs, slot: int, prompt_length: int, end: int, by_token: bool
+    ) -> FinishedSequence:
         """Copy out a sequence whose last token has index ``end``, before its slot is given away.
 
         What the slot went through after its end (the host looks only now and then) is left behind.
         """
+        rows: dict[str, Tensor | None] = {name: getattr(logs, name) for name in logs.per_token}
         return cls(
             prompt_length,
-            finished,
+            by_token,
             tokens=cache.tokens[slot, : end + 1].clone(),
-            logprobs=_completion(tracks.logprobs[slot, : end + 1], prompt_length),
-            behavior=None if tracks.behavior is None else _completion(tracks.behavior[slot, : end + 1], prompt_length),
-            topk_ids=_completion(tracks.topk_ids[slot, : end + 1], prompt_length),
-            topk_logprobs=_completion(tracks.topk_logprobs[slot, : end + 1], prompt_length),
-            versions=None if tracks.versions is None else _completion(tracks.versions[slot, : end + 1], prompt_length),
-            evictions=_evictions(cache, slot, end),
-            stored=tracks.held[slot, end - 1].clone(),  # the last token drawn was never fed
+            logs={n: _completion(t[slot, : end + 1], prompt_length) for n, t in rows.items() if t is not None},
+            evictions=cache.evictions_of(slot, end),
+            stored=cache.held[slot, end - 1].clone(),  # the last token drawn was never fed
             # the step that feeds token t reads what was held before, and t itself
-            stored_integral=(tracks.held[slot, prompt_length - 1 : end - 1] + 1).sum(),
-            read_integral=None if tracks.read is None else tracks.read[slot, prompt_length:end].sum(),
-            pages=_pages(cache, slot, prompt_length, end),
+            stored_integral=(cache.held[slot, prompt_length - 1 : end - 1] + 1).sum(),
+            read_integral=cache.entries_read(slot, prompt_length, end),
         )
 
+    def state(self) -> dict[str, Any]:
+        """Tensors on the CPU, numbers and dictionaries of them, for a checkpoint."""
+        evictions = None if self.evictions is None else self.evictions.state()
+        return tensors_to(vars(self) | {"evictions": evictions}, "cpu")
 
-def assemble(ended: Sequence[Ended], peak_bytes: int, full_peak_bytes: int, prefill_peak_bytes: int) -> Rollout:
-    """These sequences as one typed object, in the order given."""
-    device = ended[0].tokens.device
-    lengths = torch.tensor([len(e.tokens) for e in ended], device=device)
-    prompt_lengths = torch.tensor([e.prompt_length for e in ended], device=device)
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> FinishedSequence:
+        """The sequence whose :meth:`state` this is."""
+        own = tensors_to(state, device)
+        evictions = None if own["evictions"] is None else EvictionRecord(**own["evictions"])
+        return cls(**own | {"evictions": evictions})
+
+
+def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_bytes: int, prefill: int) -> Rollout:
+    """These sequences as one typed object, in the order given.
+
+    Args:
+        finished: Sequences of one rollout.
+        peak_bytes: Bytes of the cache's pools.
+        full_peak_bytes: Bytes that a full cache with as many slots takes.
+        prefill: Most bytes that were staged beside the cache while prompts were read.
+    """
+    device = finished[0].tokens.device
+    lengths = torch.tensor([len(one.tokens) for one in finished], device=device)
+    prompt_lengths = torch.tensor([one.prompt_length for one in finished], device=device)
     index = torch.arange(int(lengths.max()), device=device)
     fed, prompt = (lengths - 1).float(), prompt_lengths.float()
-    read = [e.read_integral for e in ended if e.read_integral is not None]
-    evictions = [EvictionRecord(**e.evictions) for e in ended if e.evictions is not None]
-    pages = [PageRecord(**e.pages) for e in ended if e.pages is not None]
+    read = [one.read_integral for one in finished if one.read_integral is not None]
+    evictions = [one.evictions for one in finished if one.evictions is not None]
+    logs = {name: _pad([one.logs[name] for one in finished]) for name in finished[0].logs}
+    has_top = logs["topk_ids"].numel() > 0
     usage = KVUsage(
-        stored=torch.stack([e.stored for e in ended]),
+        stored=torch.stack([one.stored for one in finished]),
         full=fed,
-        stored_integral=torch.stack([e.stored_integral for e in ended]),
+        stored_integral=torch.stack([one.stored_integral for one in finished]),
         full_integral=(fed * (fed + 1) - prompt * (prompt + 1)) / 2,  # prompt + 1, ..., fed entries read
         peak_bytes=peak_bytes,
         full_peak_bytes=full_peak_bytes,
-        prefill_peak_bytes=prefill_peak_bytes,
+        prefill_peak_bytes=prefill,
         read_integral=torch.stack(read) if read else None,
     )
     return Rollout(
-        sequences=_pad([e.tokens for e in ended]),
+        sequences=_pad([one.tokens for one in finished]),
         prompt_lengths=prompt_lengths,
         completion_mask=(index >= prompt_lengths[:, None]) & (index < lengths[:, None]),
-        finished=torch.tensor([e.finished for e in ended], device=device),
-        sampler_logprobs=_pad([e.logprobs for e in ended]),
-        behavior_logprobs=_pad_optional([e.behavior for e in ended]),
-        topk_ids=_pad([e.topk_ids for e in ended]) if ended[0].topk_ids.numel() else None,
-        topk_logprobs=_pad([e.topk_logprobs for e in ended]) if ended[0].topk_ids.numel() else None,
-        policy_versions=_pad_optional([e.versions for e in ended]),
+        finished=torch.tensor([one.by_token for one in finished], device=device),
+        sampler_logprobs=logs["logprobs"],
+        behavior_logprobs=logs.get("behavior"),
+        topk_ids=logs["topk_ids"] if has_top else None,
+        topk_logprobs=logs["topk_logprobs"] if has_top else None,
+        policy_versions=logs.get("versions"),
         evictions=EvictionRecord.cat(evictions) if evictions else None,
-        pages=PageRecord.cat(pages) if pages else None,
         kv=usage,
     )
-
-
-def _evictions(cache: SlotCache, slot: int, end: int) -> dict[str, Any] | None:
-    if cache.pages is not None:
-        return None  # deaths alone do not say what was seen
-    death = cache.death[:, slot : slot + 1, :, : end + 1]
-    return EvictionRecord.from_dense(torch.where(death <= end, death, NEVER)).state()
-
-
-def _pages(cache: SlotCache, slot: int, prompt_length: int, end: int) -> dict[str, Any] | None:
-    record = None if cache.pages is None else cache.pages.record_of(slot, prompt_length, end)
-    return None if record is None else record.state()
 
 
 def _completion(row: Tensor, prompt_length: int) -> Tensor:
@@ -114,8 +243,3 @@ def _completion(row: Tensor, prompt_length: int) -> Tensor:
 
 def _pad(rows: list[Tensor]) -> Tensor:
     return pad_sequence(rows, batch_first=True)
-
-
-def _pad_optional(rows: Sequence[Tensor | None]) -> Tensor | None:
-    present = [row for row in rows if row is not None]
-    return _pad(present) if present else None

@@ -1,0 +1,261 @@
+"""Compression: when a slot is full and to how much it is cut, what a compressor sees of it, and what becomes of it.
+
+When is the host's part. A decode step adds one entry to every head and a compression leaves the budget of the
+sequence's length, so a slot's room follows from that length alone and nobody has to ask the device. Which entries go
+is the compressor's part; it sees :class:`~sparse_rl_lightning.records.LayerState`, views of the pools where the slots
+are neighbors, and answers with scores and budgets. Moving entries is the cache's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparse_rl_lightning.cache.running_state import columns, entry_numbers, follow_step, head_columns
+from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache, as_range
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops.float8 import to_computed
+from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.records import LayerState
+
+ENDLESS = torch.iinfo(torch.int64).max
+"""Room of a slot that is never compressed."""
+
+
+class Trigger:
+    """The lengths at which a compressor's slots are compressed.
+
+    A layer is full when it holds ``budget(t) + buffer`` entries, t being the tokens fed to the sequence. The first full
+    layer has all layers of its slot compressed, each to its budget at t. Entries of a layer are a mean over its heads.
+    It takes the compressor's schedule as it is now; L stands for layers.
+
+    Args:
+        compressor: Schedule, budget rule and buffer.
+        num_layers: L.
+
+    Raises:
+        ValueError: If the rule leaves a head less than sinks and window at some length.
+    """
+
+    def __init__(self, compressor: Compressor, num_layers: int) -> None:
+        c = compressor
+        self.evicts, self.buffer, self.compress_prompt = c.evicts, c.buffer, c.compress_prompt
+        self.schedule, self.num_layers = c.schedule, num_layers
+        self._levels = [c.layer_budgets(num_layers, budget) for budget in c.schedule.budgets]
+        self._by_layer = list(zip(*self._levels, strict=True))  # (L) of the budgets at all levels
+
+    def budgets(self, length: int) -> list[int]:
+        """(L) what a sequence of ``length`` tokens is compressed to."""
+        return self._levels[self.schedule.level(length)]
+
+    def capacities(self, longest_prompt: int, max_length: int) -> tuple[int, ...]:
+        """(L) entries per slot and KV head that sequences of any length need, or of ``max_length`` without eviction."""
+        if not self.evicts:
+            return (max_length,) * self.num_layers
+        held = 0 if self.compress_prompt else longest_prompt
+        return tuple(max(*own, held) + self.buffer for own in self._by_layer)
+
+    def limits(self, prompt_length: int) -> list[int]:
+        """(L) lengths of a prompt from which on it is compressed at the end of its prefill."""
+        if not self.evicts:
+            return [ENDLESS] * self.num_layers
+        held = 0 if self.compress_prompt else prompt_length
+        return [max(budget, held) + self.buffer for budget in self.budgets(prompt_length)]
+
+    def evicted_from_prompt(self, prompt_length: int) -> tuple[int, ...]:
+        """(L) tokens of a fresh prompt that its slot does not hold."""
+        pairs = zip(self.limits(prompt_length), self.budgets(prompt_length), strict=True)
+        return tuple(prompt_length - budget if prompt_length >= limit else 0 for limit, budget in pairs)
+
+    def evicted(self, length: int, before: Sequence[int]) -> tuple[int, ...]:
+        """(L) tokens that a sequence has lost after a compression at ``length``.
+
+        Args:
+            length: Tokens fed.
+            before: (L) what it had lost before.
+        """
+        return tuple(max(b, length - own) for b, own in zip(before, self.budgets(length), strict=True))
+
+    def room(self, length: int, evicted: Sequence[int], prompt_length: int | None = None) -> int:
+        """Tokens that may still be fed to a slot before it must be compressed.
+
+        Args:
+            length: Tokens fed so far.
+            evicted: (L) how many of them are lost.
+            prompt_length: Of a sequence that has not been compressed since its prefill: a prompt that is stored whole
+                has the buffer to itself before it is compressed for the first time.
+        """
+        if not self.evicts:
+            return ENDLESS
+        floor = 0 if prompt_length is None or self.compress_prompt else prompt_length
+        layers = set(zip(evicted, self._by_layer, strict=True))  # most are alike
+        return min(self._full_at(length, lost, own, floor) for lost, own in layers) - length
+
+    def _full_at(self, length: int, lost: int, budgets: Sequence[int], floor: int) -> int:
+        """The first length from ``length + 1`` on at which a layer is full."""
+        starts = self.schedule.starts
+        for level in range(self.schedule.level(length + 1), len(starts)):
+            full = max(max(budgets[level], floor) + self.buffer + lost, starts[level], length + 1)
+            if level + 1 == len(starts) or full < starts[level + 1]:
+                return full
+        raise AssertionError("the last level has no end")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compressor at work on a cache: everything that is cut, is cut here."""
+
+    compressor: Compressor
+    num_layers: int
+
+    @cached_property
+    def trigger(self) -> Trigger:
+        """When slots are compressed and to how much."""
+        return Trigger(self.compressor, self.num_layers)
+
+    def store_prompts(self, cache: SlotCache, layer: int, prompts: PackedPrompts) -> None:
+        """Take one layer of prompts into their slots, compressed where they reach their limit.
+
+        Prompts below it are stored whole: their budget is their length, so that any score will do.
+
+        Args:
+            cache: The slots; the prompts' last queries are in its ring.
+            layer: Layer index.
+            prompts: What was read.
+        """
+        c, heads, device = self.compressor, cache.geometry.num_kv_heads, cache.key_pool.device
+        budgets = torch.tensor(prompts.lengths, dtype=torch.int32, device=device)[:, None].expand(-1, heads).clone()
+        scores = torch.zeros(len(prompts.slots), heads, max(prompts.lengths), dtype=torch.float32, device=device)
+        long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
+        if c.evicts and long:
+            part = prompt_state(cache, layer, prompts, long)
+            limit = self._budgets([prompts.lengths[i] for i in long], device)[layer]
+            scores[long, :, : part.valid.shape[-1]], budgets[long] = c.plan_eviction(part, limit)
+        cache.store(layer, prompts, scores, budgets, c)
+        if prompts.state is not None:
+            _store_state(cache, layer, prompts.slots, prompts.state)
+
+    def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
+        """Cut every layer and head of these slots to its budget, so that the next tokens find room.
+
+        Args:
+            cache: The slots' cache.
+            slots: Slot indices, each once.
+            lengths: Tokens fed to the sequence in each slot.
+            room: Tokens that each slot takes before it is compressed again.
+        """
+        plans = [
+            self.compressor.plan_eviction(slot_state(cache, layer, slots), budget)
+            for layer, budget in enumerate(self._budgets(lengths, cache.key_pool.device))
+        ]
+        scores, budgets = [scores for scores, _ in plans], [budgets for _, budgets in plans]
+        cache.compact(slots, scores, budgets, self.compressor, room)
+
+    def _budgets(self, lengths: list[int], device: torch.device) -> Sequence[int | Tensor]:
+        """(L) budgets of sequences of these lengths: a number where they agree, else (S,) for each layer."""
+        rows = [self.trigger.budgets(length) for length in lengths]
+        if all(row == rows[0] for row in rows):
+            return rows[0]
+        return list(torch.tensor(rows, device=device).T)
+
+    def note_step(
+        self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
+        weights: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update running numbers by the tokens of a decode step, one layer at a time.
+
+        Args:
+            cache: With the step's keys and values of this layer in it.
+            layer: Layer index.
+            slots: Slots of the rows in use, which are the first ones.
+            positions: (R,) of the tokens.
+            probs: (n, Hq, N) attention paid by the rows in use, where it is needed.
+            hidden: (R, E), what attention reads.
+            weights: (Hq, D, E), the layer's output projection, where it is needed.
+        """
+        n = len(slots)
+        follow_step(self.compressor, cache, layer, slots, positions[:n], probs, hidden[:n], weights)
+
+
+def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
+    """What a compressor sees of one layer of these slots."""
+    pools, own = cache.layers[layer], as_range(slots)
+    lengths = pools.lengths[own]
+    if cache.arenas is not None:
+        rows, valid = gather_heads(pools.offsets[own], lengths, int(lengths.max()))
+        keys, values, positions = pools.keys[rows], pools.values[rows], pools.positions[rows]
+    else:  # views where the slots are neighbours
+        keys, values, positions = (
+            cache.by_slot(pool, layer)[own] for pool in (pools.keys, pools.values, pools.positions)
+        )
+        valid = torch.arange(keys.shape[2], device=keys.device) < lengths.unsqueeze(-1)
+    numbers = entry_numbers(cache, layer, own)[0] if cache.size.state_fields else None
+    return _state(cache, layer, slots, keys, values, positions.long(), valid, numbers)
+
+
+def prompt_state(cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: list[int]) -> LayerState:
+    """The chosen prompts as a compressor sees a slot, padded to the longest of them.
+
+    Args:
+        cache: The cache that they go into.
+        layer: Layer index.
+        prompts: What was read.
+        chosen: Indices of the prompts.
+    """
+    slots, lengths = [prompts.slots[i] for i in chosen], [prompts.lengths[i] for i in chosen]
+    index = torch.arange(max(lengths), device=prompts.keys.device)
+    held = torch.tensor(lengths, device=index.device)[:, None]
+    rows = prompts.starts[chosen, None] + torch.minimum(index, held - 1)
+    keys, values = (t[:, rows].transpose(0, 1) for t in (prompts.keys, prompts.values))  # (P, H, N, D)
+    shape = keys.shape[:3]
+    valid = (index < held)[:, None].expand(shape)
+    numbers = None if prompts.state is None else _padded([prompts.state[i] for i in chosen])
+    return _state(cache, layer, slots, keys, values, index.expand(shape), valid, numbers)
+
+
+def _state(
+    cache: SlotCache, layer: int, slots: list[int], keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor,
+    numbers: Tensor | None,
+) -> LayerState:  # fmt: skip
+    g, own, size = cache.geometry, as_range(slots), cache.size
+    keys, values = (to_computed(t, g.query_dtype) for t in (keys, values))
+    tokens = cache.tokens[own].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
+    return LayerState(
+        keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
+        token_ids=tokens.gather(2, positions.clamp(0, tokens.shape[2] - 1)),
+        prompt_lengths=cache.prompt_lengths[own], queries=cache.queries[layer, own],
+        query_positions=_ring_positions(cache, own), sequence_keys=cache.sequence_keys[own],
+        prompt_keys=cache.prompt_keys[own],
+        layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
+        state={} if numbers is None else columns(numbers, size.state_fields),
+        head_state=head_columns(cache.head_state[layer, own], size.head_state_fields) if size.has_state else {},
+    )  # fmt: skip
+
+
+def _store_state(cache: SlotCache, layer: int, slots: list[int], state: list[Tensor]) -> None:
+    """Write the running numbers (P) of (H, T, C) of prompts beside those of their entries that were kept."""
+    assert cache.state_pool is not None
+    chosen, numbers = torch.tensor(slots, device=cache.key_pool.device), _padded(state)
+    lengths = cache.lengths[layer, chosen]
+    rows, live = gather_heads(cache.pools.offsets[layer, chosen], lengths, int(lengths.max()))
+    kept = torch.where(live, cache.pools.positions[rows].long(), 0)
+    kept_numbers = numbers.gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, numbers.shape[-1]))
+    cache.state_pool[rows[live]] = kept_numbers[live]
+
+
+def _padded(numbers: list[Tensor]) -> Tensor:
+    """(P, H, N, C) of (P) times (H, T, C)."""
+    longest = max(own.shape[1] for own in numbers)
+    return torch.stack([F.pad(own, (0, 0, 0, longest - own.shape[1])) for own in numbers])
+
+
+def _ring_positions(cache: SlotCache, own: slice | list[int]) -> Tensor:
+    """(S, A): which token each place of the query ring speaks of, -1 for none yet."""
+    last = cache.seen[own][:, None] - 1
+    ring = torch.arange(cache.size.num_queries, device=last.device)
+    return (last - (last - ring) % max(cache.size.num_queries, 1)).clamp(min=-1)

@@ -1,0 +1,177 @@
+"""Running state: what a compressor keeps per entry and per head, brought up to date by the tokens that come in.
+
+A decode step brings one token per slot, whose numbers lie in the cache. A prompt is followed in blocks while it is
+read, and its numbers wait beside it until it is known which of its entries are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.cache.slots import SlotCache, as_range
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops.float8 import to_computed, to_stored
+from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
+from sparse_rl_lightning.records import StateUpdate
+
+BLOCK_NUMBERS = {"cpu": 2**19}  # of a block of a prompt: what stays in a CPU's cache
+BLOCK_NUMBERS_ON_DEVICE = 2**24
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tokens of one prompt in one layer that have just been read, behind those that were read before."""
+
+    slot: int
+    query: Tensor  # (Q, Hq, D) rotated
+    keys: Tensor  # (T, H, D) rotated, of all tokens so far, the piece last
+    values: Tensor  # (T, H, D)
+    hidden: Tensor  # (Q, E)
+
+
+def follow_prompt(
+    compressor: Compressor, cache: SlotCache, layer: int, piece: Piece, numbers: Tensor, weights: Tensor | None
+) -> None:
+    """Update a compressor's running numbers by the tokens of a piece, block by block.
+
+    Args:
+        compressor: One with running state.
+        cache: With the prompt's slot and the numbers of its heads.
+        layer: Layer index.
+        piece: Any piece of the prompt, in order.
+        numbers: (H, T', C) of all the prompt's tokens, written in place.
+        weights: (Hq, D, E), the layer's output projection, where the compressor needs it.
+    """
+    g, device, own = cache.geometry, numbers.device, slice(piece.slot, piece.slot + 1)
+    before = len(piece.keys) - len(piece.query)
+    for first, last in _blocks(len(piece.query), g.num_heads * max(len(piece.keys), piece.hidden.shape[1]), device):
+        stop, new = before + last, slice(before + first, before + last)
+        keys, values = (
+            to_computed(to_stored(t[new].transpose(0, 1)[None], g.kv_dtype), g.query_dtype)
+            for t in (piece.keys, piece.values)
+        )
+        asked = {}
+        if compressor.needs_attention:
+            asked["mass"] = _paid(piece.query[first:last], piece.keys[:stop], g.scale)
+        _update(
+            compressor, cache, weights, layer, own, numbers[None, :, :stop], cache.head_state[layer, own],
+            torch.full((1, g.num_kv_heads), stop, dtype=torch.int32, device=device),
+            torch.arange(new.start, new.stop, device=device)[None], keys, values, piece.hidden[None, first:last], asked,
+        )  # fmt: skip
+
+
+def follow_step(
+    compressor: Compressor, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
+    hidden: Tensor, weights: Tensor | None,
+) -> None:  # fmt: skip
+    """Update a compressor's running numbers by the tokens of a decode step.
+
+    Args:
+        compressor: One with running state.
+        cache: With the step's keys and values of this layer in it.
+        layer: Layer index.
+        slots: Slots in use, in the order of the rows.
+        positions: (S,) of the tokens.
+        probs: (S, Hq, N) attention that was paid, where it is needed.
+        hidden: (S, E).
+        weights: (Hq, D, E), the layer's output projection, where it is needed.
+    """
+    g, pools, own = cache.geometry, cache.layers[layer], as_range(slots)
+    lengths = pools.lengths[own]
+    newest = (pools.offsets[own] + lengths - 1).unsqueeze(-1)  # (S, H, 1)
+    if cache.state_pool is not None:
+        cache.state_pool[newest] = 0.0  # the place may hold the numbers of an evicted entry
+    numbers, rows, valid = entry_numbers(cache, layer, own)
+    head_numbers = cache.head_state[layer, own]
+    keys, values = (to_computed(pool[newest], g.query_dtype) for pool in (pools.keys, pools.values))
+    asked = {}
+    if probs is not None:
+        mass = probs.view(len(slots), g.num_kv_heads, -1, probs.shape[2]).sum(dim=2)
+        asked["mass"] = mass[:, :, None, : numbers.shape[2]].to(torch.float32)
+    _update(
+        compressor, cache, weights, layer, own, numbers, head_numbers, lengths, positions[:, None], keys, values,
+        hidden[:, None], asked,
+    )  # fmt: skip
+    if rows is not None and valid is not None and cache.state_pool is not None:
+        cache.state_pool[rows[valid]] = numbers[valid]
+    if isinstance(own, list):  # what was indexed is a copy
+        cache.head_state[layer, own] = head_numbers
+        if rows is None and cache.state_pool is not None:
+            cache.by_slot(cache.state_pool, layer)[own] = numbers
+
+
+def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(S, H, N, C) running numbers of the entries of some slots; a view where they are neighbours with equal heads.
+
+    Where heads differ in size there are also the rows (S, H, N) of the pool, and which of them are live.
+    """
+    pools = cache.layers[layer]
+    if cache.state_pool is None:
+        return cache.head_state.new_zeros(*pools.lengths[own].shape, cache.most_entries[layer], 0), None, None
+    if cache.arenas is None:
+        return cache.by_slot(cache.state_pool, layer)[own], None, None
+    lengths = pools.lengths[own]
+    rows, valid = gather_heads(pools.offsets[own], lengths, int(lengths.max()))
+    return cache.state_pool[rows], rows, valid
+
+
+def columns(numbers: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """(S, H, N, C) running numbers by name, views of (S, H, N)."""
+    return {name: numbers[..., index] for index, name in enumerate(names)}
+
+
+def head_columns(numbers: Tensor, fields: Sequence[tuple[str, int]]) -> dict[str, Tensor]:
+    """(S, H, C) numbers per head by name, views of (S, H, C')."""
+    ends = [0, *accumulate(width for _, width in fields)]
+    return {name: numbers[..., start:end] for (name, _), (start, end) in zip(fields, pairwise(ends), strict=True)}
+
+
+# ---------------------------------------------------------------- inside
+
+
+def _update(
+    compressor: Compressor, cache: SlotCache, weights: Tensor | None, layer: int, own: slice | list[int],
+    numbers: Tensor, head_numbers: Tensor, lengths: Tensor, positions: Tensor, keys: Tensor, values: Tensor,
+    hidden: Tensor, asked: dict[str, Tensor],
+) -> None:  # fmt: skip
+    size = cache.size
+    with torch.autocast(numbers.device.type, enabled=False):  # mixed-precision training would round sums to bf16
+        if compressor.needs_hidden_states:
+            asked["hidden_states"] = hidden.to(torch.float32)
+        if weights is not None:
+            asked["output_norms"] = output_norms(values, weights)
+        update = StateUpdate(
+            MappingProxyType(columns(numbers, size.state_fields)),
+            MappingProxyType(head_columns(head_numbers, size.head_state_fields)),
+            lengths, positions, keys, values, cache.prompt_lengths[own], layer, MappingProxyType(asked),
+        )  # fmt: skip
+        compressor.update_state(update)
+
+
+def output_norms(values: Tensor, weights: Tensor) -> Tensor:
+    """(S, Hq, Q) float32, the 1-norms of W v, for (S, H, Q, D) values and (Hq, D, E) weights."""
+    by_head = values.to(weights.dtype).repeat_interleave(len(weights) // values.shape[1], dim=1)
+    return (by_head @ weights).abs().sum(dim=-1).to(torch.float32)
+
+
+def _paid(query: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """(1, H, Q, T) float32 attention of the last tokens (Q, Hq, D) of T keys (T, H, D), summed over each group."""
+    wide, count = accumulation_dtype(keys.dtype), len(query)
+    grouped = query.to(keys.dtype).to(wide).view(count, keys.shape[1], -1, keys.shape[2]).permute(1, 2, 0, 3)
+    with torch.autocast(keys.device.type, enabled=False):
+        logits: Tensor = grouped @ keys.to(wide).permute(1, 2, 0).unsqueeze(1) * scale  # (H, G, Q, T)
+    later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+    logits[..., -count:].masked_fill_(later, -torch.inf)
+    return logits.softmax(dim=-1).sum(dim=1)[None].to(torch.float32)
+
+
+def _blocks(count: int, numbers: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """First and last token of the pieces of ``count`` tokens, each of which takes ``numbers`` numbers."""
+    size = max(1, BLOCK_NUMBERS.get(device.type, BLOCK_NUMBERS_ON_DEVICE) // numbers)
+    return ((first, min(first + size, count)) for first in range(0, count, size))

@@ -1,0 +1,419 @@
+"""SlotCache: fixed memory for a fixed number of sequences, eviction in place, and the record of deaths.
+
+Letters as in records.py. Three things are kept apart that a growing cache may confuse: the position of a token in its
+sequence (``seen``, ``positions``), the number of entries that a head holds (``lengths``), and where in the pools they
+stand (``offsets``). Evictions change the second and never the first.
+
+What is kept per slot has one row more than there are slots. Decode batches are padded to few sizes, and rows that only
+pad a batch need a place to write: in ops they have slot -1, in indexing that last row, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.records import NEVER, EvictionRecord
+
+_PER_LAYER = ("lengths", "queries", "death", "head_state")
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """What decides how much memory a cache takes and how it is laid out."""
+
+    num_slots: int
+    capacities: tuple[int, ...]  # (L) entries per slot and KV head that a sequence without end needs, a mean over heads
+    num_queries: int  # most recent queries kept for scoring
+    max_length: int  # longest sequence in tokens
+    state_fields: tuple[str, ...] = ()  # running numbers per entry
+    per_head: bool = False  # heads of a slot share its memory unequally
+    head_state_fields: tuple[tuple[str, int], ...] = ()  # running numbers per KV head, and how many of each
+    keeps_probabilities: bool = False  # what one layer pays to its entries in a step, for running numbers
+
+    @classmethod
+    def of(
+        cls, compressor: Compressor, geometry: CacheGeometry, num_slots: int, capacities: tuple[int, ...],
+        max_length: int,
+    ) -> CacheSize:  # fmt: skip
+        """The size that a compressor needs."""
+        fields, head_fields = compressor.state_fields, tuple(compressor.head_state_fields(geometry.head_dim).items())
+        return cls(
+            num_slots, capacities, compressor.num_queries, max_length, fields,
+            compressor.evicts and compressor.budget_rule.splits_heads, head_fields,
+            compressor.needs_attention and bool(fields or head_fields),  # else nobody asks for them
+        )  # fmt: skip
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are running numbers."""
+        return bool(self.state_fields or self.head_state_fields)
+
+    @property
+    def entries(self) -> tuple[int, ...]:
+        """(L) entries per slot and KV head, a mean over the heads: never more than the longest sequence has tokens."""
+        return tuple(min(capacity, self.max_length) for capacity in self.capacities)
+
+    def covers(self, other: CacheSize) -> bool:
+        """Whether a cache of this size can do the work of the other."""
+        slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
+        entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
+        same = replace(other, num_slots=self.num_slots, max_length=self.max_length, capacities=self.capacities) == self
+        return slots and entries and same
+
+    def allocate(self, geometry: CacheGeometry) -> SlotCache:
+        """A cache of this size for a model."""
+        return SlotCache(geometry, self)
+
+
+@dataclass
+class PackedPrompts:
+    """One layer of freshly read prompts, one after the other in ``keys`` and ``values``."""
+
+    slots: list[int]  # (P) where they go
+    lengths: list[int]  # (P)
+    starts: Tensor  # (P) int64, row of each prompt's first token
+    keys: Tensor  # (H, R, D) rotated, of the pools' type
+    values: Tensor  # (H, R, D)
+    limits: list[int]  # (P) lengths from which on a prompt is compressed in this layer
+    room: list[int]  # (P) tokens that its slot takes afterwards
+    state: list[Tensor] | None = None  # (P) of (H, T, C) running numbers of the tokens, where the compressor has any
+
+
+class Arenas:
+    """Memory that the heads of a slot share in each layer, laid out anew by every compression.
+
+    Budgets that differ by head move the borders between heads, inside one piece of memory per layer and slot whose
+    size is fixed. Offsets and capacities of the pools change in place.
+
+    Args:
+        pools: Of all layers, (L, S, H), with the layout that every slot begins with.
+    """
+
+    def __init__(self, pools: KVPools) -> None:
+        self.pools = pools
+        self._offsets, self._capacities = pools.offsets.clone(), pools.capacities.clone()
+        self._starts = self._offsets[..., 0].clone()  # (L, S)
+        self._sizes = self._capacities.sum(dim=-1)  # (L, S)
+
+    @property
+    def layout(self) -> list[Tensor]:
+        """Where the arenas are, and how an empty slot is laid out."""
+        return [self._offsets, self._capacities, self._starts, self._sizes]
+
+    def reset(self, slot: int) -> None:
+        """The layout of an empty slot: the same for every head."""
+        self.pools.offsets[:, slot] = self._offsets[:, slot]
+        self.pools.capacities[:, slot] = self._capacities[:, slot]
+
+    def lay_out(self, layers: slice, slots: Tensor, room: Tensor) -> None:
+        """Give the heads of empty slots (B,) room for (L', B, H) entries, one after the other."""
+        assert bool((room.sum(dim=-1) <= self._sizes[layers][:, slots]).all()), "heads do not fit into their arena"
+        within = room.cumsum(dim=-1) - room
+        self.pools.offsets[layers, slots] = self._starts[layers][:, slots].unsqueeze(-1) + within
+        self.pools.capacities[layers, slots] = room.to(torch.int32, copy=True)  # it may be a view of the capacities
+
+    def move(self, slots: Tensor, room: Tensor, state_pool: Tensor | None) -> None:
+        """Lay slots (B,) out anew for (L, B, H) entries and take along what they hold."""
+        lengths = self.pools.lengths[:, slots]
+        width = int(lengths.max())
+        before, live = gather_heads(self.pools.offsets[:, slots], lengths, width)
+        self.lay_out(slice(None), slots, room)
+        after, _ = gather_heads(self.pools.offsets[:, slots], lengths, width)
+        before, after = before[live], after[live]
+        pools = [self.pools.keys, self.pools.values, self.pools.positions]
+        for pool in pools if state_pool is None else [*pools, state_pool]:
+            pool[after] = pool[before]  # the right side is a copy: places may overlap
+
+
+class SlotCache:
+    """KV memory for a fixed number of sequences and entries, allocated once.
+
+    Keys keep the rotation they were written with; ``positions`` remembers where they come from. An evicted
+    entry's memory is reused by the next token, so nothing grows with the length of a sequence. Addresses never change
+    either: CUDA graphs read them.
+    """
+
+    per_slot: tuple[str, ...] = ("tokens", "seen", "prompt_lengths", "prompt_keys", "sequence_keys", "held")
+    """Tensors (S + 1, ...) that belong to the sequence in a slot, and go where it goes."""
+
+    def __init__(self, geometry: CacheGeometry, size: CacheSize) -> None:
+        g, slots, length = geometry, size.num_slots, size.max_length
+        device = g.device
+        self.geometry, self.size = g, size
+        capacities = torch.tensor(size.entries, dtype=torch.int32)
+        heads = (g.num_layers, slots, g.num_kv_heads)
+        every_head = capacities[:, None, None].expand(heads).contiguous()
+        self.pools = KVPools.ragged(every_head, g.head_dim, g.kv_dtype, device)
+        self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
+        self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
+        self.arenas = Arenas(self.pools) if size.per_head else None
+        rows, fields = len(self.key_pool), len(size.state_fields)
+        self.state_pool = torch.zeros(rows, fields, dtype=torch.float32, device=device) if fields else None
+        width = sum(count for _, count in size.head_state_fields)
+        self.head_state = torch.zeros(*heads, width, dtype=torch.float32, device=device)
+        self.most_entries = [
+            entries * (g.num_kv_heads if size.per_head else 1) for entries in size.entries
+        ]  # of a head
+        paid = slots * g.num_heads * max(self.most_entries) if size.keeps_probabilities else 0
+        self._probabilities = torch.zeros(paid, dtype=accumulation_dtype(g.query_dtype), device=device)
+        ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
+        self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
+        self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
+        self.prompt_lengths = torch.zeros_like(self.seen)
+        self.prompt_keys = torch.zeros_like(self.seen)
+        self.sequence_keys = torch.zeros_like(self.seen)
+        self.held = torch.zeros(slots + 1, length, dtype=torch.float32, device=device)  # by token, after it was fed
+
+    def parts(self) -> dict[str, list[Tensor]]:
+        """Every tensor of this cache, under what it is for: the memory plan counts their bytes."""
+        p = self.pools
+        places = [p.positions, p.offsets, p.capacities, p.lengths]
+        own = [self.tokens, self.seen, self.prompt_lengths, self.prompt_keys, self.sequence_keys, self.held]
+        return {
+            "keys and values": [p.keys, p.values],
+            "positions": places if self.arenas is None else [*places, *self.arenas.layout],
+            "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
+            "queries": [self.queries],
+            "the eviction record": [self.death],
+            "attention probabilities": [self._probabilities],
+            "tokens and counters": own if p.errors is None else [*own, p.errors],
+        }
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of keys and values, all capacities times the bytes per entry."""
+        return self.pools.nbytes
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a decode step can be part of a CUDA graph: running state is updated by Python."""
+        return not self.size.has_state
+
+    def probabilities(self, layer: int, num_rows: int) -> Tensor | None:
+        """(n, Hq, N) room for the attention probabilities of a layer's rows, the same memory for all layers."""
+        if not self.size.keeps_probabilities:
+            return None
+        shape = (num_rows, self.geometry.num_heads, self.most_entries[layer])
+        return self._probabilities[: math.prod(shape)].view(shape)
+
+    def by_slot(self, pool: Tensor, layer: int) -> Tensor:
+        """One layer of a pool of entries, (S, H, N, ...), without a copy; where heads share a slot's memory equally."""
+        assert self.arenas is None
+        size, heads = self.size, self.geometry.num_kv_heads
+        first, width = sum(size.entries[:layer]) * size.num_slots * heads, size.entries[layer]
+        return pool[first : first + size.num_slots * heads * width].view(size.num_slots, heads, width, *pool.shape[1:])
+
+    # ---------------------------------------------------------------- one layer, called from attention
+
+    def append_and_attend(
+        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
+        probs: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Write one token per slot, remember its query, and attend over what the slot holds, that token included.
+
+        Args:
+            layer: Layer index.
+            slots: (R,) int64, -1 for rows that pad the batch.
+            query: (R, Hq, D) not yet rotated.
+            key: (R, H, D) not yet rotated.
+            value: (R, H, D).
+            cos: (R, D), of the tokens' positions.
+            sin: (R, D).
+            probs: (n, Hq, N) to be filled with the probabilities of the first rows, which are those in use; N =
+                ``most_entries[layer]``.
+
+        Returns:
+            (R, Hq, D), zeros in padding.
+        """
+        pools, kind = self.layers[layer], self.geometry.query_dtype
+        own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
+        key, value = (t.to(kind).contiguous() for t in (key, value))
+        ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
+        return self._attend(layer, slots, own, probs).to(query.dtype)
+
+    def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None) -> Tensor:
+        """(R, Hq, D) attention of rotated queries, whose tokens have just been appended, over all live entries."""
+        pools, scale, most = self.layers[layer], self.geometry.scale, self.most_entries[layer]
+        if probs is None:
+            return ops.decode_attention(pools, slots, query, scale, most)
+        used, out = slice(len(probs)), torch.zeros_like(query)
+        out[used] = ops.decode_attention(pools, slots[used], query[used], scale, most, probs=probs)
+        return out
+
+    def store(
+        self, layer: int, prompts: PackedPrompts, scores: Tensor, budgets: Tensor, compressor: Compressor
+    ) -> None:
+        """Take the best entries of one layer of prompts into their slots.
+
+        Long prompts never pass through the slot whole: the best are chosen where the prompt is staged, and only they
+        are copied. What is left behind dies at the prompt's length, as if it had been there and been evicted.
+
+        Args:
+            layer: Layer index.
+            prompts: What was read; ``begin`` was called for their slots.
+            scores: (P, H, N) float32.
+            budgets: (P, H) int32.
+            compressor: Says what is pinned.
+        """
+        device, heads = self.key_pool.device, self.geometry.num_kv_heads
+        slots = torch.tensor(prompts.slots, device=device)
+        lengths = torch.tensor(prompts.lengths, dtype=torch.int32, device=device)[:, None].expand(-1, heads)
+        if self.arenas is not None:
+            long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
+            if long:
+                room = self._room([prompts.room[i] for i in long], slots[long])
+                self.arenas.lay_out(
+                    slice(layer, layer + 1), slots[long], (torch.minimum(budgets, lengths)[long] + room)[None]
+                )
+        first = torch.arange(heads, device=device) * prompts.keys.shape[1]
+        source = KVPools(
+            prompts.keys.flatten(0, 1), prompts.values.flatten(0, 1), self.pools.positions,
+            offsets=(prompts.starts[:, None] + first)[None], capacities=self.pools.capacities[:1],
+            lengths=lengths[None].contiguous(),
+        )  # fmt: skip
+        ops.evict(
+            self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
+            compressor.window, self.seen[:-1], self.death[layer : layer + 1], source=source,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- a decode step
+
+    def begin_step(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that slots (R,) feed next, and their positions: (R,) each."""
+        positions = self.seen[places]
+        return self.tokens[places, positions], positions
+
+    def end_step(self, slots: Tensor, places: Tensor, positions: Tensor) -> None:
+        """Count the tokens that were fed.
+
+        Args:
+            slots: (R,) with -1 for rows that pad the batch.
+            places: (R,) with the last row of what is kept per slot for those.
+            positions: (R,) of the tokens.
+        """
+        self.seen[places] = positions + 1
+        self.seen[-1:].zero_()  # padding stays at its first token
+        self.held[places, positions] = self.entries_held(slots.clamp(min=0))
+
+    def note_held(self, slots: Tensor) -> None:
+        """Entries of these slots (n,) came or went after their last token was fed."""
+        self.held[slots, self.seen[slots] - 1] = self.entries_held(slots)
+
+    def entries_held(self, slots: Tensor) -> Tensor:
+        """(n,) live entries of these slots, a mean over layers and heads."""
+        return self.lengths[:, slots].to(torch.float32).mean(dim=(0, 2))
+
+    # ---------------------------------------------------------------- what a sequence leaves behind
+
+    def evictions_of(self, slot: int, end: int) -> EvictionRecord | None:
+        """The record of a sequence whose last token has index ``end``; what its slot lost later is not its own."""
+        death = self.death[:, slot : slot + 1, :, : end + 1]
+        return EvictionRecord.from_dense(torch.where(death <= end, death, NEVER))
+
+    def entries_read(self, slot: int, prompt_length: int, end: int) -> Tensor | None:
+        """() entries that the decode steps of a sequence read, where that is less than they held; else None."""
+        return None
+
+    # ---------------------------------------------------------------- whole slots
+
+    def begin(self, slot: int, prompt: Sequence[int], prompt_key: int) -> None:
+        """Empty a slot and give it to a new prompt, whose keys and values follow layer by layer."""
+        if self.arenas is not None:
+            self.arenas.reset(slot)
+        self.lengths[:, slot] = self.head_state[:, slot] = 0
+        self.death[:, slot] = NEVER
+        self.seen[slot] = self.prompt_lengths[slot] = len(prompt)
+        self.sequence_keys[slot] = self.prompt_keys[slot] = prompt_key
+        self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
+
+    def compact(
+        self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
+    ) -> None:
+        """Evict all but the best entries of these slots, and make room for the next tokens.
+
+        The survivors keep their order and close up at the front of each head; whoever goes is written into ``death``
+        as dying at the number of tokens fed so far: the query of the last one still saw it, the next will not.
+
+        Args:
+            slots: Each slot once.
+            scores: (L) of (S, H, N) float32, N as large as a layer needs.
+            budgets: (L) of (S, H) int32.
+            compressor: Says what is pinned.
+            room: Tokens that each slot must take.
+        """
+        chosen = torch.tensor(slots, device=self.key_pool.device)
+        widest = max(layer.shape[-1] for layer in scores)
+        ops.evict(
+            self.pools, chosen, torch.stack([F.pad(layer, (0, widest - layer.shape[-1])) for layer in scores]),
+            torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
+        )  # fmt: skip
+        if self.arenas is not None:
+            self.arenas.move(chosen, self.lengths[:, chosen] + self._room(room, chosen), self.state_pool)
+        self.note_held(chosen)
+
+    def save(self, slot: int) -> dict[str, Tensor]:
+        """A copy of everything one slot holds, for :meth:`restore`."""
+        rows = self._live_rows(slot, self.lengths[:, slot])
+        content = {name: pool[rows] for name, pool in self._entry_pools().items()}
+        content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
+        content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
+        return content | ({} if self.arenas is None else {"room": self.pools.capacities[:, slot].clone()})
+
+    def restore(self, slot: int, content: dict[str, Tensor]) -> None:
+        """Fill a slot with what :meth:`save` returned."""
+        if self.arenas is not None:
+            chosen = torch.tensor([slot], device=self.key_pool.device)
+            self.arenas.lay_out(slice(None), chosen, content["room"][:, None])
+        rows = self._live_rows(slot, content["lengths"])
+        for name, pool in self._entry_pools().items():
+            pool[rows] = content[name]
+        for name in _PER_LAYER:
+            getattr(self, name)[:, slot] = content[name]
+        for name in self.per_slot:
+            getattr(self, name)[slot] = content[name]
+
+    def fork(self, source: int, destinations: list[int]) -> None:
+        """Copy a slot to others: a prompt to all its samples."""
+        if not destinations:
+            return
+        there = torch.tensor(destinations, device=self.key_pool.device)
+        if self.arenas is not None:
+            room = self.pools.capacities[:, source]
+            self.arenas.lay_out(slice(None), there, room[:, None].expand(-1, len(there), -1))
+        ops.fork(self.pools, torch.full_like(there, source), there, self.queries, self.death, self.state_pool)
+        self.head_state[:, there] = self.head_state[:, source : source + 1]
+        for name in self.per_slot:
+            tensor: Tensor = getattr(self, name)
+            tensor[there] = tensor[source].clone()
+
+    def _room(self, tokens: list[int], slots: Tensor) -> Tensor:
+        """(B, 1) entries that a head of each slot (B,) must take before its next compression, or before its end."""
+        room = torch.tensor(tokens, device=slots.device)
+        return torch.minimum(room, self.size.max_length - self.seen[slots])[:, None]
+
+    def _live_rows(self, slot: int, lengths: Tensor) -> Tensor:
+        rows, live = gather_heads(self.pools.offsets[:, slot], lengths, int(lengths.max()))
+        return rows[live]
+
+    def _entry_pools(self) -> dict[str, Tensor]:
+        pools = {"keys": self.pools.keys, "values": self.pools.values, "positions": self.pools.positions}
+        return pools if self.state_pool is None else pools | {"state": self.state_pool}
+
+
+def as_range(slots: list[int]) -> slice | list[int]:
+    """The same slots as a slice where they are neighbors in order, so that indexing makes no copy."""
+    neighbors = slots == list(range(slots[0], slots[0] + len(slots)))
+    return slice(slots[0], slots[0] + len(slots)) if neighbors else slots

@@ -1,0 +1,284 @@
+"""Engine: the memory, the weights made for decoding and the decode step of one kind of rollout.
+
+Nothing in a step waits for the device or depends on a number that the host does not know, so it can be captured in a
+CUDA graph, once per number of rows, and replayed without Python in between: what changes from step to step lies in
+tensors. Graphs read weights and memory by address. Everything that a step touches is allocated once (the cache, the
+logs, the row numbers); where a weight has moved, the engine makes new graphs. Compressors with running state (H2O) and
+retrievers without a kernel run eagerly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.cache.compression import Compression
+from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
+from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw, occurring
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+
+BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and its kin
+
+
+@dataclass
+class Rows:
+    """The slot that each row of a batch works on; rows behind those in use pad the batch."""
+
+    slots: Tensor  # (R,) int64, -1 for padding: what the ops take
+    places: Tensor  # (R,) int64, the last row of what is kept per slot for padding: what indexing takes
+    used: list[int]  # the slots without padding, as the host knows them
+
+    @classmethod
+    def of(cls, slots: list[int], count: int, num_slots: int, device: torch.device) -> Rows:
+        """Rows for these slots, padded to ``count``."""
+        padding = count - len(slots)
+        return cls(
+            torch.tensor(slots + [-1] * padding, device=device),
+            torch.tensor(slots + [num_slots] * padding, device=device),
+            slots,
+        )
+
+
+def bucket(count: int, on_gpu: bool) -> int:
+    """Rows that a step of ``count`` slots is padded to: few different numbers where each is a graph."""
+    if not on_gpu or count > BUCKETS[-1]:
+        return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+    return BUCKETS[bisect_left(BUCKETS, count)]
+
+
+Step: TypeAlias = Callable[[Rows], None]
+
+
+@dataclass(frozen=True)
+class EngineKey:
+    """Everything that an engine is made for; a rollout with an equal key can use the same engine."""
+
+    geometry: CacheGeometry
+    size: CacheSize
+    params: SamplingParams  # as far as drawing goes
+    compressor: Compressor
+    end_token_ids: tuple[int, ...] = ()
+    cuda_graphs: bool = False
+    logs: type[SequenceLogs] = SequenceLogs
+    memory_plan: MemoryPlan | None = field(default=None, compare=False)  # by which the slots were limited
+
+    def after(self, last: EngineKey) -> EngineKey:
+        """This key with the memory of the last one where that will do, and with room for both where they alternate.
+
+        A slot may be larger than needed where its size depends on the prompts; where the compressor alone decides, one
+        that was raised or lowered gets slots of its own size.
+        """
+        own, before, c = self.size, last.size, self.compressor
+        if self.geometry != last.geometry:
+            return self
+        if before.covers(own) and (own.capacities == before.capacities or not (c.evicts and c.compress_prompt)):
+            return replace(self, size=before)
+        slots, length = max(own.num_slots, before.num_slots), max(own.max_length, before.max_length)
+        both = replace(own, num_slots=slots, max_length=length)
+        alike = both == replace(before, num_slots=slots, max_length=length)
+        return replace(self, size=both) if alike and self.memory_plan is None else self
+
+
+class Engine:
+    """Runs the model on a compressed cache for the scheduler: prompts, then one token for every running sequence.
+
+    Args:
+        model: The policy, whose weights are taken over as they are now.
+        key: What the engine is made for.
+        cache: Memory of an earlier engine with the same geometry and size; by default it is allocated.
+        decoder: The decoder of an earlier engine that still serves the model.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, key: EngineKey, cache: SlotCache | None = None, decoder: Decoder | None = None
+    ) -> None:
+        g, size = key.geometry, key.size
+        self.key = key
+        self.compression = Compression(key.compressor, g.num_layers)
+        self.decoder = decoder or Decoder(model, g)
+        self.cache = cache or size.allocate(g)
+        self.cache.geometry = g
+        self.logs = key.logs(size.num_slots, size.max_length, key.params, g.device)
+        self.end_ids = torch.tensor(key.end_token_ids, dtype=torch.int64, device=g.device)
+        self._graphs = self._new_graphs()
+
+    def take_weights(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
+        """Go on with the model's weights as they are now; the graphs stay where no weight has moved."""
+        if self.decoder.serves(model, geometry):
+            self.decoder.refresh()
+            return
+        del self.decoder, self._graphs  # copies of weights are freed before new ones are made
+        self.decoder = Decoder(model, geometry)
+        self._graphs = self._new_graphs()
+
+    def prefill(self, prompts: list[Prefill], max_tokens: int) -> Iterator[tuple[Prefill, Tensor, int]]:
+        """Fill slots with prompts; see :func:`~sparse_rl_lightning.rollout.engine.prefill.prefill`."""
+        return prefill(self.cache, self.decoder, self.compression, prompts, max_tokens)
+
+    def decode(self, rows: Rows) -> None:
+        """Feed each slot its last token and draw the next, from a CUDA graph where that is possible."""
+        if self._graphs is None:
+            self.step(rows)
+        else:
+            self._graphs.run(self.step, rows)
+
+    def step(self, rows: Rows) -> None:
+        """One decode step: feed, draw, write down.
+
+        Slots that are full are compressed afterwards by the host, which knows all lengths.
+        """
+        cache, decoder, compressor = self.cache, self.decoder, self.compression.compressor
+        tokens, positions = cache.begin_step(rows.places)
+
+        def attend(
+            layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
+        ) -> Tensor:
+            probs = cache.probabilities(layer, len(rows.used))
+            out = cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin, probs)
+            if cache.size.has_state:
+                weights = decoder.output_weights[layer] if compressor.needs_output_norms else None
+                self.compression.note_step(cache, layer, rows.used, positions, probs, hidden, weights)
+            return out
+
+        hidden = decoder(tokens, positions, attend)
+        cache.end_step(rows.slots, rows.places, positions)
+        self.draw(decoder.logits(hidden), rows.places)
+
+    def draw(self, logits: Tensor, places: Tensor) -> None:
+        """Draw the next token of these slots from (n, V) logits and write it down."""
+        cache, params = self.cache, self.key.params
+        at = cache.seen[places]
+        steps = at - cache.prompt_lengths[places]
+        occurred = occurring(cache.tokens[places], at, logits.shape[-1]) if params.penalizes else None
+        drawn = draw(logits, params, cache.sequence_keys[places], steps, self.end_ids, occurred)
+        cache.tokens[places, at] = drawn.tokens
+        self.logs.note(places, at, drawn, self.end_ids)
+
+    def _new_graphs(self) -> StepGraphs | None:
+        device = self.key.geometry.device
+        enabled = self.key.cuda_graphs and device.type == "cuda" and self.cache.can_capture
+        return StepGraphs(self.key.size.num_slots, device) if enabled else None
+
+
+# -------------------------------------------------------------------- CUDA graphs
+
+
+class StepGraphs:
+    """The graphs of one step on one cache; steps that cannot be captured run eagerly.
+
+    Args:
+        num_slots: Slots of the cache.
+        device: The cache's device.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num_slots, self.device = num_slots, device
+        self.enabled = True
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
+        self._pool: Any = None  # memory that all graphs share
+
+    def run(self, step: Step, rows: Rows) -> None:
+        """One decode step for these rows."""
+        count = len(rows.slots)
+        if self.enabled and count not in self._graphs:
+            self._capture(step, count)
+        if not self.enabled:
+            step(rows)
+            return
+        graph, own = self._graphs[count]
+        own.slots.copy_(rows.slots)
+        own.places.copy_(rows.places)
+        graph.replay()
+
+    def _capture(self, step: Step, count: int) -> None:
+        """Capture a step of ``count`` rows on rows that only pad a batch, so that no slot changes.
+
+        Raises:
+            RuntimeError: Whatever the step itself raises, such as a lack of memory. Only what cannot be captured is
+                run eagerly from now on.
+        """
+        device = self.device
+        rows = Rows.of([], count, self.num_slots, device)
+        with _without_autocast_cache():  # casts of weights must be in the graph
+            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                step(rows)  # libraries allocate and choose kernels now
+            torch.cuda.current_stream(device).wait_stream(side)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph, outside = torch.cuda.CUDAGraph(), sys.exception()
+            try:
+                with _recovering(device, self._pool):
+                    with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                        step(rows)
+            except RuntimeError as error:
+                first = first_error(error, outside)
+                if not is_of_capture(first):
+                    raise first from None
+                self.enabled = False
+                warnings.warn(f"Decoding without CUDA graphs, because a step cannot be captured: {first}", stacklevel=2)
+                return
+        self._graphs[count] = graph, rows
+
+
+def first_error(error: BaseException, outside: BaseException | None) -> BaseException:
+    """What really went wrong: ending a capture that was spoiled raises an error of its own.
+
+    Args:
+        error: What the capture ended with.
+        outside: What was being handled before it began, if anything: that is no part of it.
+    """
+    while error.__context__ is not None and error.__context__ is not outside:
+        error = error.__context__
+    return error
+
+
+def is_of_capture(error: BaseException) -> bool:
+    """Whether an error says that something cannot be captured, and not that memory is lacking or broken."""
+    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) in CAPTURE_ERRORS
+    return "captur" in str(error).lower()  # of torch's generators and libraries
+
+
+@contextlib.contextmanager
+def _recovering(device: torch.device, pool: Any) -> Iterator[None]:
+    """Where a capture fails at its end, torch leaves its stream current, and generator and allocator captured."""
+    generator = torch.cuda.default_generators[device.index]
+    before = generator.clone_state()
+    try:
+        with torch.cuda.stream(torch.cuda.current_stream(device)):  # sets the stream back
+            yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        with contextlib.suppress(RuntimeError):  # where the capture was ended properly there is nothing left to end
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        raise
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    caching = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)

@@ -1,0 +1,204 @@
+"""The memory plan: the bytes of a slot, and how many slots fit into a limit.
+
+Nothing is priced by hand: the cache and the logs are made on torch's meta device, which has shapes and types and no
+memory, once for one slot and once for two. The difference is what a slot takes, the rest stands beside the slots.
+
+What a rollout collects per sequence (tokens, log-probabilities, deaths) comes on top of the slots, as do activations
+and the staging of prompts; leave room for them in the limit.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """What slots take, in bytes."""
+
+    total: int  # of one more slot
+    pool: int  # keys and values among them, as SlotCache.pool_bytes
+    fixed: int  # beside the slots: one more row, where rows that only pad a batch write, and what stands there once
+    arithmetic: str  # the terms of the total, in words
+
+    def of(self, num_slots: int) -> int:
+        """Bytes of that many slots, with what stands beside them."""
+        return num_slots * self.total + self.fixed
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How many slots to use, and what they take."""
+
+    num_slots: int
+    bytes_per_slot: int
+    pool_bytes: int  # keys and values of all slots and what is kept of pages, as SlotCache.pool_bytes
+    total_bytes: int  # everything that is kept per slot
+    limit: int  # bytes that total_bytes may take
+    why: str  # one sentence for the log
+    given: int | float  # the limit as it was given
+    origin: str  # of the limit, in words
+
+
+def slot_bytes(
+    geometry: CacheGeometry,
+    size: CacheSize,
+    params: SamplingParams | None = None,
+    logs: type[SequenceLogs] = SequenceLogs,
+) -> SlotBytes:
+    """What one slot of a cache takes.
+
+    Args:
+        geometry: The model's sizes and the type of keys and values.
+        size: The cache's; its number of slots does not matter.
+        params: Sampling parameters: with them the logs of the sequences count too; without, the cache alone.
+        logs: The kind of logs.
+
+    Raises:
+        ValueError: If ``size.capacities`` does not name every layer.
+    """
+    g = replace(geometry, device=torch.device("meta"))
+    if len(size.entries) != g.num_layers:
+        raise UserError(
+            f"capacities must name each of the {g.num_layers} layers, got {len(size.entries)} numbers: "
+            f"{list(size.entries)}."
+        )
+
+    def measure(num_slots: int) -> tuple[dict[str, int], int]:
+        cache = replace(size, num_slots=num_slots).allocate(g)
+        parts = cache.parts()
+        if params is not None:
+            own = vars(logs(num_slots, size.max_length, params, g.device)).values()
+            parts["logs"] = [value for value in own if isinstance(value, Tensor)]
+        return {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}, cache.pool_bytes
+
+    (one, pool), (two, pools) = measure(1), measure(2)
+    slot = {name: two[name] - one[name] for name in one}
+    total, words = sum(slot.values()), _words(g, size)
+    arithmetic = " + ".join(f"{count:,} for {name}{words.get(name, '')}" for name, count in slot.items() if count)
+    return SlotBytes(total, pools - pool, sum(one.values()) - total, arithmetic)
+
+
+def _words(g: CacheGeometry, size: CacheSize) -> dict[str, str]:
+    """Where the largest numbers come from."""
+    heads = g.num_layers * g.num_kv_heads
+    rows = f"{sum(size.entries):,} entries in {g.num_layers} layers x {g.num_kv_heads} KV heads"
+    return {
+        "keys and values": f" ({rows} x 2 x {g.head_dim} x {g.kv_dtype.itemsize} bytes)",
+        "queries": f" ({size.num_queries} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x "
+        f"{g.query_dtype.itemsize})",
+        "the eviction record": f" ({size.max_length:,} tokens x {heads} heads of all layers x 4)",
+    }
+
+
+def plan_slots(
+    slot: SlotBytes,
+    limit: int | float,
+    num_sequences: int,
+    device: torch.device | str = "cpu",
+    multiple: int = ROW_MULTIPLE,
+    before: MemoryPlan | None = None,
+) -> MemoryPlan:
+    """The most slots that fit into a limit, never more than there are sequences.
+
+    Args:
+        slot: What one slot takes.
+        limit: Bytes where it is a whole number, a share of the memory that is free on ``device`` now where it is a
+            float in (0, 1].
+        num_sequences: Sequences of the rollout, prompts x num_generations.
+        device: Where the slots will live.
+        multiple: Where memory is the limit, more slots than this are rounded down to a multiple of it, since decode
+            batches are padded to one.
+        before: An earlier plan for the same memory: the share of the free memory is taken once, since later it would
+            count what is in use as taken.
+
+    Raises:
+        ValueError: If not even one slot fits, with the arithmetic, or an argument is out of range.
+    """
+    if num_sequences < 1 or multiple < 1:
+        raise UserError(
+            f"num_sequences and multiple must be at least 1, got num_sequences={num_sequences}, multiple={multiple}."
+        )
+    same = before is not None and before.given == limit
+    available, origin = (before.limit, before.origin) if before is not None and same else _resolve(limit, device)
+    fits = (available - slot.fixed) // slot.total
+    if fits < 1:
+        raise UserError(
+            f"Not even one slot fits: it takes {slot.of(1):,} bytes, the limit is {available:,} ({origin}). A slot is "
+            f"{slot.arithmetic}; {slot.fixed:,} stand beside the slots. Raise the limit (a whole number is bytes, a "
+            "float up to 1.0 a share of the free memory) or lower the compressor's budget, buffer or window, or "
+            "max_completion_length."
+        )
+    rounded = fits - fits % multiple if fits > multiple else fits
+    count = num_sequences if num_sequences <= fits else rounded
+    total = slot.of(count)
+    if count == num_sequences:
+        reason = f"one for each of the {num_sequences} sequences"
+    else:
+        down = f", rounded down from {fits} to a multiple of {multiple}" if rounded < fits else ""
+        reason = f"as many as fit for {num_sequences} sequences{down}"
+    slots = f"{count} slot{'' if count == 1 else 's'} of {_mib(slot.total)}"
+    why = f"{slots}: {reason}; {_mib(total)} of the {_mib(available)} allowed ({origin})."
+    return MemoryPlan(count, slot.total, count * slot.pool, total, available, why, limit, origin)
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Memory that a new tensor on this device could take now; what torch holds in reserve there counts as free.
+
+    Raises:
+        ValueError: If the operating system does not say.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + idle
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError) as unknown:
+        raise UserError("This system does not say how much memory is free: give the limit in bytes.") from unknown
+
+
+def check_limit(limit: int | float) -> None:
+    """Refuse a memory limit that is neither a number of bytes nor a share.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
+    if isinstance(limit, float) and not 0 < limit <= 1:
+        raise UserError(
+            f"memory_limit: a limit that is a float is a share of the free memory in (0, 1], got {limit}. Give bytes "
+            "as a whole number."
+        )
+    if limit < 1 and not isinstance(limit, float):
+        raise UserError(f"memory_limit: a limit in bytes must be at least 1, got {limit}.")
+
+
+def _resolve(limit: int | float, device: torch.device | str) -> tuple[int, str]:
+    """The limit in bytes, and where it comes from."""
+    check_limit(limit)
+    if isinstance(limit, float):
+        free = free_bytes(device)
+        return int(limit * free), f"{limit:g} of {_mib(free)} free on {device}"
+    return limit, "given in bytes"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.2f} MiB"
