@@ -1,4 +1,4 @@
-"""Errors as a user wants to read them: the key, what was given, what may have been meant."""
+"""Errors of the command line: the key, what was given, what may have been meant."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ class ClearParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, parser_mode: str = MODE, **kwargs: Any) -> None:
         super().__init__(*args, parser_mode=parser_mode, **kwargs)
+
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:  # the parsers' own signatures differ
+        """As the parser's, which hands null for a key of a group on to the parser of the class as the text None."""
+        if args is not None and len(args) == 1:
+            args = [re.sub("=None$", "=null", args[0])]
+        return super().parse_args(args, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; those inside become part of it."""
@@ -94,6 +100,10 @@ def _suggestion(message: str) -> list[str]:
         return [f"There is no class {found[1]!r}. {hint or own}"]
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
         hint = _did_you_mean(found[2], argument_names(found[1]))
+    elif found := re.search(r"class_path '([\w.]+)':\s+Group '(\w+)' does not accept option '([\w.]+)'", message):
+        hint = _did_you_mean(f"{found[2]}.{found[3]}", argument_names(found[1]))
+    elif found := re.search(r"class_path '([\w.]+)':\s+unrecognized arguments: --([\w.]+)", message):
+        hint = _did_you_mean(found[2], argument_names(found[1]))
     elif found := re.search(r"class_path '[\w.]+':\s+Option '(\w+)\.[\w.]+' is not accepted", message):
         hint = f"What belongs to a class stands below its init_args, {found[1]!r} too."
     elif found := re.search(r"does not accept option '([\w.]+)'", message):
@@ -111,5 +121,7 @@ def _suggestion(message: str) -> list[str]:
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the closest known names, whatever their case, or nothing."""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
+    cutoff = 0.85 if "." in name else 0.6  # names of a group have its name in common
+    inside = [candidate for candidate in by_lower if candidate.endswith(f".{name.lower()}")]  # of a group
+    close = [by_lower[match] for match in inside or difflib.get_close_matches(name.lower(), by_lower, 3, cutoff)]
     return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("budgets",),
     ("ops",),
     ("advantages", "corrections", "losses", "output_head"),
-    ("errors", "evictions", "files", "fingerprints", "ranges", "records", "text"),
+    ("errors", "evictions", "files", "fingerprints", "records", "text"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, Rows, bucket
 from sparse_rl_lightning.rollout.engine.prefill import Prefill
@@ -127,7 +128,7 @@ class Scheduler:
         """
         unfinished = sorted(set(prompts) - set(self.complete))
         if not prompts or unfinished:
-            raise ValueError(
+            raise UserError(
                 f"Only prompts all of whose sequences have ended can be taken, these have not: {unfinished}. Take "
                 "what `complete` names."
                 if unfinished
@@ -222,7 +223,7 @@ class Scheduler:
         except ValueError as error:
             missing = [slot for number, slots in admitted.items() if number not in self.parked for slot in slots]
             sequences = [self.running[slot].sequence for slot in missing]
-            raise ValueError(
+            raise UserError(
                 f"Reading the prompts of sequences {sequences}, at decode step {self.num_steps}: {error}"
             ) from error
 
@@ -287,7 +288,7 @@ class Scheduler:
         for slot in closed:
             del self.running[slot]
         if bad:
-            raise ValueError(
+            raise UserError(
                 f"The model's logits are NaN or infinite. Found at decode step {self.num_steps}; sequences and the "
                 f"completion token from which on they are: {bad}. Look for NaN in the model's weights, or for numbers "
                 f"that are too large for {self.cache.geometry.dtype}."
@@ -327,7 +328,7 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is None:
-            raise ValueError(
+            raise UserError(
                 f"stop_strings={list(strings)} need text, but the sampler has no tokenizer: give "
                 "RolloutSampler(tokenizer=...), or end tokens as end_token_ids."
             )
