@@ -1,4 +1,4 @@
-"""Published corrections by name: numbers worked by hand, one word on the command line, and off-policy masking at the loss."""
+"""Published corrections by name: numbers worked by hand, one word on the command line, and masking at the loss."""
 
 from __future__ import annotations
 
