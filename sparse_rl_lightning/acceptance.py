@@ -1,4 +1,4 @@
-"""Acceptance: how far the sparse policy's next-token distribution overlaps with the dense policy's, token by token.
+"""Acceptance: the overlap of the sparse policy's next-token distribution with the dense policy's, token by token.
 
 The overlap sum_v min(p_dense(v), p_sparse(v)) = 1 - total variation is the probability with which speculative sampling
 would accept a token drawn from one as a token of the other. Its lower tail decides whether training on sparse rollouts
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import logprobs_at
 from sparse_rl_lightning.records import Rollout
 
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TAIL = 0.05
-"""The share of the tokens that makes up the tail: its percentile is what Sparrow holds (section 3.2)."""
+"""The share of tokens that makes up the tail, whose percentile Sparrow holds above a target (section 3.2)."""
 BIN_SIZE = 2000
 NUM_BINS = 20
 NEAR_ONE = 0.999
-"""Above it a token counts as untouched by compression (Sparrow, section 3.1)."""
+"""The acceptance above which a token counts as unaffected by compression (Sparrow, section 3.1)."""
 PUBLISHED_TARGET = 0.86
-"""The lowest 5th percentile of the acceptance with which Sparrow's models trained as well as with dense rollouts."""
+"""The lowest 5th percentile of the acceptance at which Sparrow's models trained as well as with dense rollouts."""
 PUBLISHED_CEILING = 0.945
 """The 5th percentile between Sparrow's dense sampler and its dense learner: rounding and truncation to 20 tokens."""
 
@@ -38,11 +39,11 @@ def exact_acceptance(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> Tensor:
     """The exact overlap of two distributions, between 0 (disjoint) and 1 (equal).
 
     Args:
-        dense_logprobs: (..., V) normalised log-probabilities.
-        sparse_logprobs: (..., V) normalised log-probabilities.
+        dense_logprobs: Normalized log-probabilities (..., V).
+        sparse_logprobs: Normalized log-probabilities (..., V).
 
     Returns:
-        (...). It does not matter which is which.
+        The overlap (...), which is symmetric in its arguments.
     """
     return torch.minimum(dense_logprobs, sparse_logprobs).exp().sum(dim=-1).clamp(max=1)
 
@@ -56,12 +57,12 @@ def acceptance_bounds(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> tuple[
     are at most the lower bound here.
 
     Args:
-        dense_logprobs: (..., K) log-probabilities under the dense policy.
-        sparse_logprobs: (..., K) log-probabilities under the sparse policy at the same tokens.
+        dense_logprobs: Log-probabilities (..., K) under the dense policy.
+        sparse_logprobs: Log-probabilities (..., K) under the sparse policy at the same tokens.
 
     Returns:
-        ``lower`` and ``upper`` (...), which enclose :func:`exact_acceptance`; 0 <= lower <= upper <= 1 whatever is
-        rounded.
+        ``lower`` and ``upper`` (...), which enclose :func:`exact_acceptance`; 0 <= lower <= upper <= 1 despite
+        rounding.
     """
     lower = exact_acceptance(dense_logprobs, sparse_logprobs)
     left = torch.minimum(1 - dense_logprobs.exp().sum(dim=-1), 1 - sparse_logprobs.exp().sum(dim=-1))
@@ -69,17 +70,17 @@ def acceptance_bounds(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> tuple[
 
 
 def sampled_acceptance(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> Tensor:
-    """min(1, p_dense / p_sparse) of tokens that the sparse policy drew.
+    """The ratio min(1, p_dense / p_sparse) of tokens that the sparse policy drew.
 
-    Its mean is an unbiased estimate of the mean acceptance. Its percentiles are another quantity than the acceptance's:
-    a single token says little about its distribution.
+    Its mean is an unbiased estimate of the mean acceptance. Its percentiles are not the percentiles of the acceptance:
+    a single token carries little information about its distribution.
 
     Args:
-        dense_logprobs: (...) of the tokens drawn, ``Rollout.old_logprobs``.
-        sparse_logprobs: (...) of the tokens drawn, ``Rollout.sampler_logprobs``.
+        dense_logprobs: Log-probabilities (...) of the tokens drawn, ``Rollout.old_logprobs``.
+        sparse_logprobs: Log-probabilities (...) of the tokens drawn, ``Rollout.sampler_logprobs``.
 
     Returns:
-        (...), between 0 and 1.
+        The ratio (...), between 0 and 1.
     """
     return (dense_logprobs - sparse_logprobs).clamp(max=0).exp()
 
@@ -92,24 +93,24 @@ def rollout_acceptance(
     chunk_size: int = 512,
     head_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Bounds of the acceptance at every token of a rollout, by one dense forward pass without gradient.
+    """Bounds of the acceptance at every token of a rollout, from one dense forward pass without gradient.
 
     Args:
-        model: The policy with the weights that drew the rollout.
-        rollout: With the sampler's most likely tokens, ``SamplingParams(top_logprobs=K)``.
-        temperature: The sampler's temperature, 1 for greedy rollouts.
-        chunk_size: As in ``sequence_logprobs``.
-        head_in_float32: As in ``sequence_logprobs``.
+        model: Policy with the weights that drew the rollout.
+        rollout: Rollout with the sampler's most likely tokens, ``SamplingParams(top_logprobs=K)``.
+        temperature: Temperature of the sampler, 1 for greedy rollouts.
+        chunk_size: Number of tokens per chunk, as in ``sequence_logprobs``.
+        head_in_float32: Precision of the output head, as in ``sequence_logprobs``.
 
     Returns:
-        ``lower`` and ``upper`` (B, T), 0 outside the completions. Index t speaks of the distribution that token t was
+        ``lower`` and ``upper`` (B, T), 0 outside the completions. Index t refers to the distribution that token t was
         drawn from.
 
     Raises:
-        ValueError: If the rollout carries no such tokens.
+        ValueError: If the rollout has no such tokens.
     """
     if rollout.topk_ids is None or rollout.topk_logprobs is None:
-        raise ValueError(
+        raise UserError(
             "This rollout does not say what the sampler's most likely tokens were (rollout.topk_ids is None). Sample "
             "with top_logprobs=20, in SamplingParams or as model.top_logprobs."
         )
@@ -122,11 +123,11 @@ def rollout_acceptance(
 
 
 def percentile(values: Tensor, share: float = TAIL) -> float:
-    """The number that this share of the values lies below, interpolated between neighbors; NaN of no values.
+    """The number below which ``share`` of the values lie, interpolated between neighbors; NaN without values.
 
     Args:
-        values: Any shape, of any number: ``torch.quantile`` refuses more than 16 million.
-        share: Between 0 and 1, 0.05 for the 5th percentile.
+        values: Numbers in any shape and amount, while ``torch.quantile`` refuses more than 16 million.
+        share: Share between 0 and 1, 0.05 for the 5th percentile.
     """
     if not values.numel():
         return math.nan
@@ -140,12 +141,12 @@ def percentile(values: Tensor, share: float = TAIL) -> float:
 class AcceptanceTail:
     """The lower tail of the acceptance of one rollout, by length and over all its tokens.
 
-    Sparrow (arXiv 2606.08446, section 3.2) pools the tokens of all sequences by how long the sequence is where they
-    stand, and holds the 5th percentile of every such bin; the mean says little, because most tokens are untouched.
+    Sparrow (arXiv 2606.08446, section 3.2) pools the tokens of all sequences by the length of the sequence up to them,
+    and holds the 5th percentile of every such bin; the mean is uninformative, because most tokens are unaffected.
     """
 
     by_length: dict[str, float]  # percentile of each length bin, bins without tokens left out
-    tokens: dict[str, int]  # tokens of each of these bins
+    tokens: dict[str, int]  # number of tokens in each of these bins
     overall: float  # percentile of all tokens
     mean: float
     near_one: float  # share of tokens above 0.999
@@ -159,13 +160,13 @@ class AcceptanceTail:
         num_bins: int = NUM_BINS,
         share: float = TAIL,
     ) -> AcceptanceTail:
-        """Measure the tail; NaN where there are no tokens.
+        """Measure the tail; NaN without tokens.
 
         A token's length is the number of tokens before it, prompt included.
 
         Args:
-            acceptance: (B, T) exact values, or bounds of :func:`acceptance_bounds`.
-            mask: (B, T) bool, the completions.
+            acceptance: Exact values (B, T), or bounds of :func:`acceptance_bounds`.
+            mask: Completion tokens (B, T), bool.
             bin_size: Tokens per length bin.
             num_bins: Number of bins; the last has no end. Their names are ``0-2000``, ``2000-4000``, ..., ``38000+``.
             share: Share of the tokens below the percentile.
@@ -174,14 +175,14 @@ class AcceptanceTail:
             ValueError: If an argument is out of range, or a value at a completion token is not finite.
         """
         if bin_size < 1 or num_bins < 1:
-            raise ValueError(
+            raise UserError(
                 f"bin_size and num_bins must be at least 1, got bin_size={bin_size} and num_bins={num_bins}."
             )
         if not 0 <= share <= 1:
-            raise ValueError(f"share must lie between 0 and 1, got share={share}.")
+            raise UserError(f"share must lie between 0 and 1, got share={share}.")
         values = acceptance.detach()[mask].double()
         if not bool(values.isfinite().all()):
-            raise ValueError("The acceptance of some tokens is not finite: look for NaN in the log-probabilities.")
+            raise UserError("The acceptance of some tokens is not finite: look for NaN in the log-probabilities.")
         bins = (mask.nonzero()[:, 1] // bin_size).clamp(max=num_bins - 1)
         own = {number: values[bins == number] for number in sorted(set(bins.tolist()))}
         names = {n: f"{n * bin_size}-{(n + 1) * bin_size}" if n < num_bins - 1 else f"{n * bin_size}+" for n in own}
@@ -195,13 +196,13 @@ class AcceptanceTail:
 
 
 def tail_target(ceiling: float, target: float = PUBLISHED_TARGET) -> float:
-    """The 5th percentile to hold, a published target scaled to one's own ceiling.
+    """The 5th percentile to hold: a published target scaled to a measured ceiling.
 
-    Kernels, precision and K move the acceptance of two dense policies, so a published number means nothing without the
-    ceiling it was measured under (0.945).
+    Kernels, precision and K change the acceptance of two dense policies, so a published number is meaningless without
+    the ceiling it was measured under (0.945).
 
     Args:
-        ceiling: The same statistic between one's own dense sampler and dense learner.
-        target: Under the published ceiling.
+        ceiling: The same statistic between the dense sampler and the dense learner at hand.
+        target: Target under the published ceiling.
     """
     return target * ceiling / PUBLISHED_CEILING

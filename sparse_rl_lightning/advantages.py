@@ -1,4 +1,4 @@
-"""From rewards to advantages: each sample against the other samples of its prompt."""
+"""Advantages from rewards: each sample against the other samples of its prompt."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 ScaleRewards = Literal["group", "batch", "none"]
 
 _FLOAT_NOISE = 1e-6
-"""Rewards of a group that differ by less than this share of their size differ by rounding only."""
+"""Relative difference below which the rewards of a group differ by rounding only."""
 
 
 def group_advantages(
@@ -19,26 +21,26 @@ def group_advantages(
     """Reward minus the mean reward of the prompt's samples, divided by a standard deviation.
 
     Rejected samples belong here too: rejection happens later and does not move the baseline. A NaN reward (a
-    reward function that did not apply) takes no part in any mean or deviation, and its advantage is 0. Groups
+    reward function that did not apply) is left out of every mean and deviation, and its advantage is 0. Groups
     whose rewards are all equal have advantage 0. Source: GRPO (arXiv 2402.03300); "none" is
     Dr. GRPO (arXiv 2503.20783).
 
     Args:
-        rewards: (B,), the samples of a prompt adjacent.
+        rewards: Rewards (B,), the samples of a prompt adjacent.
         num_generations: Samples per prompt, at least 2.
-        scale_rewards: Divide by the standard deviation of the "group", of the whole "batch", or not at all
+        scale_rewards: Standard deviation to divide by: of the "group", of the whole "batch", or not at all
             ("none"). Deviations are Bessel-corrected.
-        eps: Added to the standard deviation.
+        eps: Number added to the standard deviation.
 
     Returns:
-        (B,) advantages, at least float32.
+        Advantages (B,), at least float32.
 
     Raises:
         ValueError: If a group has fewer than 2 samples, the batch is not made of whole groups, or
             ``scale_rewards`` is unknown.
     """
     if scale_rewards not in get_args(ScaleRewards):
-        raise ValueError(f"scale_rewards must be one of {get_args(ScaleRewards)}, got scale_rewards={scale_rewards!r}.")
+        raise UserError(f"scale_rewards must be one of {get_args(ScaleRewards)}, got scale_rewards={scale_rewards!r}.")
     groups = _groups(rewards, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
@@ -52,14 +54,14 @@ def group_advantages(
 def informative_groups(rewards: Tensor, num_generations: int) -> Tensor:
     """Which prompts have samples with different rewards, so that their advantages are not all 0.
 
-    Differences that are mere rounding of a sum of rewards do not count, nor do NaN rewards.
+    Differences that are mere rounding of a sum of rewards do not count, and neither do NaN rewards.
 
     Args:
-        rewards: (B,), the samples of a prompt adjacent.
+        rewards: Rewards (B,), the samples of a prompt adjacent.
         num_generations: Samples per prompt, at least 2.
 
     Returns:
-        (B / num_generations,) bool.
+        A bool per prompt (B / num_generations,).
 
     Raises:
         ValueError: As :func:`group_advantages`.
@@ -87,12 +89,12 @@ def most_informative(rewards: Tensor, num_generations: int, num_prompts: int) ->
 def _groups(rewards: Tensor, num_generations: int) -> Tensor:
     """The rewards as (prompts, num_generations) float64."""
     if num_generations < 2:
-        raise ValueError(
+        raise UserError(
             f"num_generations must be at least 2, because a sample is judged against the other samples of its "
             f"prompt; got num_generations={num_generations}."
         )
     if rewards.dim() != 1 or len(rewards) % num_generations:
-        raise ValueError(
+        raise UserError(
             f"rewards must be (prompts x num_generations,) with num_generations={num_generations}, got shape "
             f"{tuple(rewards.shape)}."
         )
@@ -108,7 +110,7 @@ def _informative(groups: Tensor) -> Tensor:
 
 
 def _nanstd(rows: Tensor) -> Tensor:
-    """(rows, 1) Bessel-corrected deviation of the values that are not NaN, 0 for fewer than two of them."""
+    """Bessel-corrected deviation (rows, 1) of the values that are not NaN, 0 for fewer than two of them."""
     squares = (rows - rows.nanmean(dim=1, keepdim=True)) ** 2
     count = (~rows.isnan()).sum(dim=1, keepdim=True)
     return (squares.nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()

@@ -1,8 +1,8 @@
-"""Correcting for samples drawn by another policy than the learner's: rejection, token masks, weights, statistics.
+"""Corrections for samples not drawn by the learner's own policy: rejection, token masks, weights, statistics.
 
-Everything here is about the consistency ratio of one token, xi = pi_old / pi_sparse: the dense policy over the
+All functions are about the consistency ratio of one token, xi = pi_old / pi_sparse: the dense policy over the
 sparse policy that drew the token, both at the parameters the rollout used. ``log_ratio`` is its logarithm, and
-``mask`` always is the whole completion, whatever has been rejected before. Nothing carries gradient.
+``mask`` is always the whole completion, whatever has been rejected before. Nothing carries gradient.
 
 Sparse-RL as in the paper (arXiv 2601.10079) is ``reject_sequences`` and ``importance_weights`` with their
 defaults. The authors' code also drops single tokens and divides the weights by their mean in the micro-batch::
@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 
 WeightMode = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -30,42 +30,42 @@ WeightMode = Literal[
 SequenceLevel = Literal["sequence", "geometric"]
 
 MAX_LOG_RATIO = 20.0
-"""Logarithms of ratios are clamped to plus or minus this before ``exp``, against overflow only."""
+"""Bound on the absolute logarithm of a ratio before ``exp``, against overflow only."""
 
 
 def consistency_log_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
     """The log-ratio log pi_old - log pi_sparse of every token drawn, 0 outside the completions.
 
     Args:
-        old_logprobs: (B, T) dense policy that the rollout used.
-        sampler_logprobs: (B, T) sparse policy that drew the tokens, at the same temperature.
-        mask: (B, T) bool, completion tokens.
+        old_logprobs: Log-probabilities (B, T) of the dense policy that the rollout used.
+        sampler_logprobs: Log-probabilities (B, T) of the sparse policy that drew the tokens, at the same temperature.
+        mask: Completion tokens (B, T), bool.
 
     Returns:
-        (B, T), detached.
+        The log-ratio (B, T), detached.
     """
     return torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
 
 
 def reject_sequences(log_ratio: Tensor, mask: Tensor, threshold: float = 1e-4) -> Tensor:
-    """Which sequences stay: all but those with a token that the dense policy finds near-impossible.
+    """Which sequences to keep: all but those with a token that the dense policy finds near-impossible.
 
-    One-sided: a token the dense policy likes much better than the sampler did rejects nothing (Sparse-RL,
-    arXiv 2601.10079, sparsity-aware rejection sampling).
+    The test is one-sided: a token that the dense policy finds much likelier than the sampler did rejects nothing
+    (Sparse-RL, arXiv 2601.10079, sparsity-aware rejection sampling).
 
     Args:
-        log_ratio: (B, T) from :func:`consistency_log_ratio`.
-        mask: (B, T) bool, completion tokens.
-        threshold: A sequence goes when any of its tokens has xi below this.
+        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
+        mask: Completion tokens (B, T), bool.
+        threshold: Ratio xi below which a single token rejects its sequence.
 
     Returns:
-        (B,) bool, False where the sequence is rejected.
+        A bool per sequence (B,), False for rejected ones.
 
     Raises:
         ValueError: If ``threshold`` is not between 0 and 1.
     """
     if not 0 < threshold < 1:
-        raise ValueError(f"threshold must be between 0 and 1 (a ratio of probabilities), got threshold={threshold}.")
+        raise UserError(f"threshold must be between 0 and 1 (a ratio of probabilities), got threshold={threshold}.")
     return ~((log_ratio < math.log(threshold)) & mask).any(dim=1)
 
 
@@ -73,19 +73,19 @@ def mask_tokens(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Ten
     """Which completion tokens have a ratio within [low, high] (IcePop; the authors' code of Sparse-RL).
 
     Args:
-        log_ratio: (B, T) from :func:`consistency_log_ratio`.
-        mask: (B, T) bool, completion tokens.
-        low: Smallest ratio that stays, 0 for no bound.
-        high: Largest ratio that stays, infinity for no bound.
+        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
+        mask: Completion tokens (B, T), bool.
+        low: Smallest ratio to keep, 0 for no bound.
+        high: Largest ratio to keep, infinity for no bound.
 
     Returns:
-        (B, T) bool, False outside the interval and outside ``mask``.
+        A bool per token (B, T), False outside the interval and outside ``mask``.
 
     Raises:
         ValueError: If the interval is empty.
     """
     if not 0 <= low < high:
-        raise ValueError(f"low and high must satisfy 0 <= low < high, got low={low}, high={high}.")
+        raise UserError(f"low and high must satisfy 0 <= low < high, got low={low}, high={high}.")
     log_low = math.log(low) if low > 0 else -math.inf
     return mask & (log_ratio >= log_low) & (log_ratio <= math.log(high))
 
@@ -96,20 +96,20 @@ def mask_sequences(
     """Which sequences have a ratio within [low, high] as a whole (rejection of verl, seq-mask-tis of OpenRLHF).
 
     Args:
-        log_ratio: (B, T) from :func:`consistency_log_ratio`.
-        mask: (B, T) bool, completion tokens.
-        low: Smallest ratio that stays, 0 for no bound.
-        high: Largest ratio that stays, infinity for no bound.
-        level: The product over the "sequence", or the "geometric" mean over its tokens.
+        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
+        mask: Completion tokens (B, T), bool.
+        low: Smallest ratio to keep, 0 for no bound.
+        high: Largest ratio to keep, infinity for no bound.
+        level: Ratio of a sequence: the product over the "sequence", or the "geometric" mean over its tokens.
 
     Returns:
-        (B,) bool, False outside the interval.
+        A bool per sequence (B,), False outside the interval.
 
     Raises:
         ValueError: If the interval is empty or the level unknown.
     """
     if level not in get_args(SequenceLevel):
-        raise ValueError(f"level must be one of {get_args(SequenceLevel)}, got level={level!r}.")
+        raise UserError(f"level must be one of {get_args(SequenceLevel)}, got level={level!r}.")
     whole = _of_sequences(torch.where(mask, log_ratio, 0.0), mask, level)
     return mask_tokens(whole, torch.ones_like(whole, dtype=torch.bool), low, high).squeeze(1)
 
@@ -117,20 +117,20 @@ def mask_sequences(
 def off_policy_sequences(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 1e-4
 ) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): bad samples the learner has moved away from go.
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drop bad samples the learner has moved away from.
 
-    A sequence goes when its advantage is negative and mean_t(log pi_old - log pi) > delta. It speaks of the learner
-    as it is now, so it belongs to the loss and not to the rollout.
+    A sequence is dropped when its advantage is negative and mean_t(log pi_old - log pi) > delta. This depends on the
+    current learner, so it belongs to the loss and not to the rollout.
 
     Args:
-        logprobs: (B, T) learner, used without gradient.
-        old_logprobs: (B, T) the policy to compare with: before the update, or the sampler.
-        advantages: (B,).
-        mask: (B, T) bool, completion tokens.
-        delta: Largest mean difference that stays; the default is slime's.
+        logprobs: Log-probabilities (B, T) of the learner, used without gradient.
+        old_logprobs: Log-probabilities (B, T) of the policy to compare with: before the update, or the sampler.
+        advantages: Advantages (B,).
+        mask: Completion tokens (B, T), bool.
+        delta: Largest mean difference to keep; the default is slime's.
 
     Returns:
-        (B,) bool, False where the sequence goes.
+        A bool per sequence (B,), False for dropped ones.
 
     Raises:
         ValueError: If ``delta`` is negative or not finite.
@@ -148,23 +148,23 @@ def importance_weights(
     clip_max: float | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """Weights that make tokens of the sparse policy count as the dense policy would have drawn them.
+    """Weights that make tokens of the sparse policy count as if the dense policy had drawn them.
 
     "token" weights a token by its own xi, "sequence" by the product over its sequence, "geometric" by the
     geometric mean. "_truncate" clamps the weight to [clip_min, clip_max], "_mask" sets it to 0 outside. With no
     bounds the "token" modes give the paper's uncapped xi.
 
     Args:
-        log_ratio: (B, T) from :func:`consistency_log_ratio`.
-        mask: (B, T) bool, completion tokens, rejected ones included.
+        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
+        mask: Completion tokens (B, T), bool, rejected ones included.
         mode: Level and treatment of extremes.
         clip_min: Lower bound of the weight, None for none.
         clip_max: Upper bound of the weight, None for none.
-        normalize: Divide by the mean weight of all tokens given, so that it becomes 1. For a mean over a
-            micro-batch, or of other weights than these, leave it out and call :func:`normalize_weights`.
+        normalize: Whether to divide by the mean weight of all tokens given, so that it becomes 1. For a mean over a
+            micro-batch, or over other weights, leave it out and call :func:`normalize_weights`.
 
     Returns:
-        (B, T), detached, 0 outside ``mask``.
+        The weights (B, T), detached, 0 outside ``mask``.
 
     Raises:
         ValueError: If ``mode`` is unknown, a bound is not finite or negative, or the two contradict each other.
@@ -187,31 +187,31 @@ def normalize_weights(weights: Tensor, reference: Tensor, mask: Tensor) -> Tenso
 
     The two differ in the authors' code of Sparse-RL: weights are 0 outside [0.5, 1.5], but their divisor is the
     mean of min(xi, 1.5) over all completion tokens of the micro-batch, masked and rejected ones included. The
-    result depends on how sequences are put into micro-batches; call it at loss time.
+    result depends on how sequences are grouped into micro-batches; call it at loss time.
 
     Args:
-        weights: (B, T).
-        reference: (B, T), not negative.
-        mask: (B, T) bool, completion tokens, rejected ones included.
+        weights: Weights (B, T) to divide.
+        reference: Weights (B, T) to average, not negative.
+        mask: Completion tokens (B, T), bool, rejected ones included.
 
     Returns:
-        (B, T); ``weights`` as they are where the mean is 0 or there are no tokens.
+        The quotients (B, T), or ``weights`` unchanged if the mean is 0 or there are no tokens.
     """
     mean = torch.where(mask, reference, 0.0).sum() / mask.sum().clamp(min=1)
     return weights / torch.where(mean > 0, mean, 1.0)
 
 
 def mismatch_statistics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the sparse policy is from the dense one, over all completion tokens before any rejection.
+    """Distance between the sparse and the dense policy, over all completion tokens before any rejection.
 
     The KL divergences are KL(sparse || dense), estimated on the sampler's own tokens.
 
     Args:
-        log_ratio: (B, T) from :func:`consistency_log_ratio`.
-        mask: (B, T) bool, the completions, rejected sequences and tokens included.
+        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
+        mask: Completion tokens (B, T), bool, rejected sequences and tokens included.
 
     Returns:
-        Scalars, those of a perfect match where there are no tokens:
+        Scalars, with the values of a perfect match if there are no tokens:
 
         - ``mismatch/kl_k1``: mean of -log xi, unbiased, may be negative;
         - ``mismatch/kl_k3``: mean of xi - 1 - log xi, never negative;
@@ -243,7 +243,7 @@ def mismatch_statistics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def _of_sequences(masked: Tensor, mask: Tensor, level: str) -> Tensor:
-    """(B, 1) sums of (B, T), or means over the tokens of ``mask``."""
+    """Sums (B, 1) of rows (B, T), or means over the tokens of ``mask``."""
     total = masked.sum(dim=1, keepdim=True)
     return total / mask.sum(dim=1, keepdim=True).clamp(min=1) if level == "geometric" else total
 
@@ -254,10 +254,10 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
     if mode not in get_args(WeightMode):
-        raise ValueError(f"mode must be one of {get_args(WeightMode)}, got mode={mode!r}.")
+        raise UserError(f"mode must be one of {get_args(WeightMode)}, got mode={mode!r}.")
     if clip_min is not None:
         check_number("clip_min", clip_min, least=0)
     if clip_max is not None:
         check_number("clip_max", clip_max, above=0)
     if clip_min is not None and clip_max is not None and clip_min > clip_max:
-        raise ValueError(f"clip_min must not exceed clip_max, got clip_min={clip_min}, clip_max={clip_max}.")
+        raise UserError(f"clip_min must not exceed clip_max, got clip_min={clip_min}, clip_max={clip_max}.")

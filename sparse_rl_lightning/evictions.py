@@ -1,4 +1,4 @@
-"""EvictionRecord: when every token left the cache, stored for the tokens that did.
+"""EvictionRecord: when every token left the cache, stored only for the tokens that did.
 
 A sequence is compressed a few times, and each compression removes many tokens at once. So a death step is written
 once per compression and sequence, and a head's dead tokens follow as bare positions, compression by compression:
@@ -14,8 +14,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 NEVER = torch.iinfo(torch.int32).max
-"""Death step of a token that no eviction removed."""
+"""The death step of a token that no eviction removed."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class EvictionRecord:
     positions: Tensor  # (E,) int16 or int32, by sequence, layer, head, death, position
     counts: Tensor  # (C,) int16 or int32: dead tokens by sequence, layer, head, compression
     steps: Tensor  # (S,) int16 or int32: death steps by sequence, ascending
-    num_dead: Tensor  # (B,) int64, dead tokens of each sequence, all layers and heads
-    num_steps: Tensor  # (B,) int64, compressions of each sequence
+    num_dead: Tensor  # (B,) int64, number of dead tokens of each sequence, all layers and heads
+    num_steps: Tensor  # (B,) int64, number of compressions of each sequence
     num_layers: int
     num_heads: int
     length: int  # T
@@ -39,7 +41,7 @@ class EvictionRecord:
     def from_dense(cls, death: Tensor) -> Self:
         """The record of ``death`` (L, B, H, T), :data:`NEVER` where a token stayed."""
         layers, batch, heads, length = death.shape
-        parts = [_sequence(death[:, row].flatten(0, 1)) for row in range(batch)]  # one at a time: bounded memory
+        parts = [_sequence(death[:, row].flatten(0, 1)) for row in range(batch)]  # one at a time, for bounded memory
         positions, counts, steps = (_join([part[i] for part in parts], death.device) for i in range(3))
         sizes = [[len(part[i]) for part in parts] for i in (0, 2)]
         num_dead, num_steps = (torch.tensor(size, dtype=torch.int64, device=death.device) for size in sizes)
@@ -54,7 +56,7 @@ class EvictionRecord:
         """
         shapes = {(record.num_layers, record.num_heads) for record in records}
         if len(shapes) != 1:
-            raise ValueError(f"Records to join must have the same layers and KV heads, got {sorted(shapes) or 'none'}.")
+            raise UserError(f"Records to join must have the same layers and KV heads, got {sorted(shapes) or 'none'}.")
         names = ("positions", "counts", "steps", "num_dead", "num_steps")
         joined: dict[str, Any] = {name: torch.cat([getattr(record, name) for record in records]) for name in names}
         layers, heads = shapes.pop()
@@ -78,7 +80,7 @@ class EvictionRecord:
 
     @property
     def death(self) -> Tensor:
-        """(L, B, H, T) int32, :data:`NEVER` where the token stayed; a new tensor at every call."""
+        """The death steps (L, B, H, T) int32, :data:`NEVER` where a token stayed; a new tensor at every call."""
         heads = self.num_layers * self.num_heads
         rows = torch.arange(len(self), device=self.num_dead.device)
         cell_row = rows.repeat_interleave(self.num_steps * heads)
@@ -94,21 +96,21 @@ class EvictionRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the record."""
+        """The number of bytes of the record."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes that :attr:`death` takes."""
+        """The number of bytes of :attr:`death`."""
         return 4 * self.num_layers * len(self) * self.num_heads * self.length
 
     def to(self, device: torch.device | str) -> Self:
-        """A copy with every tensor on ``device``."""
+        """Copy of the record with every tensor on ``device``."""
         moved = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)  # type: ignore[arg-type]  # mypy wants integers, which are not among them
+        return replace(self, **moved)  # type: ignore[arg-type]  # mypy expects integers, which are not among them
 
     def state(self) -> dict[str, Any]:
-        """A dictionary of tensors and integers, the arguments of the constructor."""
+        """The arguments of the constructor, as a dictionary of tensors and integers."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
@@ -123,7 +125,7 @@ def _sequence(death: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _narrow(numbers: Tensor) -> Tensor:
-    """The same numbers as int16 where they fit, else int32."""
+    """The same numbers as int16 if they fit, else int32."""
     fit = not len(numbers) or int(numbers.max()) <= torch.iinfo(torch.int16).max
     return numbers.to(torch.int16 if fit else torch.int32)
 
@@ -137,7 +139,7 @@ def _starts(sizes: Tensor) -> Tensor:
 
 
 def _take(flat: Tensor, sizes: Tensor, rows: Tensor) -> Tensor:
-    """The pieces ``rows`` of ``flat``, which is cut into pieces of these sizes."""
+    """The pieces ``rows`` of ``flat``, which is cut into pieces of ``sizes``."""
     taken = sizes[rows]
     shift = (_starts(sizes)[rows] - _starts(taken)).repeat_interleave(taken)
     return flat[shift + torch.arange(len(shift), device=flat.device)]

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, never through a link that someone planted, under names safe for any text."""
+"""Writing files: complete or not at all, never through planted links, under names safe for any text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
+
 LONGEST_NAME = 120
-"""Characters of a name that :func:`file_name` leaves as it is; file systems allow 255 bytes, and suffixes follow."""
+"""Number of characters that :func:`file_name` leaves alone; file systems allow 255 bytes, and suffixes follow."""
 
 
 def file_name(text: str) -> str:
-    """A name for a file in a folder that is ours, of text that anyone may have written: a row, a header, a column.
+    """A safe file name in one of our folders for text that anyone may have written: a row, a header, a column.
 
-    A name of letters, digits and ``._-+=#`` stays as it is. Of any other text, be it a path, hidden, empty or long,
-    what is harmless remains, and a hash tells two of them apart.
+    A name of letters, digits and ``._-+=#`` stays as it is. Any other text, be it a path, hidden, empty or long, keeps
+    its harmless characters, and gets a hash to distinguish it.
 
     >>> file_name("math500"), file_name("RKV-512#2")
     ('math500', 'RKV-512#2')
@@ -33,7 +35,7 @@ def file_name(text: str) -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write text or bytes by :func:`write_files`; lone surrogates become escapes."""
+    """Write text or bytes with :func:`write_files`; lone surrogates become escapes."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     write_files({path: lambda new: new.write_bytes(data)})
 
@@ -43,18 +45,18 @@ def write_files(
     place: Callable[[Path], Path] | None = None,
     durable: bool = False,
 ) -> None:
-    """Have files written under other names, and give them their own when all of them are written.
+    """Write files under temporary names, and rename them once all of them are written.
 
-    Folders are made, those that were removed included. A link that has the name of a file, or the other one, is
-    replaced and not followed.
+    Folders are created, including any that were removed. A link with a file's final or temporary name is replaced and
+    not followed.
 
     Args:
-        writers: Each writes to the path that it is given, of an empty file.
-        place: Where a file is written, on the same file system; default beside it, hidden.
-        durable: Have all of it on the disk before a file gets its name.
+        writers: Function for each path that writes to the path it is given, which is an empty file.
+        place: Function from a path to its temporary path, on the same file system; default beside it, hidden.
+        durable: Whether to flush everything to the disk before a file gets its name.
 
     Raises:
-        OSError: If one cannot be written; none has its name then, and the attempt takes no room.
+        OSError: If one cannot be written; none has its name then, and no disk space stays occupied.
     """
     make_folder = own_folder if place else _folder
     news = {path: place(path) if place else path.with_name(f".{path.name}.{os.getpid()}") for path in writers}
@@ -77,11 +79,11 @@ def write_files(
 
 
 def writable_folder(folder: str | Path, argument: str) -> Path:
-    """Make sure now that files can be written there later, creating the folder.
+    """Create a folder if needed, and check now that files can be written there later.
 
     Args:
-        folder: An existing or a new folder.
-        argument: What the user would change, for the message.
+        folder: Existing or new folder.
+        argument: Name of the argument that the user would change, for the message.
 
     Returns:
         The folder as a path.
@@ -95,14 +97,14 @@ def writable_folder(folder: str | Path, argument: str) -> Path:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{argument}={str(path)!r} cannot be written: {error}. Give a folder you may write to."
         ) from error
     return path
 
 
 def write_parquet(path: Path, columns: Mapping[str, list[Any]]) -> None:
-    """Write columns, all or none; text that is no valid Unicode gets escapes."""
+    """Write columns, all or none; text that is not valid Unicode gets escapes."""
     import pyarrow
     from pyarrow import parquet
 
@@ -112,15 +114,15 @@ def write_parquet(path: Path, columns: Mapping[str, list[Any]]) -> None:
 
 
 def _valid(value: Any) -> Any:
-    """Lone surrogates, which parquet's UTF-8 cannot hold, as escapes."""
+    """The value with escapes for lone surrogates, which parquet's UTF-8 cannot store."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
 
 
 def own_folder(path: Path) -> Path:
-    """Make a folder that we name, below one that a user named, and return it.
+    """Create a folder that we name, below one that a user named, and return it.
 
     Raises:
-        OSError: If it cannot be made, or is a link: what is written there would land elsewhere.
+        OSError: If it cannot be created, or is a link: files written there would land elsewhere.
     """
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
@@ -129,13 +131,13 @@ def own_folder(path: Path) -> Path:
 
 
 def make_empty(path: Path) -> None:
-    """An empty file in place of one that a killed process left, or of a link."""
+    """Create an empty file, replacing a killed process's leftover or a link."""
     path.unlink(missing_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
 
 
 def append(path: Path, text: str) -> None:
-    """Add text to a file, all of it or nothing, and make the file with its folder where it is not there.
+    """Append text to a file, all of it or nothing, creating the file and its folder if needed.
 
     Raises:
         OSError: If it cannot be written, or is a link.
@@ -162,7 +164,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file or a folder's entries on the disk before anything else happens."""
+    """Flush a file or a folder's entries to the disk before anything else happens."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -175,7 +177,7 @@ def _folder(path: Path) -> None:
 
 
 def _remove_if_there(path: Path) -> None:
-    """As far as it goes: the error that is on its way says more."""
+    """Remove a file if possible; the error being raised matters more than a failure here."""
     try:
         path.unlink(missing_ok=True)
     except OSError:

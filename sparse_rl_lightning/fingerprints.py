@@ -1,7 +1,7 @@
-"""Fingerprints: whether something is what it was when a result was written, told by its bytes.
+"""Fingerprints: whether something is the same as when a result was written, judged by its bytes.
 
-What an object prints may leave out what counts (a file's statistics, a private tensor), and sums of weights do not see
-their order. So numbers are hashed as they stand in memory, with name, shape and type.
+What an object prints may omit what counts (a file's statistics, a private tensor), and sums of weights ignore their
+order. So numbers are hashed as they are in memory, with name, shape and type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 WHOLE = 2**16
-"""Weights with more numbers than this are sampled, at least so many of them and at least one of every row."""
+"""Size above which weights are sampled: at least this many numbers and at least one of every row."""
 
 
 def fingerprint(**settings: Any) -> str:
@@ -36,7 +36,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _step(tensor: Tensor) -> int:
-    """Between two numbers that are looked at: less than a row, so that every row and ever another column is met."""
+    """The distance between sampled numbers: less than a row, so that every row and changing columns are sampled."""
     rows_met = tensor.shape[-1] - 1 if tensor.dim() else 1
     return max(1, min(tensor.numel() // WHOLE, rows_met))
 
@@ -48,14 +48,14 @@ def _bytes_of(tensor: Tensor, step: int = 1) -> str:
 
 
 def _plain(value: Any, above: tuple[int, ...]) -> Any:
-    """What JSON can write; ``above`` are the objects that hold this one."""
+    """The value in a form that JSON can write; ``above`` are the ids of the objects that contain it."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, DTensor):
         return "sharded"  # every rank has another part
     if isinstance(value, Tensor):
         return _bytes_of(value)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:  # whose bytes would be addresses
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:  # object arrays' bytes would be addresses
         return f"{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if id(value) in above:
         return "itself"
@@ -72,7 +72,7 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _inside(value: Any, above: tuple[int, ...]) -> dict[str, Any]:
-    """What tells an object from others of its class."""
+    """The contents that distinguish an object from others of its class."""
     if isinstance(value, nn.Module):
         numbers = {name: _numbers(module) for name, module in value.named_modules()}
         return {"weights": weights_digest(value), "numbers": {name: own for name, own in numbers.items() if own}}
@@ -91,11 +91,11 @@ def _inside(value: Any, above: tuple[int, ...]) -> dict[str, Any]:
     if hasattr(value, "__dict__"):
         return {"attributes": _plain(vars(value), above)}
     shown = repr(value)
-    return {} if shown.startswith("<") else {"shown": shown}  # an address says nothing
+    return {} if shown.startswith("<") else {"shown": shown}  # an address means nothing
 
 
 def _numbers(module: nn.Module) -> dict[str, int | float]:
-    """Settings that a module keeps as attributes; flags such as ``training`` say how it is used."""
+    """Numeric settings that a module keeps as attributes, without flags such as ``training``."""
     kinds = (int, float)
     return {name: value for name, value in vars(module).items() if type(value) in kinds and not name.startswith("_")}
 

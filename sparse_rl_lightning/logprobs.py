@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of sequences under a dense policy, without ever holding all logits.
+"""Log-probabilities and entropies of sequences under a dense policy, without ever storing all logits.
 
 The logits of a batch are (B, T, V): tens of gigabytes for a long rollout. Only completion tokens need them, and
 never all at once: the head runs on ``chunk_size`` tokens at a time, in the forward and again in the backward pass.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.output_head import (
     PLAIN,
     ChunkedLogprobs,
@@ -42,27 +43,27 @@ def sequence_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every token of ``mask``, given all tokens before it.
 
-    Index t speaks of token t, so it comes from the model's output at t - 1. Attention is causal over the whole
-    row; with right padding no real token sees padding, and ``mask`` does not change what is seen.
+    Index t refers to token t, so it comes from the model's output at t - 1. Attention is causal over the whole
+    row; with right padding no real token sees padding, and ``mask`` does not affect attention.
 
     Args:
-        model: A causal language model of transformers whose logits are its output embedding applied to the last
-            hidden state, scaled or capped as its configuration says (Granite, Cohere, Gemma 2), or one wrapped by peft.
-        sequences: (B, T) token ids, right-padded.
-        mask: (B, T) bool, the tokens to return. The first column is False: nothing comes before it.
-        temperature: Divides the logits; 1 for tokens that were drawn greedily.
-        chunk_size: Tokens whose logits exist at the same time.
-        head_in_float32: Compute the logits in float32 whatever the hidden states and the head are stored in.
-        **attention_kwargs: Passed to the model's forward, e.g. ``attention_mask`` of a replayed eviction.
+        model: Causal language model of transformers whose logits are its output embedding applied to the last
+            hidden state, scaled or capped by its configuration (Granite, Cohere, Gemma 2), or one wrapped by peft.
+        sequences: Token ids (B, T), right-padded.
+        mask: Tokens (B, T) to return, bool. The first column is False: nothing comes before it.
+        temperature: Divisor of the logits; 1 for tokens that were drawn greedily.
+        chunk_size: Number of tokens whose logits exist at the same time.
+        head_in_float32: Compute the logits in float32 whatever type the hidden states and the head have.
+        **attention_kwargs: Arguments for the model's forward, e.g. ``attention_mask`` of a replayed eviction.
 
     Returns:
         Two (B, T) tensors, at least float32, 0 outside ``mask``: log-softmax(logits / temperature) at the token,
         and the entropy of that distribution in nats. Both carry gradient if the model does; the gradient of the
-        entropy costs nothing where nobody asks for it.
+        entropy costs nothing unless it is needed.
 
     Raises:
         ValueError: If a token to return has nothing before it, shapes, temperature or chunk size are wrong, or the
-            model's own forward does something that is passed over here (soft prompts, a replaced ``forward``).
+            model's own forward does something that is bypassed here (soft prompts, a replaced ``forward``).
     """
     _check_mask(sequences, mask)
     scaling = LogitScaling.of(model.config)
@@ -85,28 +86,28 @@ def logprobs_at(
     head_in_float32: bool = False,
     **attention_kwargs: object,
 ) -> Tensor:
-    """Log-probabilities of any K tokens in the place of every token of ``mask``, without gradient.
+    """Log-probabilities of any K candidates for every token of ``mask``, without gradient.
 
     Args:
-        model: As in :func:`sequence_logprobs`.
-        sequences: (B, T) token ids, right-padded.
-        ids: (B, T, K) tokens to ask for; those at index t are candidates for token t.
-        mask: (B, T) bool, as in :func:`sequence_logprobs`.
-        temperature: Divides the logits.
-        chunk_size: Tokens whose logits exist at the same time.
-        head_in_float32: As in :func:`sequence_logprobs`.
-        **attention_kwargs: As in :func:`sequence_logprobs`.
+        model: Policy, as in :func:`sequence_logprobs`.
+        sequences: Token ids (B, T), right-padded.
+        ids: Candidates (B, T, K); the ids at index t are candidates for token t.
+        mask: Tokens (B, T) to return, bool, as in :func:`sequence_logprobs`.
+        temperature: Divisor of the logits.
+        chunk_size: Number of tokens whose logits exist at the same time.
+        head_in_float32: Precision of the logits, as in :func:`sequence_logprobs`.
+        **attention_kwargs: Arguments for the model's forward, as in :func:`sequence_logprobs`.
 
     Returns:
-        (B, T, K), at least float32, 0 outside ``mask``.
+        The log-probabilities (B, T, K), at least float32, 0 outside ``mask``.
 
     Raises:
-        ValueError: As :func:`sequence_logprobs`, or if ``ids`` does not fit the sequences.
+        ValueError: For the same reasons as :func:`sequence_logprobs`, or if ``ids`` does not fit the sequences.
     """
     _check_mask(sequences, mask)
     _check_settings(temperature, chunk_size)
     if ids.ndim != 3 or ids.shape[:2] != sequences.shape:
-        raise ValueError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
+        raise UserError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
     hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
     lm_head, scaling = output_head(model), LogitScaling.of(model.config)
     plain = _is_plain_linear(lm_head)
@@ -126,12 +127,12 @@ def hidden_states(model: PreTrainedModel, sequences: Tensor, **attention_kwargs:
     """The decoder's last hidden state at every position, with positions 0, 1, 2, ... and no cache.
 
     Args:
-        model: A causal language model of transformers.
-        sequences: (B, T) token ids, right-padded.
-        **attention_kwargs: Passed to the decoder's forward.
+        model: Causal language model of transformers.
+        sequences: Token ids (B, T), right-padded.
+        **attention_kwargs: Arguments for the decoder's forward.
 
     Returns:
-        (B, T, C), after the final norm.
+        The hidden states (B, T, C), after the final norm.
 
     Raises:
         ValueError: If the model's own forward does something before or after its decoder.
@@ -157,24 +158,24 @@ def token_logprobs(
     """Log-probability of each target and entropy of its distribution, ``chunk_size`` rows of logits at a time.
 
     A plain ``nn.Linear`` is differentiated by hand (:class:`~sparse_rl_lightning.output_head.ChunkedLogprobs`).
-    Any other head (LoRA, a quantised layer, one with hooks) is called as it is, and its chunks are checkpointed:
-    the same numbers, a little more memory and time. However many chunks there are, ZeRO-3 gathers the head once,
+    Any other head (LoRA, a quantized layer, one with hooks) is called as it is, and its chunks are checkpointed:
+    the same numbers, a little more memory and time. Whatever the number of chunks, ZeRO-3 gathers the head once,
     since ranks have different numbers of them.
 
     Args:
-        lm_head: Maps (n, C) to (n, V).
-        hidden: (N, C) states that predict the targets.
-        targets: (N,) token ids.
-        temperature: Divides the logits.
-        chunk_size: Rows whose logits exist at the same time. With gradient they are computed again in backward.
+        lm_head: Head that maps (n, C) to (n, V).
+        hidden: States (N, C) that predict the targets.
+        targets: Token ids (N,).
+        temperature: Divisor of the logits.
+        chunk_size: Number of rows whose logits exist at the same time; backward computes them again.
         head_in_float32: Multiply in float32, also under autocast. Weights of a narrower type are copied for it.
-        scaling: From what the head returns to logits.
+        scaling: Function from the head's output to logits.
 
     Returns:
         Two (N,) tensors, at least float32.
 
     Raises:
-        ValueError: If ``temperature`` or ``chunk_size`` is not positive, or ZeRO-3 shards a head that is no plain
+        ValueError: If ``temperature`` or ``chunk_size`` is not positive, or ZeRO-3 shards a head that is not a plain
             ``nn.Linear``.
     """
     _check_settings(temperature, chunk_size)
@@ -193,19 +194,19 @@ def token_logprobs(
 
 def _check_mask(sequences: Tensor, mask: Tensor) -> None:
     if mask.dtype != torch.bool or mask.shape != sequences.shape:
-        raise ValueError(
+        raise UserError(
             f"mask must be bool with the shape of sequences {tuple(sequences.shape)}, got {mask.dtype} "
             f"{tuple(mask.shape)}."
         )
     if bool(mask[:, 0].any()):
-        raise ValueError("mask[:, 0] must be False: the first token of a sequence has no probability.")
+        raise UserError("mask[:, 0] must be False: the first token of a sequence has no probability.")
 
 
 def _check_settings(temperature: float, chunk_size: int) -> None:
     if temperature <= 0:
-        raise ValueError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")
+        raise UserError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")
     if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
+        raise UserError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
 
 
 def _checkpointed(
@@ -217,7 +218,7 @@ def _checkpointed(
     head_in_float32: bool,
     scaling: LogitScaling,
 ) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk through a head of any kind."""
+    """Log-probabilities and entropies, chunk by chunk, through a head of any kind."""
     call = partial(_call_in_float32 if head_in_float32 else _call, lm_head)
 
     def found_by(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +238,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
-    """What ``F.linear`` would multiply in: autocast's type inside its region, float64 excepted."""
+    """The type that ``F.linear`` would multiply in: autocast's type inside its region, except for float64."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -257,9 +258,9 @@ def _call_in_float32(
 
 
 def _head(lm_head: nn.Module, plain: bool, head_in_float32: bool) -> Callable[[Tensor], Tensor]:
-    """From hidden states to the head's product; weights of a narrower type are copied once.
+    """The function from hidden states to the head's product; weights of a narrower type are copied once.
 
-    A ``plain`` head is multiplied with and not called: under ZeRO-3 its forward is what calls this.
+    A ``plain`` head is multiplied with and not called: under ZeRO-3 its forward calls this function.
     """
     if not head_in_float32:
         return partial(nn.Linear.forward, cast(nn.Linear, lm_head)) if plain else lm_head

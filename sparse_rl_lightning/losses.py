@@ -1,4 +1,4 @@
-"""The policy-gradient objectives and the KL penalty, per token, and the one way both become a scalar.
+"""The policy-gradient objectives and the KL penalty per token, and their aggregation into a scalar.
 
 Letters: w = pi / pi_old (staleness ratio), A advantage, m mask (completion tokens), k = m and keep (the tokens
 that survive rejection), x the term of a token, already clipped and weighted, n_i = sum_t m, k_i = sum_t k of
@@ -13,12 +13,12 @@ token mean     sum_i sum_t k x / items                all: sum n_i; kept: sum k_
 constant       sum_i sum_t k x / (items * L)          as sequence mean; L = max_completion_length
 =============  =====================================  ==========================================
 
-with length_i = n_i for "all" and k_i otherwise. "all" counts what is rejected as zeros (Sparse-RL's paper, TRL),
-"kept_tokens" lets rejected tokens leave but keeps rejected sequences as zeros (the authors' code), "kept" lets
-both leave (verl). grpo is the sequence mean, dapo, bnpo and cispo the token mean, dr_grpo the constant. Rows of
+with length_i = n_i for "all" and k_i otherwise. "all" counts rejected tokens as zeros (Sparse-RL's paper, TRL),
+"kept_tokens" leaves out rejected tokens but counts rejected sequences as zeros (the authors' code), "kept" leaves
+out both (verl). grpo is the sequence mean, dapo, bnpo and cispo the token mean, dr_grpo the constant. Rows of
 an empty mask count as sequences, as in TRL.
 
-``num_items`` replaces ``items`` when a batch is one part of an optimisation step: the sum over all parts (and
+``num_items`` replaces ``items`` when a batch is one part of an optimization step: the sum over all parts (and
 ranks) of :func:`count_items`, with the same loss type and denominator. The parts' losses then *add up* to the loss
 of the whole step, so a trainer that averages over parts or ranks must be given the loss times their number.
 bnpo is dapo without ``num_items``: each part has its own mean.
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import MAX_LOG_RATIO
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import LossOutput
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo"]
@@ -64,22 +64,22 @@ def policy_loss(
     """Minus the clipped objective weights * min(w A, clip(w) A), kept tokens only, as one number.
 
     Args:
-        logprobs: (B, T) learner, with gradient.
-        old_logprobs: (B, T) dense policy before the update.
-        advantages: (B,).
-        mask: (B, T) bool, completion tokens, rejected ones included.
-        keep: (B, T) bool, False for rejected tokens; None keeps all.
-        weights: (B, T) factors on the clipped term, used without gradient; None for 1.
-        loss_type: How terms are aggregated (module docstring). "cispo" also replaces the clipped term by
+        logprobs: Log-probabilities (B, T) of the learner, with gradient.
+        old_logprobs: Log-probabilities (B, T) of the dense policy before the update.
+        advantages: Advantages (B,).
+        mask: Completion tokens (B, T), bool, rejected ones included.
+        keep: Tokens (B, T) to keep, bool, False for rejected tokens; None keeps all.
+        weights: Factors (B, T) on the clipped term, used without gradient; None for 1.
+        loss_type: Way to aggregate the terms (module docstring). "cispo" also replaces the clipped term by
             min(w, epsilon_high) A log pi with the first factor detached (arXiv 2506.13585).
-        importance_sampling_level: w of the "token", or the geometric mean over the "sequence" (GSPO,
+        importance_sampling_level: Level of w: each "token", or the geometric mean over the "sequence" (GSPO,
             arXiv 2507.18071).
-        epsilon: w is clipped below at 1 - epsilon.
-        epsilon_high: And above at 1 + epsilon_high, None for ``epsilon``. For cispo the cap itself, e.g. 5.
+        epsilon: Lower clip of w, which is clipped at 1 - epsilon.
+        epsilon_high: Upper clip of w, at 1 + epsilon_high; None for ``epsilon``. For cispo the cap itself, e.g. 5.
         delta: Upper bound of the unclipped w too, which bounds the loss of unlikely bad tokens; None for none.
-        denominator: What rejection does to the divisor (module docstring).
-        max_completion_length: The L of dr_grpo.
-        num_items: Items of the whole optimisation step, None for those of this batch.
+        denominator: Effect of rejection on the divisor (module docstring).
+        max_completion_length: Length L of dr_grpo.
+        num_items: Number of items in the whole optimization step, None for those in this batch.
 
     Returns:
         The loss, a zero attached to the graph when nothing is kept; and metrics over all of ``mask``:
@@ -115,13 +115,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: 
     gradient; it is for logging.
 
     Args:
-        logprobs: (B, T) learner, with gradient.
-        ref_logprobs: (B, T) reference policy.
-        mask: (B, T) bool, completion tokens.
-        estimator: "k1", "k2" or "k3". For k3, d is clamped to at most 20 against overflow.
+        logprobs: Log-probabilities (B, T) of the learner, with gradient.
+        ref_logprobs: Log-probabilities (B, T) of the reference policy.
+        mask: Completion tokens (B, T), bool.
+        estimator: Estimator "k1", "k2" or "k3". For k3, d is clamped to at most 20 against overflow.
 
     Returns:
-        (B, T), 0 outside ``mask``. Sum it up with :func:`aggregate`.
+        The penalty (B, T), 0 outside ``mask``. Sum it up with :func:`aggregate`.
 
     Raises:
         ValueError: If ``estimator`` is unknown or shapes differ.
@@ -146,16 +146,16 @@ def aggregate(
     max_completion_length: int | None = None,
     num_items: int | float | Tensor | None = None,
 ) -> Tensor:
-    """The scalar that (B, T) terms come to under a loss type and a denominator (formulas: module docstring).
+    """The scalar that (B, T) terms add up to under a loss type and a denominator (formulas: module docstring).
 
     Args:
-        per_token: (B, T); values of tokens that are not kept are never used.
-        mask: (B, T) bool, completion tokens, rejected ones included.
-        keep: (B, T) bool, False for rejected tokens; None keeps all.
-        loss_type: Picks the family: sequence mean, token mean or constant.
-        denominator: "all", "kept_tokens" or "kept".
-        max_completion_length: The L of dr_grpo.
-        num_items: Items of the whole optimisation step, None for those of this batch.
+        per_token: Terms (B, T); values of tokens that are not kept are never used.
+        mask: Completion tokens (B, T), bool, rejected ones included.
+        keep: Tokens (B, T) to keep, bool, False for rejected tokens; None keeps all.
+        loss_type: Loss type, which determines the family: sequence mean, token mean or constant.
+        denominator: Denominator "all", "kept_tokens" or "kept".
+        max_completion_length: Length L of dr_grpo.
+        num_items: Number of items in the whole optimization step, None for those in this batch.
 
     Returns:
         A scalar, attached to the graph of ``per_token`` even when nothing is kept.
@@ -175,7 +175,7 @@ def aggregate(
         terms = terms / lengths.clamp(min=1)
     if loss_type == "dr_grpo":
         if max_completion_length is None:
-            raise ValueError("loss_type='dr_grpo' divides by max_completion_length: pass it.")
+            raise UserError("loss_type='dr_grpo' divides by max_completion_length: pass it.")
         items = items * max_completion_length
     return terms.sum() / torch.where(items > 0, items, 1)
 
@@ -183,16 +183,16 @@ def aggregate(
 def count_items(
     mask: Tensor, keep: Tensor | None = None, loss_type: LossType = "grpo", denominator: Denominator = "all"
 ) -> Tensor:
-    """What this batch adds to ``num_items``: sequences for grpo and dr_grpo, tokens for dapo, bnpo and cispo.
+    """The number of items in this batch: sequences for grpo and dr_grpo, tokens for dapo, bnpo and cispo.
 
     Args:
-        mask: (B, T) bool, completion tokens, rejected ones included.
-        keep: (B, T) bool, False for rejected tokens; None keeps all.
-        loss_type: Picks the family.
-        denominator: "all", "kept_tokens" or "kept".
+        mask: Completion tokens (B, T), bool, rejected ones included.
+        keep: Tokens (B, T) to keep, bool, False for rejected tokens; None keeps all.
+        loss_type: Loss type, which determines the family.
+        denominator: Denominator "all", "kept_tokens" or "kept".
 
     Returns:
-        A whole number, (). Counts of the parts of a step add up to the count of the step.
+        An integer tensor (). Counts of the parts of a step add up to ``num_items`` of the step.
 
     Raises:
         ValueError: If an option is unknown.
@@ -255,7 +255,7 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
     """Refuse options of :func:`policy_loss` that are unknown, out of range or do not fit each other.
 
     Raises:
-        ValueError: If one is.
+        ValueError: If one of them is.
     """
     _check_choice("loss_type", loss_type, get_args(LossType))
     _check_choice("importance_sampling_level", level, get_args(ImportanceSamplingLevel))
@@ -265,19 +265,19 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
     if delta is not None:
         check_number("delta", delta, above=0)
     if loss_type == "cispo" and epsilon_high is None:
-        raise ValueError("loss_type='cispo' caps the ratio at epsilon_high itself: pass epsilon_high, e.g. 5.0.")
+        raise UserError("loss_type='cispo' caps the ratio at epsilon_high itself: pass epsilon_high, e.g. 5.0.")
     if loss_type == "cispo" and delta is not None:
-        raise ValueError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
+        raise UserError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {name}={value!r}.")
+        raise UserError(f"{name} must be one of {allowed}, got {name}={value!r}.")
 
 
 def _check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
     if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be a bool tensor, got {mask.dtype}.")
+        raise UserError(f"mask must be a bool tensor, got {mask.dtype}.")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != mask.shape:
-            raise ValueError(f"{name} must have shape {tuple(mask.shape)} to fit mask, got {tuple(tensor.shape)}.")
+            raise UserError(f"{name} must have shape {tuple(mask.shape)} to fit mask, got {tuple(tensor.shape)}.")

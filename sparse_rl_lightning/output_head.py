@@ -1,4 +1,4 @@
-"""The output head: what a model does to its logits, and log-probabilities of them for a few rows at a time.
+"""The output head: a model's scaling of its logits, and log-probabilities from them for a few rows at a time.
 
 Letters: N rows, C width, V vocabulary, n rows of a chunk; y = h W' + b one row of the head's product, z = s(y) /
 temperature its logits with the model's own scaling s (a factor in Granite and Cohere, a cap in Gemma), p = softmax(z),
@@ -6,8 +6,8 @@ H its entropy, t the target. The gradients of a row's log p_t and H with respect
 
     d log p_t / dz = onehot(t) - p            dH / dz = -p (log p + H)
 
-so backward needs nothing of forward but the two numbers per row that turn logits into log p. With the factor f and the
-cap c, s(y) = c tanh(f y / c), or f y without a cap, and
+so backward needs nothing from forward but the two numbers per row that turn logits into log p. With the factor f and
+the cap c, s(y) = c tanh(f y / c), or f y without a cap, and
 
     ds / dy = f (1 - (s / c)^2)            or f
 
@@ -26,16 +26,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
+
 CAP = "final_logit_softcapping"
 FACTORS = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
-"""By name in the configuration: the power of the number that logits are multiplied by."""
+"""The power of each configuration entry in the factor on the logits, by name."""
 POWERS = {"hyperclovax": {"logits_scaling": 1}}
-"""By ``model_type``: where a name means something else."""
+"""Exceptions to these powers, by ``model_type``."""
 
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """From the product of the output head to logits, and back for gradients; the default changes nothing."""
+    """Function from the product of the output head to logits, and its derivative; the default changes nothing."""
 
     factor: float = 1.0
     cap: float | None = None
@@ -46,7 +48,7 @@ class LogitScaling:
         return self.factor == 1.0 and self.cap is None
 
     def __call__(self, product: Tensor) -> Tensor:
-        """Logits, of any shape and at least float32; the product itself where nothing is to be done."""
+        """Logits of any shape, at least float32; the product itself if there is nothing to do."""
         if self.is_plain:
             return product
         logits = product.to(torch.promote_types(product.dtype, torch.float32)) * self.factor
@@ -58,10 +60,10 @@ class LogitScaling:
 
     @classmethod
     def of(cls, config: Any) -> LogitScaling:
-        """Read off a configuration of transformers; only what its class declares counts, as only that is used.
+        """Read the scaling from a configuration of transformers, which uses only what its class declares.
 
         Raises:
-            ValueError: If it declares something else that looks as if it changed logits.
+            ValueError: If it declares something else that might change logits.
         """
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         powers = FACTORS | POWERS.get(getattr(config, "model_type", ""), {})
@@ -75,7 +77,7 @@ class LogitScaling:
             elif name in powers:
                 factor *= 1.0 if value is None else float(value) ** powers[name]
             elif _looks_like_scaling(name, value):
-                raise ValueError(
+                raise UserError(
                     f"model_type {config.model_type!r} has {name}={value!r}, which may change logits in a way that "
                     f"this library does not know; it knows {', '.join([CAP, *powers])}. Log-probabilities would be "
                     "wrong: use another model."
@@ -93,14 +95,14 @@ def _looks_like_scaling(name: str, value: object) -> bool:
 
 
 def output_head(model: PreTrainedModel) -> nn.Module:
-    """What turns hidden states into logits.
+    """The module that turns hidden states into logits.
 
     Raises:
-        ValueError: If the model has none.
+        ValueError: If the model has no such module.
     """
     head: nn.Module | None = model.get_output_embeddings()
     if head is None:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} has no output head, so there are no probabilities of tokens. Load the model with "
             "AutoModelForCausalLM."
         )
@@ -108,20 +110,20 @@ def output_head(model: PreTrainedModel) -> nn.Module:
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Log-probability of each target and entropy of its distribution, exact gradients, never more than n x V logits.
+    """Log-probability of each target and entropy of its distribution: exact gradients, at most n x V logits at a time.
 
-    Beside the chunk, backward holds the gradients themselves. Those of weight and bias are summed over chunks in
-    float32 at least. The entropy's gradient is computed only where it is asked for: as a metric it costs nothing.
+    Besides the chunk, backward stores only the gradients. Gradients of weight and bias are summed over chunks in
+    float32 at least. The entropy's gradient is computed only where it is needed: as a metric it costs nothing.
 
     Args of ``apply``:
-        hidden: (N, C).
-        weight: (V, C).
-        bias: (V,) or None.
-        targets: (N,) token ids.
-        temperature: Divides the logits.
-        chunk_size: n.
-        dtype: What the products are computed in; softmax and sums are in float32 at least.
-        scaling: From the product to logits.
+        hidden: Hidden states (N, C).
+        weight: Weight of the head (V, C).
+        bias: Bias of the head (V,) or None.
+        targets: Token ids (N,).
+        temperature: Divisor of the logits.
+        chunk_size: Number of rows per chunk, n.
+        dtype: Type of the products; softmax and sums are in float32 at least.
+        scaling: Function from the product to logits.
 
     Returns:
         Two (N,) tensors, at least float32.
@@ -139,7 +141,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         scaling: LogitScaling = PLAIN,
     ) -> tuple[Tensor, Tensor]:
-        """Both, chunk by chunk."""
+        """Compute both, chunk by chunk."""
         wide = torch.promote_types(dtype, torch.float32)
         logprobs, entropy, peaks, log_totals = torch.empty(4, len(hidden), dtype=wide, device=hidden.device).unbind()
         with torch.autocast(hidden.device.type, enabled=False):
@@ -156,7 +158,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, weight and bias, each only where needed."""
+        """Gradients of hidden, weight and bias, each only if needed."""
         hidden, weight, bias, targets, entropy, peaks, log_totals = ctx.saved_tensors
         wide, (for_hidden, for_weight, for_bias) = entropy.dtype, ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if for_hidden else None
@@ -188,12 +190,12 @@ class ChunkedLogprobs(torch.autograd.Function):
 def logprobs_of_logits(
     logits: Tensor, targets: Tensor, temperature: float, overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probability of the target and entropy of some rows of logits, and the numbers that turn logits into log p.
+    """Log-probability of the target and entropy for rows of logits, and the numbers that turn logits into log p.
 
     Args:
-        logits: (n, V).
-        targets: (n,) token ids.
-        temperature: Divides the logits.
+        logits: Logits (n, V).
+        targets: Token ids (n,).
+        temperature: Divisor of the logits.
         overwrite: Reuse the memory of ``logits``, which then must carry no gradient.
 
     Returns:
@@ -212,15 +214,15 @@ def logprobs_of_logits(
 
 
 def logprobs_of_ids(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of several tokens for each of some rows of logits.
+    """Log-probabilities of several tokens for each row of logits.
 
     Args:
-        logits: (n, V).
-        ids: (n, K) token ids.
-        temperature: Divides the logits.
+        logits: Logits (n, V).
+        ids: Token ids (n, K).
+        temperature: Divisor of the logits.
 
     Returns:
-        (n, K), at least float32.
+        The log-probabilities (n, K), at least float32.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return scaled.gather(-1, ids) - scaled.logsumexp(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The typed objects that travel through the library, a shape on every field.
+"""The typed objects that travel through the library, with a shape on every field.
 
 Letters: B sequences (prompts x num_generations), T tokens (prompt, completion, right padding), L layers,
 S slots, H KV heads, Hq query heads, N entries of a slot, D head dimension, A queries in the ring.
@@ -13,18 +13,19 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import NEVER as NEVER
 from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
 
 Rows: TypeAlias = list[dict[str, Any]]
-"""Rows of a data set, a prompt each."""
+"""Rows of a data set, one prompt each."""
 
 
 @dataclass(frozen=True)
 class LayerState:
     """Everything a compressor may look at: one layer's cache for the slots that are compressed now.
 
-    Entries stand in the order of their positions. Entries with ``valid`` False are free memory whose content
+    Entries are in the order of their positions. Entries with ``valid`` False are free memory whose content
     must not be read. All sequences of a call are independent of each other: a score may not mix them.
     """
 
@@ -32,23 +33,19 @@ class LayerState:
     values: Tensor  # (S, H, N, D)
     valid: Tensor  # (S, H, N) bool
     positions: Tensor  # (S, H, N) true token positions, undefined where not valid
-    lengths: Tensor  # (S, H) live entries
+    lengths: Tensor  # (S, H) number of live entries
     token_ids: Tensor  # (S, H, N) ids of the cached tokens, undefined where not valid
     prompt_lengths: Tensor  # (S,)
     queries: Tensor  # (S, Hq, A, D) post-RoPE queries of the most recent tokens, in ring order (no particular order)
-    query_positions: Tensor  # (S, A) their positions, -1 where the sequence has not had so many tokens yet
+    query_positions: Tensor  # (S, A) their positions, -1 where the sequence has fewer tokens so far
     sequence_keys: Tensor  # (S,) int64, a random key per sequence, the same in any batch and slot
     prompt_keys: Tensor  # (S,) int64, a random key per prompt, the same for all its samples
     layer_index: int
     scale: float  # factor on q.k before the softmax
     inv_freq: Tensor  # (D / 2,) rotary frequencies
-    attention_scaling: float  # factor transformers puts on cos and sin (YaRN, longrope), usually 1
-    state: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # each (S, H, N) float32, named by Compressor.state_fields
-    head_state: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # each (S, H, C) float32, named by Compressor.head_state_fields
+    attention_scaling: float  # factor that transformers applies to cos and sin (YaRN, longrope), usually 1
+    state: Mapping[str, Tensor] = field(default_factory=dict)  # each (S, H, N) float32, as in Compressor.state_fields
+    head_state: Mapping[str, Tensor] = field(default_factory=dict)  # each (S, H, C) float32, as in head_state_fields
 
     @property
     def group_size(self) -> int:
@@ -58,66 +55,66 @@ class LayerState:
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """What ``Compressor.update_state`` gets: one layer's running numbers, and Q tokens per sequence that came in.
+    """The arguments of ``Compressor.update_state``: one layer's running numbers, and Q new tokens per sequence.
 
     While decoding Q is 1. A prompt comes in blocks of Q tokens, from its first to its last, before anything of it is
-    evicted; where it is cut may not make a difference. The new tokens are the last Q live entries of every head.
+    evicted; where it is cut must not make a difference. The new tokens are the last Q live entries of every head.
     """
 
-    state: Mapping[str, Tensor]  # each (S, H, N) float32, to be written in place; 0 for new tokens, anything behind
+    state: Mapping[str, Tensor]  # each (S, H, N) float32, written in place; 0 for new tokens, undefined after them
     head_state: Mapping[str, Tensor]  # each (S, H, C) float32, to be written in place; 0 before the prompt
-    lengths: Tensor  # (S, H) live entries, new tokens included
+    lengths: Tensor  # (S, H) number of live entries, new tokens included
     positions: Tensor  # (S, Q) true positions of the new tokens
-    keys: Tensor  # (S, H, Q, D) of the new tokens, post-RoPE
+    keys: Tensor  # (S, H, Q, D) keys of the new tokens, post-RoPE
     values: Tensor  # (S, H, Q, D)
     prompt_lengths: Tensor  # (S,)
     layer_index: int
-    asked: Mapping[str, Tensor] = field(default_factory=dict)  # what the compressor has declared that it needs
+    asked: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that the compressor declared it needs
 
     @property
     def entries(self) -> Tensor:
-        """(S, H, Q) where the new tokens stand among the N entries, for gather and scatter."""
+        """The indices (S, H, Q) of the new tokens among the N entries, for gather and scatter."""
         count = self.positions.shape[1]
         return self.lengths.unsqueeze(-1).long() - count + torch.arange(count, device=self.lengths.device)
 
     @property
     def mass(self) -> Tensor:
-        """(S, H, Q, N) float32, the attention that each new token pays to each entry, summed over its group's heads.
+        """The attention (S, H, Q, N) float32 that each new token pays to each entry, summed over its group's heads.
 
-        0 for what it does not see: later tokens of its block, and free memory.
+        It is 0 for entries the token does not see: later tokens of its block, and free memory.
         """
         return self._asked("mass", "needs_attention")
 
     @property
     def hidden_states(self) -> Tensor:
-        """(S, Q, E) float32, what the layer's attention reads: behind the norm, before the projections."""
+        """The input (S, Q, E) float32 of the layer's attention: after the norm, before the projections."""
         return self._asked("hidden_states", "needs_hidden_states")
 
     @property
     def output_norms(self) -> Tensor:
-        """(S, Hq, Q) float32, the 1-norm of W v: how much each new value moves the layer's output, for each head."""
+        """The 1-norm (S, Hq, Q) float32 of W v: how much each new value moves the layer's output, for each head."""
         return self._asked("output_norms", "needs_output_norms")
 
     def _asked(self, name: str, declaration: str) -> Tensor:
         if name not in self.asked:
-            raise ValueError(f"update_state reads {name}, which the compressor does not ask for: {declaration} = True.")
+            raise UserError(f"update_state reads {name}, which the compressor does not ask for: {declaration} = True.")
         return self.asked[name]
 
 
 @dataclass
 class KVUsage:
-    """How much cache a rollout held, counted and measured, against what a full cache would have held.
+    """The cache that a rollout used, counted and measured, compared to a full cache.
 
     Token counts are means over layers and KV heads. The integral sums the count over all decode steps.
     """
 
-    stored: Tensor  # (B,) entries held at the end of the sequence
-    full: Tensor  # (B,) entries a full cache holds there
+    stored: Tensor  # (B,) entries stored at the end of the sequence
+    full: Tensor  # (B,) entries in a full cache at that point
     stored_integral: Tensor  # (B,) entry-steps
     full_integral: Tensor  # (B,)
-    peak_bytes: int  # allocated key and value pools, sum of capacities x bytes per entry, and what is kept of pages
+    peak_bytes: int  # allocated key and value pools, sum of capacities x bytes per entry, plus the pages' metadata
     full_peak_bytes: int  # the same slots sized for the longest prompt + max_completion_length
-    prefill_peak_bytes: int  # staging beside the pools while prompts are read
+    prefill_peak_bytes: int  # staging besides the pools while prompts are read
     read_integral: Tensor | None = None  # (B,) entry-steps read, under retrieval; else what is stored
 
     @property
@@ -144,7 +141,7 @@ class KVUsage:
 
     @classmethod
     def cat(cls, usages: Sequence[KVUsage]) -> Self:
-        """All sequences in the order given; bytes are those of the cache that took most."""
+        """All sequences in the order given; the bytes are the largest of any cache."""
         columns = {f.name: [getattr(usage, f.name) for usage in usages] for f in fields(cls)}
         read = columns.pop("read_integral")
         joined: dict[str, Any] = {n: max(v) if n.endswith("bytes") else torch.cat(v) for n, v in columns.items()}
@@ -156,7 +153,7 @@ class KVUsage:
 
 @dataclass
 class Rollout:
-    """Sampled sequences and everything later stages learn about them; index t of a tensor speaks of token t.
+    """Sampled sequences and everything later stages add to them; index t of a tensor refers to token t.
 
     A prompt's ``num_generations`` samples are adjacent. Fields after ``kv`` are filled by the training module.
     """
@@ -166,18 +163,18 @@ class Rollout:
     completion_mask: Tensor  # (B, T) bool, the end token included
     finished: Tensor  # (B,) bool: ended by an end token or a stop string, not by length
     sampler_logprobs: Tensor  # (B, T) log-softmax(logits / temperature) of the sparse policy, 0 outside the completion
-    behavior_logprobs: Tensor | None = None  # (B, T) of the truncated distribution drawn from, when it differs
-    topk_ids: Tensor | None = None  # (B, T, K) the sparse policy's most likely tokens, when asked for
+    behavior_logprobs: Tensor | None = None  # (B, T) under the truncated distribution drawn from, if it differs
+    topk_ids: Tensor | None = None  # (B, T, K) the sparse policy's most likely tokens, if requested
     topk_logprobs: Tensor | None = None  # (B, T, K)
-    policy_versions: Tensor | None = None  # (B, T) int32 which version drew each token, in partial rollouts
-    evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not say what was seen
+    policy_versions: Tensor | None = None  # (B, T) int32 version that drew each token, in partial rollouts
+    evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not determine what was seen
     kv: KVUsage | None = None
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
     ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
-    replay_logprobs: Tensor | None = None  # (B, T) policy before the update under the sampler's evictions
+    replay_logprobs: Tensor | None = None  # (B, T) policy before the update, under the sampler's evictions
     rewards: Tensor | None = None  # (B,)
     advantages: Tensor | None = None  # (B,)
-    keep: Tensor | None = None  # (B, T) bool, what rejection leaves
+    keep: Tensor | None = None  # (B, T) bool, tokens that rejection leaves
     weights: Tensor | None = None  # (B, T) importance weights, no gradient
     weight_reference: Tensor | None = None  # (B, T) if set, its micro-batch mean divides the weights at loss time
 
@@ -186,7 +183,7 @@ class Rollout:
 
     @property
     def completion_lengths(self) -> Tensor:
-        """(B,) tokens of each completion."""
+        """The number of tokens (B,) of each completion."""
         return self.completion_mask.sum(dim=1)
 
     @property
@@ -197,7 +194,7 @@ class Rollout:
 
     @property
     def sparse_logprobs(self) -> Tensor:
-        """(B, T) of the sparse policy, which xi divides by: replayed where they are known, else the sampler's own."""
+        """Log-probabilities (B, T) of the sparse policy, the divisor of xi: replayed if known, else the sampler's."""
         return self.sampler_logprobs if self.replay_logprobs is None else self.replay_logprobs
 
     def __getitem__(self, index: Tensor | slice) -> Rollout:
@@ -207,12 +204,12 @@ class Rollout:
         return Rollout(**values)
 
     def parts(self, count: int) -> list[Rollout]:
-        """The rollout cut into ``count`` pieces of adjacent sequences; a rest makes one more."""
+        """The rollout cut into ``count`` pieces of adjacent sequences; a remainder makes one more."""
         size = max(1, len(self) // count)
         return [self[start : start + size] for start in range(0, len(self), size)]
 
     def to(self, device: torch.device | str) -> Self:
-        """A copy with every tensor on ``device``."""
+        """Copy of the rollout with every tensor on ``device``."""
         return self.from_state(tensors_to(self.state(), device))
 
     def state(self) -> dict[str, Any]:
@@ -221,7 +218,7 @@ class Rollout:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """The rollout whose :meth:`state` this is."""
+        """The rollout with this :meth:`state`."""
         state = dict(state)
         if "evictions" in state:
             state["evictions"] = EvictionRecord(**state["evictions"])
@@ -232,7 +229,7 @@ class Rollout:
 
 @dataclass
 class ScoredRollout:
-    """A rollout with the text and the rewards around it: what rollout callbacks read and edit."""
+    """A rollout with its texts and rewards, which rollout callbacks read and edit."""
 
     rollout: Rollout
     rows: Rows  # one row of the data set per prompt
@@ -240,8 +237,8 @@ class ScoredRollout:
     reward_table: dict[str, Tensor]  # (B,) per reward function, NaN where it does not apply
     index: int  # number of this rollout since the start of training
     seconds: dict[str, float] = field(default_factory=dict)  # time of each stage
-    reward_counters: dict[str, float] = field(default_factory=dict)  # what reward functions counted
-    reward_failures: dict[str, int] = field(default_factory=dict)  # samples that each reward function could not judge
+    reward_counters: dict[str, float] = field(default_factory=dict)  # counts of the reward functions
+    reward_failures: dict[str, int] = field(default_factory=dict)  # samples that each reward function could not score
 
     @property
     def num_generations(self) -> int:
@@ -251,7 +248,7 @@ class ScoredRollout:
 
 @dataclass
 class LossOutput:
-    """A scalar loss with gradient and the detached numbers worth logging beside it."""
+    """A scalar loss with gradient, and detached numbers to log with it."""
 
     loss: Tensor  # ()
     metrics: dict[str, Tensor]  # each ()
@@ -266,7 +263,7 @@ def _plain(value: Any) -> Any:
 
 
 def tensors_to(state: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """The same dictionary with every tensor on ``device``, those of inner dictionaries too."""
+    """The same dictionary with every tensor on ``device``, including inner dictionaries."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Text for people: model output made safe to print, numbers and tables in reports, printing beside a progress bar."""
+"""Text for people: safe printing of model output, numbers and tables in reports, printing beside a progress bar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 DASH = "–"
-"""Stands where nothing was measured."""
+"""Shown where nothing was measured."""
 
 
 def printable(text: str, width: int | None = None) -> str:
@@ -20,7 +20,7 @@ def printable(text: str, width: int | None = None) -> str:
 
     Args:
         text: Any text.
-        width: Most characters to return, None for all.
+        width: Largest number of characters to return, None for all.
     """
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if width is None or len(line) <= width:
@@ -30,13 +30,13 @@ def printable(text: str, width: int | None = None) -> str:
 
 
 def say(text: str) -> None:
-    """Print above whatever bar is on the screen; characters the terminal cannot spell become escapes."""
+    """Print above any progress bar on the screen; characters the terminal cannot encode become escapes."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
 
 
 def shortened(text: str, width: int) -> str:
-    """Long text without its middle, which is counted: a model may write megabytes."""
+    """Long text without its middle, which is replaced by its length: a model may write megabytes."""
     if len(text) <= width:
         return text
     head = width // 2
@@ -52,11 +52,11 @@ def prompt_text(prompt: Any) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: str = "") -> str:
-    """Aligned columns, two spaces apart, a rule under the first row.
+    """Aligned columns, two spaces apart, with a rule under the first row.
 
     Args:
-        rows: Equally long rows of one-line cells, the header first.
-        right: A character per column, ``r`` where it is right-aligned; missing ones are left-aligned.
+        rows: Rows of one-line cells, equally long, the header first.
+        right: Alignment of each column, ``r`` for right; missing ones are left-aligned.
     """
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     sides = right.ljust(len(widths), "l")
@@ -69,7 +69,7 @@ def table(rows: Sequence[Sequence[str]], right: str = "") -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for people: ``0.312``, or a dash where there is none."""
+    """A number for people: ``0.312``, or a dash without one."""
     return DASH if value is None or value != value else f"{value:.{digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""How many tokens every layer and KV head of a full slot keeps: rules over heads, schedules over length."""
+"""The number of tokens to keep for every layer and KV head of a full slot: rules over heads, schedules over length."""
 
 from sparse_rl_lightning.budgets.budgeted import Budgeted
 from sparse_rl_lightning.budgets.rules import Adaptive, BudgetRule, Pyramid, Uniform

@@ -1,4 +1,4 @@
-"""Budgeted: what compressors and retrievers share, a budget of tokens that can be replaced and raised."""
+"""Budgeted: the base of compressors and retrievers, with a budget of tokens that can be replaced and raised."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Self
 
 from sparse_rl_lightning.budgets.rules import BudgetRule, Uniform
 from sparse_rl_lightning.budgets.schedules import LengthSchedule
+from sparse_rl_lightning.errors import UserError
 
 
 class Budgeted(ABC):
@@ -17,14 +18,14 @@ class Budgeted(ABC):
 
     Args:
         budget: Number of tokens, or a schedule by the length of the sequence.
-        budget_rule: How layers and heads share the budget, null for equally.
+        budget_rule: Rule by which layers and heads share the budget, null for equally.
 
     Raises:
         ValueError: If the budget is not positive, or the subclass refuses it.
     """
 
     schedule: LengthSchedule
-    """The budget in force."""
+    """The current budget."""
 
     def __init__(self, budget: int | LengthSchedule, budget_rule: BudgetRule | None) -> None:
         self.budget_rule = budget_rule or Uniform()
@@ -33,7 +34,7 @@ class Budgeted(ABC):
 
     @property
     def budget(self) -> int:
-        """The largest budget of ``schedule``, by which memory is sized."""
+        """The largest budget of ``schedule``, which determines the size of the memory."""
         return self.schedule.maximum
 
     @property
@@ -45,7 +46,7 @@ class Budgeted(ABC):
         """A copy with another budget.
 
         Raises:
-            ValueError: As for the budget of a new instance.
+            ValueError: If a new instance would refuse the budget.
         """
         other = copy.deepcopy(self)
         other._set_budget(budget)
@@ -53,10 +54,10 @@ class Budgeted(ABC):
         return other
 
     def raise_budget(self, steps: int) -> None:
-        """Set the budget ``steps`` steps above the one given; samplers follow at their next call.
+        """Set the budget ``steps`` steps above the given one; samplers follow at their next call.
 
-        A step is that of :meth:`LengthSchedule.raised`: the next budget of the schedule, a quarter more for a single
-        number.
+        A step is that of :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`: the next budget of the schedule,
+        a quarter more for a single number.
 
         Args:
             steps: Number of steps, counted from the budget at construction: the same call twice is one.
@@ -65,7 +66,7 @@ class Budgeted(ABC):
             ValueError: If there is no budget to raise, or ``steps`` is negative.
         """
         if not self.is_limited:
-            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
+            raise UserError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
         self._set_budget(self.raised(steps))
 
     def raised(self, steps: int) -> LengthSchedule:
@@ -74,7 +75,7 @@ class Budgeted(ABC):
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
         if isinstance(budget, int) and budget < 1:
-            raise ValueError(f"{type(self).__name__}: budget must be a positive number of tokens, got budget={budget}.")
+            raise UserError(f"{type(self).__name__}: budget must be a positive number of tokens, got budget={budget}.")
         schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
         self._check_schedule(schedule)
         self.schedule = schedule
@@ -84,7 +85,7 @@ class Budgeted(ABC):
         """Refuse budgets that leave nothing to choose.
 
         Raises:
-            ValueError: If there is one.
+            ValueError: If there is such a budget.
         """
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""Budgets: how many tokens a sequence of a length keeps, and how layers and heads share them.
+"""Budget rules: how layers and heads share the tokens that are kept.
 
-A rule knows no scoring method and no compressor knows its rule. ``budget`` is a mean: every rule keeps about
+Rules know no scoring method, and methods know no rule. ``budget`` is a mean: every rule keeps about
 ``budget`` tokens per layer and KV head, so a rule moves memory around and does not add any.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.select import rank_entries
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.ops.selection import rank_entries
 
 
 class BudgetRule:
-    """Shares ``budget`` tokens per layer and KV head out; the base class gives everybody the same."""
+    """Distributes ``budget`` tokens per layer and KV head; the base class gives all of them the same."""
 
     @property
     def splits_heads(self) -> bool:
@@ -22,12 +22,12 @@ class BudgetRule:
         return type(self).head_budgets is not BudgetRule.head_budgets
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
-        """Tokens per KV head of each layer, a mean over its heads: what the memory is sized by.
+        """Tokens per KV head of each layer, a mean over its heads, by which memory is sized.
 
         Args:
-            budget: The compressor's budget, or one of its schedule.
+            budget: Budget of the compressor, or one of its schedule.
             num_layers: Layers of the model.
-            minimum: Tokens of every head that are never evicted, sinks and window.
+            minimum: Number of tokens per head that are never evicted, sinks and window.
 
         Returns:
             One number per layer, fixed for the whole run.
@@ -38,17 +38,17 @@ class BudgetRule:
         return [budget] * num_layers
 
     def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int | Tensor, minimum: int) -> Tensor:
-        """Tokens that each head keeps at this compression; their sum is at most ``layer_budget`` times the heads.
+        """The tokens that each head keeps at this compression; their sum is at most ``layer_budget`` times the heads.
 
         Args:
             scores: (S, H, N) float, higher is kept; a slot's heads may be compared, slots may not.
             candidates: (S, H, N) bool, the live entries that compete: neither sinks nor window.
-            layer_budget: The layer's number of :meth:`layer_budgets`; where a schedule gives slots different ones,
+            layer_budget: Budget of the layer from :meth:`layer_budgets`; where a schedule gives slots different ones,
                 (S,) int64.
-            minimum: Tokens of every head that are kept besides the candidates.
+            minimum: Number of tokens per head that are kept besides the candidates.
 
         Returns:
-            (S, H) int32.
+            The budgets (S, H) int32.
         """
         if isinstance(layer_budget, Tensor):
             return layer_budget.to(scores.device, torch.int32)[:, None].expand(scores.shape[:2]).contiguous()
@@ -67,22 +67,22 @@ class Pyramid(BudgetRule):
     """Many tokens for the first layer, few for the last, on a straight line (PyramidKV, arXiv 2406.02069).
 
     The last layer gets ``budget / beta``, the first as much more than ``budget`` as the last gets less. These are the
-    numbers of kvpress's PyramidKVPress for long sequences; where it falls back to equal budgets because the last
-    layer would get too little, an error says so here.
+    numbers of kvpress's PyramidKVPress for long sequences; where that falls back to equal budgets because the last
+    layer would get too little, this rule raises an error.
 
     Args:
-        beta: How many times the last layer's budget the mean is, at least 1; 1 is uniform.
+        beta: Ratio of the mean budget to the last layer's, at least 1; 1 is uniform.
 
     Raises:
         ValueError: If ``beta`` is below 1.
     """
 
     def __init__(self, beta: float = 20) -> None:
-        check_number("beta", beta, least=1, owner="Pyramid")  # 1 gives every layer the same
+        check_number("beta", beta, least=1, owner="Pyramid")  # 1 gives every layer the same budget
         self.beta = beta
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
-        """A straight line through ``budget`` in the middle, rounded to whole tokens."""
+        """A straight line through ``budget`` in the middle, rounded to integers."""
         last = budget / self.beta
         first = 2 * budget - last
         step = (first - last) / max(num_layers - 1, 1)
@@ -90,7 +90,7 @@ class Pyramid(BudgetRule):
             return [budget]
         budgets = [round(first - layer * step) for layer in range(num_layers)]
         if budgets[-1] < minimum:
-            raise ValueError(
+            raise UserError(
                 f"Pyramid: the last of {num_layers} layers would keep {budgets[-1]} tokens per head, fewer than the "
                 f"{minimum} of num_sinks + window that are never evicted. Raise budget={budget} to {minimum} x beta = "
                 f"{round(minimum * self.beta)}, or lower beta={self.beta:g} to {budget / minimum:.3g}."
@@ -101,13 +101,13 @@ class Pyramid(BudgetRule):
 class Adaptive(BudgetRule):
     """Heads of a layer share its tokens: the best scores of all heads together are kept (Ada-KV, arXiv 2407.11550).
 
-    Every head keeps at least ``floor`` tokens. The scores must mean the same in all heads, as shares of attention do
+    Every head keeps at least ``floor`` tokens. The scores must be comparable between heads, as shares of attention are
     (SnapKV, TOVA, H2O, ExpectedAttention); norms and cosines may differ from head to head by nature. Ada-KV applies
-    its floor to the scores of the whole prompt; here sinks and window count towards it.
+    its floor to the scores of the whole prompt; here sinks and window count toward it.
 
     Args:
         floor: Tokens that every head keeps, null for a fifth of the layer's budget, as in the paper.
-        layers: How the layers share, null for equally; ``Pyramid`` gives the paper's Ada-Pyramid.
+        layers: Rule by which the layers share, null for equally; ``Pyramid`` gives the paper's Ada-Pyramid.
 
     Raises:
         ValueError: If ``floor`` is negative.
@@ -115,32 +115,32 @@ class Adaptive(BudgetRule):
 
     def __init__(self, floor: int | None = None, layers: BudgetRule | None = None) -> None:
         if floor is not None and floor < 0:
-            raise ValueError(f"Adaptive: floor is a number of tokens and must not be negative, got floor={floor}.")
+            raise UserError(f"Adaptive: floor is a number of tokens and must not be negative, got floor={floor}.")
         self.floor = floor
         self.layers = layers or Uniform()
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
-        """Those of ``layers``.
+        """Budgets by the rule ``layers``.
 
         Raises:
             ValueError: If ``floor`` exceeds the budget of a layer.
         """
         budgets = self.layers.layer_budgets(budget, num_layers, minimum)
         if self.floor is not None and self.floor > min(budgets):
-            raise ValueError(
+            raise UserError(
                 f"Adaptive: floor={self.floor} exceeds the {min(budgets)} tokens per head of layer "
                 f"{budgets.index(min(budgets))}. Lower floor, or raise budget={budget}."
             )
         return budgets
 
     def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int | Tensor, minimum: int) -> Tensor:
-        """The minimum, plus how many of a head's candidates are among the best of its layer."""
+        """The minimum, plus the number of a head's candidates among the best of its layer."""
         if isinstance(layer_budget, Tensor):
             layer_budget = layer_budget.to(scores.device).view(-1, 1, 1)
         floor = layer_budget // 5 if self.floor is None else self.floor
         num_free = (layer_budget - minimum) * scores.shape[1]
         ranked = scores.masked_fill(~candidates, -torch.inf)
-        # within a head, then over all heads: candidates that the floor secures or that must stay, candidates, others
+        # within a head, then over all heads: candidates secured by the floor or +inf, other candidates, the rest
         secured = candidates & (
             (rank_entries(ranked, candidates.to(torch.int8)) < floor - minimum) | (ranked == torch.inf)
         )

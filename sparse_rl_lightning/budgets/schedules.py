@@ -1,7 +1,7 @@
 """LengthSchedule: a budget that follows the length of each sequence (Sparrow, arXiv 2606.08446).
 
 The longer a sequence, the more tokens it takes to keep the sparse policy as close to the dense one: a schedule spends
-little while a sequence is short. Which budget a length needs is calibrated once per model; see ``docs/sparrow.md``.
+little while a sequence is short. The budget for each length is calibrated once per model; see ``docs/sparrow.md``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 import yaml
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 
 DATA = "published_schedules.json"
-GROWTH_OF_ONE = Fraction(5, 4)  # by which a schedule of a single budget is raised
+GROWTH_OF_ONE = Fraction(5, 4)  # factor that raises a schedule with a single budget
 
 
 class LengthSchedule:
@@ -35,7 +36,7 @@ class LengthSchedule:
     Args:
         starts: Lengths in tokens at which a budget begins, ascending, the first 0.
         budgets: Tokens per layer and KV head, one for each start.
-        pairs: ``[[0, 512], [2000, 1024]]``, in place of the other two.
+        pairs: Pairs of a start and a budget, ``[[0, 512], [2000, 1024]]``, instead of the other two.
 
     Raises:
         ValueError: If there is no step, or starts and budgets do not fit.
@@ -53,7 +54,7 @@ class LengthSchedule:
     ) -> None:
         if pairs is not None:
             if starts is not None or budgets is not None or any(len(pair) != 2 for pair in pairs):
-                raise ValueError(
+                raise UserError(
                     f"LengthSchedule: pairs must be pairs of a start and a budget, without starts and budgets beside "
                     f"them, got pairs={pairs}, starts={starts}, budgets={budgets}."
                 )
@@ -65,11 +66,11 @@ class LengthSchedule:
     def _check(self) -> None:
         given = f"got starts={list(self.starts)}, budgets={list(self.budgets)}"
         if not self.starts or len(self.starts) != len(self.budgets):
-            raise ValueError(f"LengthSchedule: give one budget for every start, at least one; {given}.")
+            raise UserError(f"LengthSchedule: give one budget for every start, at least one; {given}.")
         if self.starts[0] != 0 or any(b <= a for a, b in pairwise(self.starts)):
-            raise ValueError(f"LengthSchedule: starts must begin with 0 and ascend; {given}.")
+            raise UserError(f"LengthSchedule: starts must begin with 0 and ascend; {given}.")
         if min(self.budgets) < 1:
-            raise ValueError(f"LengthSchedule: budget must be a positive number of tokens everywhere; {given}.")
+            raise UserError(f"LengthSchedule: budget must be a positive number of tokens everywhere; {given}.")
 
     @classmethod
     def constant(cls, budget: int) -> LengthSchedule:
@@ -78,61 +79,61 @@ class LengthSchedule:
 
     @classmethod
     def of_bins(cls, budgets: Sequence[int], bin_size: int) -> LengthSchedule:
-        """One budget for each bin of ``bin_size`` tokens, equal neighbours as one step."""
+        """One budget for each bin of ``bin_size`` tokens, equal neighbors as one step."""
         changes = [i for i, budget in enumerate(budgets) if i == 0 or budget != budgets[i - 1]]
         return LengthSchedule([i * bin_size for i in changes], [budgets[i] for i in changes])
 
     @classmethod
     def from_file(cls, path: str | Path) -> LengthSchedule:
-        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, such as :meth:`save` writes, or pairs.
+        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, as :meth:`save` writes it, or pairs.
 
         Raises:
             ValueError: If there is no such file, or no schedule in it.
         """
         if not Path(path).is_file():
-            raise ValueError(f"there is no schedule at {str(path)!r}. `sparse-rl calibrate` writes one.")
+            raise UserError(f"there is no schedule at {str(path)!r}. `sparse-rl calibrate` writes one.")
         try:
             found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is neither YAML nor JSON: {error}") from error
+            raise UserError(f"{path} is neither YAML nor JSON: {error}") from error
         if isinstance(found, dict):
             found = found.get("init_args", found)
         if isinstance(found, list):
             found = {"pairs": found}
         if not isinstance(found, dict) or not {"starts", "budgets", "pairs"} & found.keys():
-            raise ValueError(f"{path} holds no schedule: give a mapping of starts and budgets, or a list of pairs.")
+            raise UserError(f"{path} holds no schedule: give a mapping of starts and budgets, or a list of pairs.")
         return LengthSchedule(found.get("starts"), found.get("budgets"), found.get("pairs"))
 
     def save(self, path: str | Path, comment: str = "") -> None:
-        """Write a YAML file that :meth:`from_file` reads and that may be pasted behind ``budget:`` in a configuration.
+        """Write a YAML file that :meth:`from_file` reads and that can be pasted after ``budget:`` in a configuration.
 
         Args:
-            path: Where to.
-            comment: Lines in front of it.
+            path: File to write.
+            comment: Lines to put in front.
         """
         lines = [f"# {line}".rstrip() for line in comment.splitlines()]
         lines += ["class_path: LengthSchedule", "init_args:", f"  starts: {list(self.starts)}"]
         write_whole(Path(path), "\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]))
 
-    # ---------------------------------------------------------------- what it says
+    # ---------------------------------------------------------------- reading it
 
     def at(self, length: int) -> int:
         """The budget of a sequence of ``length`` tokens."""
         return self.budgets[self.level(length)]
 
     def level(self, length: int) -> int:
-        """The number of the step that ``length`` falls into, from 0."""
+        """The index of the step that ``length`` falls into, from 0."""
         return max(bisect_right(self.starts, length) - 1, 0)
 
     def lookup(self, lengths: Tensor) -> Tensor:
-        """:meth:`at` for a tensor of lengths, on its device: the same shape, int64."""
+        """The budgets of a tensor of lengths, as in :meth:`at`, on its device: the same shape, int64."""
         starts = torch.tensor(self.starts, device=lengths.device)
         level = torch.bucketize(lengths.to(torch.int64), starts, right=True) - 1
         return torch.tensor(self.budgets, device=lengths.device)[level.clamp(min=0)]
 
     @property
     def maximum(self) -> int:
-        """The largest budget, by which memory is sized."""
+        """The largest budget, which determines the size of the memory."""
         return max(self.budgets)
 
     @property
@@ -147,31 +148,31 @@ class LengthSchedule:
 
     @property
     def plain(self) -> int | LengthSchedule:
-        """The number itself where all lengths have the same budget, else the schedule."""
+        """The number itself if all lengths have the same budget, else the schedule."""
         return self.maximum if self.is_constant else self
 
     @property
     def shrinks(self) -> bool:
-        """Whether a longer sequence somewhere has a smaller budget."""
+        """Whether some longer sequence has a smaller budget."""
         return any(b < a for a, b in pairwise(self.budgets))
 
     def mean(self, lengths: Sequence[int]) -> float:
-        """The budget averaged over these lengths."""
+        """The budget averaged over ``lengths``."""
         return sum(map(self.at, lengths)) / len(lengths)
 
     def raised(self, steps: int = 1) -> LengthSchedule:
-        """The schedule with every budget replaced by the next larger one that it knows.
+        """The schedule with every budget replaced by its next larger one.
 
-        The largest grows by as much as it lies above the second; a single budget grows by a quarter.
+        The largest grows by its difference from the second largest; a single budget grows by a quarter.
 
         Args:
-            steps: How often.
+            steps: Number of times.
 
         Raises:
             ValueError: If ``steps`` is negative.
         """
         if steps < 0:
-            raise ValueError(f"LengthSchedule: steps must not be negative, got steps={steps}.")
+            raise UserError(f"LengthSchedule: steps must not be negative, got steps={steps}.")
         if steps == 0:
             return LengthSchedule(list(self.starts), list(self.budgets))
         levels = sorted(set(self.budgets))
@@ -195,10 +196,10 @@ class LengthSchedule:
 
 
 class ScheduleFile(LengthSchedule):
-    """A schedule from a file, such as ``sparse-rl calibrate`` writes.
+    """A schedule from a file, such as one written by ``sparse-rl calibrate``.
 
     Args:
-        path: YAML or JSON file, as :meth:`LengthSchedule.from_file` reads it.
+        path: Path of a YAML or JSON file for :meth:`LengthSchedule.from_file`.
 
     Raises:
         ValueError: If there is no such file, or no schedule in it.
@@ -214,20 +215,20 @@ class PublishedSchedule(LengthSchedule):
 
     Budgets count the pages chosen by score; Sparrow reads one first and two last pages besides, 48 tokens, which the
     budget of a retriever here includes: ``reserved=48``. The number in the name is the 5th percentile of the acceptance
-    that is held. Of some schedules only the beginning is known here: their last known budget goes on, with a warning.
+    that is held. Some schedules are published only in part: their last known budget continues, with a warning.
 
     Args:
-        name: Model and target, such as ``qwen3-1.7b-0.86``.
+        name: Name of model and target, such as ``qwen3-1.7b-0.86``.
         reserved: Tokens to add to every budget.
 
     Raises:
-        ValueError: If there is none of this name.
+        ValueError: If there is no schedule of this name.
     """
 
     def __init__(self, name: str, reserved: int = 0) -> None:
         known = published_schedules()
         if name not in known:
-            raise ValueError(f"PublishedSchedule: name must be one of {', '.join(sorted(known))}, got name={name!r}.")
+            raise UserError(f"PublishedSchedule: name must be one of {', '.join(sorted(known))}, got name={name!r}.")
         found = known[name]
         budgets: list[int] = found["budgets"]
         if not found["complete"]:
@@ -242,7 +243,7 @@ class PublishedSchedule(LengthSchedule):
 
 
 def published_schedules() -> dict[str, dict[str, Any]]:
-    """What is known of Sparrow's schedules: ``budgets`` by bins of ``bin_size`` tokens, and whether they are all."""
+    """Sparrow's schedules by name: ``budgets`` by bins of ``bin_size`` tokens, and whether they are ``complete``."""
     text = resources.files(__package__).joinpath(DATA).read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = json.loads(text)["schedules"]
     return found

@@ -1,4 +1,4 @@
-"""From prompts to a schedule: sweep budgets, find the tail in every bin of lengths, pick, check, write down."""
+"""Calibration of a schedule: sweep budgets, measure the tail in every length bin, choose, check, write."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of
 from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.retrievers import Retriever
 
 DENSE, CHECK = "dense", "schedule"
 Told = Callable[[str, float], None]
-"""Called with what is being done, and how many methods are done, parts of them included."""
+"""Called with the name of the current method, and the number of methods done, parts of them included."""
 
 
 @dataclass(frozen=True)
 class Binning:
-    """How tokens are sorted and judged.
+    """Bins of tokens, and how their tails are judged.
 
     Args:
         bin_size: Tokens per bin of sequence length.
         min_tokens: A bin with fewer tokens at a budget has no data there.
         resamples: Bootstrap samples behind every confidence interval.
-        seed: Of them.
+        seed: Seed of the bootstrap.
 
     Raises:
         ValueError: If a number is below 1.
@@ -45,29 +46,29 @@ class Binning:
     def __post_init__(self) -> None:
         for name in ("bin_size", "min_tokens", "resamples"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
+                raise UserError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibration found."""
+    """Result of a calibration."""
 
     table: dict[int, list[Cell | None]]  # by budget, one cell per bin
     choice: Choice
-    ceiling: float  # 5th percentile between dense sampler and dense learner, all lengths together
+    ceiling: float  # the 5th percentile between dense sampler and dense learner, all lengths together
     target: float
     bin_size: int
     check: list[Cell | None] | None = None  # the schedule itself, measured; None if it was not
-    rising: bool = False  # whether no budget may be smaller than that of shorter sequences
+    rising: bool = False  # whether budgets may not decrease with the length
 
     @property
     def schedule(self) -> LengthSchedule:
-        """What was picked."""
+        """The schedule that was picked."""
         return self.choice.schedule
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know: bins without data, targets that are missed."""
+        """Notes for the user: bins without data, targets that are missed."""
         return [*self.choice.notes, *self._missed()]
 
     def _missed(self) -> list[str]:
@@ -82,7 +83,7 @@ class Calibration:
     def meets(self) -> list[list[bool]]:
         """For every bin, whether each budget of the table holds the target there.
 
-        As where the schedule is chosen: only the largest where none does, and a bin without data as its neighbour.
+        As where the schedule is chosen: only the largest where none does, and a bin without data as its neighbor.
         """
         largest, columns = max(self.table), list(zip(*self.table.values(), strict=True))
         known = [number for number, column in enumerate(columns) if any(column)]
@@ -91,7 +92,7 @@ class Calibration:
         return [row if any(row) else [budget == largest for budget in self.table] for row in rows]
 
     def csv(self) -> str:
-        """The table as text: a row per budget and bin, empty numbers where there is no data."""
+        """The table as text: a row per budget and bin, with empty numbers where there is no data."""
         names = list(Cell.__dataclass_fields__)
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
@@ -135,22 +136,22 @@ def calibrate(
     monotone: bool | None = None,
     told: Told | None = None,
 ) -> Calibration:
-    """Measure the tail of the acceptance at every budget and pick the cheapest per bin of lengths.
+    """Measure the tail of the acceptance at every budget and choose the cheapest for each length bin.
 
     Args:
         sweep: Policy, prompts and how to draw.
         method: The compressor or the retriever; its own budget does not count.
-        budgets: To sweep.
-        binning: How tokens are sorted and judged.
-        target: The 5th percentile to hold; default 0.86 scaled from Sparrow's ceiling to one's own.
-        check: Draw once more under the schedule that was picked, and measure what it holds.
-        monotone: Let no budget be smaller than that of shorter sequences; None for compressors only. Evicted tokens do
-            not come back, so a bin that needs little would ruin the next.
-        told: Called as the sweep proceeds.
+        budgets: Budgets to sweep.
+        binning: Bins of tokens, and how they are judged.
+        target: The 5th percentile to hold; default Sparrow's 0.86, scaled to the measured ceiling.
+        check: Whether to draw once more under the schedule that was picked, and measure what it holds.
+        monotone: Whether no budget may be smaller than that of shorter sequences; None for compressors only. Evicted
+            tokens do not come back, so a bin that needs little would ruin the next.
+        told: Function to call as the sweep proceeds.
 
     Raises:
-        ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or nothing can be
-            judged.
+        ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or no bin has
+            enough tokens.
     """
     methods = {budget: method.with_budget(budget) for budget in _checked(method, budgets)}
     sweep.claim(method)
@@ -161,7 +162,7 @@ def calibrate(
     ceiling = percentile(found[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
-        raise ValueError(
+        raise UserError(
             f"target={target:.4f} is above the ceiling: even a dense sampler reaches {ceiling:.4f}. Lower it, or leave "
             f"it out for {tail_target(ceiling):.4f}."
         )
@@ -196,7 +197,7 @@ def _name(budget: int) -> str:
 
 def _checked(method: Budgeted, budgets: Sequence[int]) -> list[int]:
     if not method.is_limited:
-        raise ValueError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
+        raise UserError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
     if not budgets or min(budgets) < 1:
-        raise ValueError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
+        raise UserError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
     return sorted(set(budgets))

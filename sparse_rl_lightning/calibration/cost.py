@@ -4,8 +4,8 @@ A step of B sequences that read ``entries`` tokens of the cache each takes::
 
     overhead + max(W / bandwidth, 2 P B / flops) + B entries max(kv / bandwidth, 4 layers heads head_dim / flops)
 
-with P weights (W bytes) that a step reads and kv bytes per token of the cache. Kernels are taken to be ideal; what they
-are not is the overhead's part. Compressing and choosing pages cost nothing here.
+with P weights (W bytes) that a step reads and kv bytes per token of the cache. Kernels are assumed to be ideal; the
+overhead accounts for the difference. Compressing and choosing pages cost nothing here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.retrievers import Retriever
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Retrieval as the cost model sees it: all of the cache stays, pages chosen by their metadata are read."""
+    """Retrieval in the cost model: the whole cache stays, and pages chosen by their metadata are read."""
 
     budget: int | LengthSchedule  # tokens in pages chosen by score
     page_size: int = 16
-    metadata: float = 0.5  # of a page, in tokens: 0.5 for a mean key (Sparrow), 1 for minimum and maximum (Quest)
+    metadata: float = 0.5  # size per page, in tokens: 0.5 for a mean key (Sparrow), 1 for minimum and maximum (Quest)
     reserved: int = 0  # tokens that are read besides: Sparrow's first page and two last are 48
     dense_layers: int = 0  # layers that read everything: Sparrow 2
 
     @classmethod
     def of(cls, retriever: Retriever) -> Pages:
-        """What a retriever reads; its budget includes the pages that are always read."""
+        """Reads of a retriever; its budget includes the pages that are always read."""
         r = retriever
         return cls(r.schedule, r.page_size, metadata=0.5 * r.num_vectors, dense_layers=r.num_dense_layers)
 
@@ -47,7 +48,7 @@ class Pages:
 
 
 Method = Compressor | Pages
-"""``FullKV()`` for dense, any other compressor for eviction, :class:`Pages` for retrieval."""
+"""``FullKV()`` for dense rollouts, any other compressor for eviction, :class:`Pages` for retrieval."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class Work:
     """Sequences of equal length that are decoded together."""
 
     batch: int
-    prompt: int  # tokens that are there when decoding begins
-    length: int  # tokens that are decoded
+    prompt: int  # tokens in the cache when decoding begins
+    length: int  # tokens to decode
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What rollouts of a model cost on a machine."""
+    """Cost of the rollouts of a model on a machine."""
 
     shape: ModelShape
     hardware: Hardware
@@ -69,19 +70,19 @@ class CostModel:
     # ---------------------------------------------------------------- time
 
     def linear_seconds(self, batch: int) -> float:
-        """A step's matrix products with the weights."""
+        """The seconds of a step's matrix products with the weights."""
         weights = self.shape.weights_read
         reading = weights * self.shape.weight_bytes / self.hardware.bandwidth
         return max(reading, 2 * weights * batch / self.hardware.flops)
 
     def attention_seconds(self, entries: float) -> float:
-        """A step's attention over so many tokens of the cache, summed over the batch."""
+        """A step's attention over the cache, its tokens summed over the batch."""
         s = self.shape
         computing = 4 * s.num_layers * s.num_heads * s.head_dim / self.hardware.flops
         return max(s.kv_bytes_per_token / self.hardware.bandwidth, computing) * entries
 
     def step_seconds(self, method: Method, work: Work) -> float:
-        """A decode step, averaged over all steps of the sequences."""
+        """The seconds of a decode step, averaged over all steps of the sequences."""
         entries = float(entries_read(method, work, self.shape.num_layers).mean())
         attention = self.attention_seconds(work.batch * entries)
         return self.hardware.step_overhead + self.linear_seconds(work.batch) + attention
@@ -95,16 +96,16 @@ class CostModel:
 
         Args:
             method: The method.
-            work: What it does.
-            dense: What the dense rollout does, default the same; with less memory per sequence a method may decode
-                more of them at once.
+            work: Sequences that it decodes.
+            dense: Sequences that the dense rollout decodes, default the same; with less memory per
+                sequence a method may decode more of them at once.
         """
         return self.tokens_per_second(method, work) / self.tokens_per_second(FullKV(), dense or work)
 
     # ---------------------------------------------------------------- memory
 
     def bytes_per_sequence(self, method: Method, prompt: int, length: int) -> int:
-        """Bytes of cache that a sequence needs at its peak: its slot, or all of it and the pages' metadata."""
+        """The bytes of cache that a sequence needs at its peak: its slot, or the whole cache and the page metadata."""
         layers, per_layer = self.shape.num_layers, self.shape.kv_bytes_per_token // self.shape.num_layers
         if isinstance(method, Pages):
             return round((prompt + length) * (1 + method.metadata / method.page_size) * layers * per_layer)
@@ -112,14 +113,14 @@ class CostModel:
         return sum(min(entries, longest) for entries in Trigger(method, layers).capacities(prompt, longest)) * per_layer
 
     def best_batch(self, method: Method, limit: float, prompt: int, length: int, most: int | None = None) -> int:
-        """Sequences that fit into so many bytes of cache: the most are the fastest.
+        """The largest batch that fits into ``limit`` bytes of cache; the largest is the fastest.
 
         Args:
             method: The method.
-            limit: Bytes.
+            limit: Bytes of the cache.
             prompt: Tokens of the prompt.
             length: Tokens of the completion.
-            most: No more than this.
+            most: Largest batch to consider.
 
         Raises:
             ValueError: If not even one sequence fits.
@@ -127,7 +128,7 @@ class CostModel:
         need = self.bytes_per_sequence(method, prompt, length)
         fits = int(limit // need)
         if fits < 1:
-            raise ValueError(f"Not even one sequence fits into {limit:,.0f} bytes: it needs {need:,}.")
+            raise UserError(f"Not even one sequence fits into {limit:,.0f} bytes: it needs {need:,}.")
         return fits if most is None else min(fits, most)
 
     # ---------------------------------------------------------------- schedules
@@ -140,25 +141,25 @@ class CostModel:
         work: Work,
         rising: bool = False,
     ) -> LengthSchedule:
-        """Of the budgets that hold the tail in each bin of lengths, those that are fastest together, else the smallest.
+        """The fastest combination of budgets that hold the tail in each length bin; ties go to the smallest.
 
         Args:
-            methods: Each budget with the method at that budget.
-            meets: For every bin, whether each budget holds the target there.
+            methods: Budgets, each with the method at that budget.
+            meets: Flags for every bin: whether each budget holds the target there.
             bin_size: Tokens per bin.
             work: Batch, prompt and length; what is not decoded there costs nothing.
-            rising: Let no budget be smaller than that of shorter sequences. Then what a budget holds every larger one
-                is taken to hold too, so that there always is a schedule.
+            rising: Whether no budget may be smaller than that of shorter sequences. Then what a budget holds every
+                larger one is taken to hold too, so that there always is a schedule.
 
         Raises:
             ValueError: If no budget meets the target in a bin.
         """
         costs = self._bin_costs(dict(methods), bin_size, len(meets), work)
-        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the last budget, the cheapest way to it
+        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # the cheapest way to each last budget
         for number, allowed in enumerate(meets):
             own = [budget for (budget, _), meet in zip(methods, allowed, strict=True) if meet]
             if not own:
-                raise ValueError(f"no budget meets the target at lengths from {number * bin_size} on.")
+                raise UserError(f"no budget meets the target at lengths from {number * bin_size} on.")
             if rising:
                 own = [budget for budget, _ in methods if budget >= min(own)]
             best = {
@@ -171,21 +172,21 @@ class CostModel:
     def _bin_costs(
         self, methods: dict[int, Method], bin_size: int, num_bins: int, work: Work
     ) -> dict[int, list[float]]:
-        """By budget, the tokens that a sequence reads in every bin of lengths."""
+        """Tokens that a sequence reads in every bin of lengths, by budget."""
         edges = [max(number * bin_size - work.prompt - 1, 0) for number in range(num_bins + 1)]  # from prompt + 1 on
-        edges[-1] = max(edges[-1], work.length)  # the last budget goes on
+        edges[-1] = max(edges[-1], work.length)  # the last budget continues
         costs: dict[int, list[float]] = {}
         least = [0.0] * num_bins
         for budget, method in sorted(methods.items(), key=lambda pair: pair[0]):
             read = entries_read(method, work, self.shape.num_layers)
             costs[budget] = [float(read[first:last].sum()) for first, last in pairwise(edges)]
-            if not isinstance(method, Pages):  # it reads less than a smaller one only where it was cut a moment ago,
-                costs[budget] = least = list(map(max, costs[budget], least))  # which no schedule can count on
+            if not isinstance(method, Pages):  # reads less than a smaller budget only right after a compression,
+                costs[budget] = least = list(map(max, costs[budget], least))  # which no schedule can rely on
         return costs
 
 
 def entries_read(method: Method, work: Work, num_layers: int) -> Tensor:
-    """(length,) float64: tokens of the cache that a sequence reads in each decode step, a mean over layers."""
+    """The tokens (length,) float64 of the cache that a sequence reads in each decode step, a mean over layers."""
     lengths = torch.arange(work.prompt + 1, work.prompt + work.length + 1, dtype=torch.float64)
     if isinstance(method, Pages):
         budgets = method.schedule.lookup(lengths) + method.reserved

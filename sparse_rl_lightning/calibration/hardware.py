@@ -1,4 +1,4 @@
-"""What a machine does per second: memory bandwidth, matrix products, and what a decode step costs besides."""
+"""Measurement of a machine: memory bandwidth, matrix products, and the fixed cost of a decode step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Stopwatch:
     repeats: int
 
     def best(self, work: Callable[[], object]) -> float:
-        """Seconds of the fastest repetition, after one that is not counted: other work of the machine only slows."""
+        """The seconds of the fastest repetition, after a warm-up: other work on the machine can only slow it down."""
         work()
         seconds = []
         for _ in range(self.repeats):
@@ -42,16 +42,16 @@ class _Stopwatch:
 def measure_hardware(
     device: torch.device | str, dtype: torch.dtype = torch.bfloat16, num_layers: int = 28, repeats: int = 10
 ) -> Hardware:
-    """Bandwidth of a large read, speed of a large matrix product, and the time of a decode step that has no work.
+    """Bandwidth of a large read, speed of a large matrix product, and the time of a decode step without work.
 
-    The last is that of this library's own decode step on a model of as many layers that is too small to cost anything
-    else, with CUDA graphs where they can be had.
+    The last is measured with this library's own decode step on a model with ``num_layers`` layers, too small to cost
+    anything else, with CUDA graphs if available.
 
     Args:
-        device: Where to measure.
-        dtype: Of the matrices.
+        device: Device to measure.
+        dtype: Type of the matrices.
         num_layers: Layers of the model that rollouts will be of.
-        repeats: The fastest counts.
+        repeats: Number of repetitions, of which the fastest counts.
     """
     device = torch.device(device)
     watch, (size, width) = _Stopwatch(device, repeats), SIZES[device.type]
@@ -73,9 +73,9 @@ def _product_seconds(watch: _Stopwatch, width: int, dtype: torch.dtype) -> float
 
 
 def _step_overhead(device: torch.device, dtype: torch.dtype, num_layers: int) -> float:
-    """Seconds of a decode step of one sequence on a model that hardly computes anything."""
+    """The seconds of a decode step of one sequence on a model that computes next to nothing."""
     model = tiny_model(num_layers=num_layers, hidden_size=32, eos_token_id=None)
-    model.to(device, dtype)  # type: ignore[arg-type]  # transformers wraps the signature away
+    model.to(device, dtype)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     sampler = RolloutSampler(model, FullKV())
     clock: dict[int, float] = {}
 
@@ -84,7 +84,7 @@ def _step_overhead(device: torch.device, dtype: torch.dtype, num_layers: int) ->
             torch.cuda.synchronize(device)
         clock[now.step] = time.perf_counter()
 
-    for _ in range(2):  # the first time graphs are captured
+    for _ in range(2):  # graphs are captured the first time
         clock.clear()
         sampler.generate([[5, 6, 7]], SamplingParams(max_completion_length=2 * STEPS), progress=note)
     steps = sorted(clock)

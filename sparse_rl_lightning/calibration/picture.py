@@ -1,4 +1,4 @@
-"""The picture of a calibration: the tail against the length, a line per budget, and the schedule that was picked."""
+"""Plot of a calibration: the tail against the length, a line per budget, and the schedule that was picked."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def draw(found: Calibration, path: Path, title: str = "") -> None:
-    """Two panels side by side, as a PNG or whatever the path's ending says.
+    """Draw two panels side by side, as a PNG or in the format of the path's suffix.
 
     Args:
-        found: What was calibrated.
-        path: The file.
-        title: Above it.
+        found: The calibration.
+        path: File to write.
+        title: Title above the panels.
 
     Raises:
         ImportError: If matplotlib is not installed.

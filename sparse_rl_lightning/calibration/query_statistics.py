@@ -1,4 +1,4 @@
-"""Gather what calibrated compressors need to know of a policy, from its own text.
+"""Gather the query statistics that calibrated compressors need, from a policy's own text.
 
 From the shell, for text that the policy wrote or should write (``sparse-rl predict`` writes such a file)::
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.rollout.prompts import encode_prompt
@@ -28,16 +29,16 @@ from sparse_rl_lightning.rollout.prompts import encode_prompt
 def gather_statistics(
     model: PreTrainedModel, sequences: Tensor, lengths: Tensor, batch_size: int = 8
 ) -> QueryStatistics:
-    """Statistics of all queries of these sequences, by plain forward passes with full attention.
+    """Statistics of all queries of ``sequences``, from plain forward passes with full attention.
 
     Args:
         model: The policy.
         sequences: (B, T) token ids, right-padded.
-        lengths: (B,) tokens of each.
+        lengths: (B,) number of tokens of each sequence.
         batch_size: Sequences per forward pass.
 
     Raises:
-        ValueError: If the model is not one that rollouts support.
+        ValueError: If rollouts do not support the model.
     """
     geometry = CacheGeometry.of(model)
     total: list[QueryMoments] = []
@@ -54,7 +55,7 @@ def gather_statistics(
 
 @contextmanager
 def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterator[list[Tensor]]:
-    """The queries (B, Hq, T, D) of each layer before the rotary positions are applied, once the model has run."""
+    """The queries (B, Hq, T, D) of each layer before rotary positions are applied, filled by running the model."""
     queries: list[Tensor] = []
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -62,7 +63,7 @@ def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterat
         queries.append(heads.transpose(1, 2))
 
     blocks = [block.self_attn for block in model.get_decoder().layers]
-    last = [getattr(block, "q_norm", None) or block.q_proj for block in blocks]  # Qwen3 normalises after projecting
+    last = [getattr(block, "q_norm", None) or block.q_proj for block in blocks]  # Qwen3 normalizes after projecting
     handles = [module.register_forward_hook(record) for module in last]
     try:
         yield queries
@@ -72,18 +73,18 @@ def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterat
 
 
 def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
-    """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` where there is one.
+    """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` if there is one.
 
     Args:
         path: The file.
-        tokenizer: The policy's.
-        max_length: Tokens behind are left out.
+        tokenizer: Tokenizer of the policy.
+        max_length: Tokens of a text to read; the rest is left out.
 
     Raises:
-        ValueError: If there is no such file, no row in it, or a row without a prompt; names the line.
+        ValueError: If there is no such file, no row in it, or a row without a prompt; includes the line.
     """
     if not Path(path).is_file():
-        raise ValueError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
+        raise UserError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
     texts = []
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), start=1):
         if not line.strip():
@@ -92,11 +93,11 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
             row = json.loads(line)
             ids = encode_prompt(tokenizer, row["prompt"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
+            raise UserError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
         ids += tokenizer(row.get("completion") or "", add_special_tokens=False)["input_ids"]
         texts.append(ids[:max_length])
     if not texts:
-        raise ValueError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")
+        raise UserError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""What a decode step costs depends on: the sizes of a model, and the speed of the machine."""
+"""What the cost of a decode step depends on: model sizes and machine speed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 
 
@@ -26,10 +27,10 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: Any, weight_bytes: int = 2, kv_bytes: int = 2) -> Self:
-        """Read the sizes off a transformers configuration, a model, or take those of :data:`SHAPES` by name.
+        """Read the sizes from a transformers configuration or a model, or look them up in :data:`SHAPES` by name.
 
         Args:
-            model: A configuration, a model with one, or a name such as ``qwen3-1.7b``.
+            model: Configuration, model with one, or name such as ``qwen3-1.7b``.
             weight_bytes: Bytes of one weight.
             kv_bytes: Bytes of one number in the cache.
 
@@ -38,7 +39,7 @@ class ModelShape:
         """
         if isinstance(model, str):
             if model not in SHAPES:
-                raise ValueError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
+                raise UserError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
             return cls(*SHAPES[model], weight_bytes, kv_bytes)
         config = getattr(model, "config", model)
         heads = config.num_attention_heads
@@ -56,52 +57,52 @@ class ModelShape:
 
     @property
     def weights_read(self) -> int:
-        """Weights that a decode step multiplies by: all layers and the head, not the table of embeddings."""
+        """The number of weights that a decode step multiplies by: all layers and the head, not the embedding table."""
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
+        """The bytes of the keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_bytes
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a machine does per second at best, and what a decode step costs on top of it."""
+    """Best speeds of a machine, and the fixed cost of a decode step."""
 
     bandwidth: float  # bytes per second from memory
     flops: float  # floating-point operations per second of a matrix product
-    step_overhead: float = 0.0  # seconds per decode step that are neither
+    step_overhead: float = 0.0  # seconds per decode step for anything else
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0 or self.flops <= 0 or self.step_overhead < 0:
-            raise ValueError(f"Hardware: bandwidth and flops must be positive, step_overhead not negative, got {self}.")
+            raise UserError(f"Hardware: bandwidth and flops must be positive, step_overhead not negative, got {self}.")
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read what :meth:`save` wrote, or ``sparse-rl calibrate --hardware``.
+        """Read a file that :meth:`save` or ``sparse-rl calibrate --hardware`` wrote.
 
         Raises:
             ValueError: If there is no such file, or a number is missing.
         """
         if not Path(path).is_file():
-            raise ValueError(f"there is no file {str(path)!r}. `sparse-rl calibrate --hardware {path}` measures one.")
+            raise UserError(f"there is no file {str(path)!r}. `sparse-rl calibrate --hardware {path}` measures one.")
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(**{f.name: float(found[f.name]) for f in fields(cls)})
         except (ValueError, KeyError, TypeError) as error:
             names = ", ".join(f.name for f in fields(cls))
-            raise ValueError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error
+            raise UserError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error
 
     def save(self, path: str | Path, **notes: str) -> None:
-        """Write a JSON file, with notes on how the numbers came about."""
+        """Write a JSON file, with notes on the origin of the numbers."""
         write_whole(Path(path), json.dumps({**asdict(self), **notes}, indent=2) + "\n")
 
 
 H200 = Hardware(bandwidth=4.3e12, flops=790e12)
-"""What an H200 reaches in practice in bfloat16; its data sheet says 4.8e12 and 989e12."""
+"""Speeds that an H200 reaches in practice in bfloat16; its data sheet lists 4.8e12 and 989e12."""
 
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int]] = {
     # layers, hidden, heads, KV heads, head dimension, intermediate, vocabulary: from the models' config.json

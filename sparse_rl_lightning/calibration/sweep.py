@@ -1,6 +1,6 @@
-"""The sweep of a calibration: sequences drawn by the sparse policy at a budget, and what the dense policy says to them.
+"""The sweep of a calibration: sequences drawn by the sparse policy at each budget, scored by the dense policy.
 
-Finished parts are files, so a sweep that was interrupted goes on where it was.
+Finished parts are files, so an interrupted sweep continues where it stopped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_files, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.records import Rollout
@@ -31,20 +32,20 @@ FINGERPRINT = "fingerprint.json"
 
 @dataclass(frozen=True)
 class Sweep:
-    """Draws sequences for the same prompts under one method after the other, and keeps what it found in a folder.
+    """Draws sequences for the same prompts under one method after the other, and saves the results in a folder.
 
     Args:
-        model: The policy, dense learner and sparse sampler in one.
+        model: Policy, both dense learner and sparse sampler.
         prompts: Token ids of each prompt.
-        params: How to draw; ``top_logprobs`` says how many tokens bound the acceptance.
-        folder: For the finished parts.
+        params: Sampling parameters; ``top_logprobs`` says how many tokens bound the acceptance.
+        folder: Folder of the finished parts.
         prompts_per_part: Prompts that are drawn together and written as one file.
         micro_batch: Sequences per dense forward pass.
-        keeps: What the cache keeps where a retriever is swept, default everything.
+        keeps: Compressor beside a retriever that is swept, default the full cache.
         sampler_options: Further arguments of :class:`RolloutSampler`.
 
     Raises:
-        ValueError: If there is no prompt, ``top_logprobs`` is 0, or the folder holds a sweep of something else.
+        ValueError: If there is no prompt, ``top_logprobs`` is 0, or the folder contains a sweep of something else.
     """
 
     model: PreTrainedModel
@@ -58,30 +59,30 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
+            raise UserError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
         if self.params.top_logprobs < 1:
-            raise ValueError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
+            raise UserError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
         if self.params.truncates:
-            raise ValueError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
+            raise UserError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
 
     @property
     def num_parts(self) -> int:
-        """Files per method."""
+        """The number of files per method."""
         return -(-len(self.prompts) // self.prompts_per_part)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence there can be."""
+        """The number of tokens of the longest possible sequence."""
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
     def claim(self, method: Budgeted) -> None:
-        """Say whose sweep the folder holds, or find that it is the same.
+        """Note in the folder which sweep it holds, or check that it is this one.
 
         Args:
-            method: The method at any budget.
+            method: Method at any budget.
 
         Raises:
-            ValueError: If it holds that of another policy, method, prompts or settings.
+            ValueError: If it contains a sweep of another policy, method, prompts or settings.
         """
         own = self._fingerprint(method)
         path = self.folder / FINGERPRINT
@@ -91,21 +92,21 @@ class Sweep:
         found = json.loads(path.read_text(encoding="utf-8"))
         other = [name for name in own if found.get(name) != own[name]]
         if other:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} holds a calibration with another {', '.join(other)}. Choose another folder, or remove "
                 "this one."
             )
 
     def acceptances(self, name: str, method: Budgeted, progress: Callable[[float], None] | None = None) -> Acceptances:
-        """Every token that is drawn under a method, from files where there are any.
+        """Every token that is drawn under a method, read from files if there are any.
 
         Args:
-            name: Of the method's folder, such as ``budget_512``.
+            name: Name of the method's folder, such as ``budget_512``.
             method: The method with its budget.
-            progress: Called with the share of the method's sequences that is done.
+            progress: Function to call with the share of the method's sequences that is done.
 
         Raises:
-            ValueError: If every completion is nothing but an end token.
+            ValueError: If every completion consists of an end token only.
         """
         sampler = self._sampler(method)
         parts = []
@@ -118,7 +119,7 @@ class Sweep:
             parts.append(Acceptances(**load_file(path)))
         found = Acceptances.cat(parts)
         if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all {len(found)} completions are a single token, the end of the sequence, so no length can "
                 "be judged. Check the prompts' format (chat template), the end tokens and the temperature."
             )
@@ -157,7 +158,7 @@ class Sweep:
         return self.folder / name / f"part_{part:04d}.safetensors"
 
     def _fingerprint(self, method: Budgeted) -> dict[str, str]:
-        """What must be the same for parts to belong together."""
+        """Settings that must be the same for parts to belong together."""
         settings = {name: self.sampler_options.get(name) for name in ("end_token_ids", "kv_dtype")}
         any_budget = method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1))
         return {
@@ -170,4 +171,4 @@ class Sweep:
 
 
 _ANY_BUDGET = 2**24
-"""Tokens or pages in the fingerprint, where the budget does not count."""
+"""Tokens or pages in the fingerprint, in which the budget does not count."""

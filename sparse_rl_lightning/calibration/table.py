@@ -1,4 +1,4 @@
-"""The table of a calibration: the tail of the acceptance by budget and length, and the schedule that it allows."""
+"""The table of a calibration: the tail of the acceptance by budget and length, and the resulting schedule."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import Tensor
 
 from sparse_rl_lightning.acceptance import NEAR_ONE, TAIL, percentile
 from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.errors import UserError
 
 CONFIDENCE = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
 class Acceptances:
-    """What sequences drawn at one budget say: one number for each of their N tokens."""
+    """Acceptances of sequences drawn at one budget: one number for each of their N tokens."""
 
     lengths: Tensor  # (N,) int32, tokens of the sequence before this one
     lower: Tensor  # (N,) float32, bounds of the acceptance
     upper: Tensor  # (N,) float32
-    sequences: Tensor  # (N,) int32, which sequence
+    sequences: Tensor  # (N,) int32, index of the sequence
 
     @classmethod
     def cat(cls, parts: Sequence[Acceptances]) -> Acceptances:
-        """All of them; their sequences have different numbers."""
+        """All parts joined; their sequence numbers differ."""
         names = ("lengths", "lower", "upper", "sequences")
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
@@ -40,20 +41,20 @@ class Acceptances:
 
 @dataclass(frozen=True)
 class Cell:
-    """The acceptance of the tokens of one bin of lengths at one budget."""
+    """The acceptance of the tokens in one length bin at one budget."""
 
     tokens: int
     tail: float  # 5th percentile of the lower bound
-    low: float  # of 95 % of bootstrap samples of the sequences
+    low: float  # 95 % interval over bootstrap samples of the sequences
     high: float
     tail_upper: float  # 5th percentile of the upper bound
-    mean: float  # of the lower bound
+    mean: float  # mean of the lower bound
     near_one: float  # share of tokens above 0.999
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, and how it came about."""
+    """A schedule, with notes on how it was chosen."""
 
     schedule: LengthSchedule
     budgets: list[int]  # per bin
@@ -61,12 +62,12 @@ class Choice:
 
 
 def cell(found: Acceptances, resamples: int = 200, seed: int = 0) -> Cell:
-    """The statistics of these tokens.
+    """The statistics of ``found``.
 
     Args:
-        found: At least one token.
+        found: Acceptances of at least one token.
         resamples: Bootstrap samples behind the confidence interval.
-        seed: Of them.
+        seed: Seed of the bootstrap.
     """
     low, high = bootstrap(found.lower, found.sequences, resamples, seed)
     return Cell(
@@ -90,15 +91,15 @@ def cells(
 
 
 def bootstrap(values: Tensor, owners: Tensor, resamples: int, seed: int) -> tuple[float, float]:
-    """Where the 5th percentile lies in 95 % of samples of whole sequences, drawn with replacement.
+    """95 % interval of the 5th percentile, from samples of whole sequences drawn with replacement.
 
-    The tokens of a sequence resemble each other, so it is sequences that are drawn anew.
+    Tokens within a sequence resemble each other, so whole sequences are drawn.
 
     Args:
         values: (N,) numbers.
-        owners: (N,) the sequence of each.
-        resamples: How many samples.
-        seed: Of the draws.
+        owners: (N,) sequence of each number.
+        resamples: Number of samples.
+        seed: Seed of the draws.
     """
     order = values.argsort()
     ordered: NDArray[np.float32] = values[order].numpy()
@@ -113,17 +114,17 @@ def bootstrap(values: Tensor, owners: Tensor, resamples: int, seed: int) -> tupl
 
 
 def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: int, monotone: bool = False) -> Choice:
-    """The cheapest budget that meets the target in every bin of lengths.
+    """The cheapest budget that meets the target in every length bin.
 
-    A bin that no budget serves gets the largest. A bin without data gets what the next bin with data got, or the last
-    one where none follows.
+    A bin for which no budget suffices gets the largest. A bin without data gets the budget of the next bin with data,
+    or of the last one if none follows.
 
     Args:
-        table: For every budget a cell per bin, None where there are too few tokens.
+        table: Cells by budget, one per bin, None where there are too few tokens.
         target: The 5th percentile to hold.
         bin_size: Tokens per bin.
-        monotone: No bin gets less than the one before it. For evicting caches: a bin in which little is needed would
-            evict what the next one needs.
+        monotone: Whether no bin may get less than the one before it. For evicting caches: a bin in which little is
+            needed would evict what the next one needs.
 
     Raises:
         ValueError: If no bin has data.
@@ -146,10 +147,10 @@ def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: 
 
 
 def _filled(picked: list[int | None], bin_size: int, notes: list[str]) -> Choice:
-    """The choice with bins without data served by their neighbours."""
+    """The choice with bins without data served by their neighbors."""
     known = [number for number, budget in enumerate(picked) if budget is not None]
     if not known:
-        raise ValueError(
+        raise UserError(
             "no bin of lengths has enough tokens to be judged: give more prompts or samples, larger bins (bin_size), "
             "or lower min_tokens."
         )
@@ -165,7 +166,7 @@ def _filled(picked: list[int | None], bin_size: int, notes: list[str]) -> Choice
 
 
 def source_of(number: int, known: Sequence[int]) -> int:
-    """The bin that a bin is judged by: the next of those with data, itself included, or the last of them."""
+    """The bin whose data a bin uses: the next of those with data, itself included, or the last of them."""
     return next((other for other in known if other >= number), known[-1])
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
@@ -88,7 +89,7 @@ def rollout_module(module: LightningModule, owner: str = "") -> RolloutModule:
         ValueError: If it does not.
     """
     if not isinstance(getattr(module, "generator", None), Generator):
-        raise ValueError(
+        raise UserError(
             f"{owner}: {type(module).__name__} does not roll out. Use it with SparseGRPO, or remove it from "
             "trainer.callbacks."
         )

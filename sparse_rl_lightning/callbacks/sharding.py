@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.sharding import ShadowPolicy, is_sharded, own_bytes
 from sparse_rl_lightning.records import ScoredRollout
 
@@ -43,7 +44,7 @@ class ZeroSharding(RolloutCallback):
 
     def __init__(self, shadow_dtype: str | None = None, keep_shadow: bool = True) -> None:
         if shadow_dtype is not None and shadow_dtype not in DTYPES:
-            raise ValueError(
+            raise UserError(
                 f"shadow_dtype must be one of {', '.join(DTYPES)} or null, got shadow_dtype={shadow_dtype!r}."
             )
         self.shadow_dtype = shadow_dtype

@@ -21,8 +21,8 @@ POLICY = "policy."
 class DurableCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints so that a crash or a full disk never costs the last good one; modules use it by default.
 
-    Beside ``X.ckpt`` the policy's weights are written to ``weights/X.safetensors``, under the names that Hugging Face
-    knows. When saving fails, the run goes on, says so once, and keeps checkpoints it was to remove until a save works.
+    Besides ``X.ckpt`` the policy's weights are written to ``weights/X.safetensors``, under the names that Hugging Face
+    uses. When saving fails, the run continues, warns once, and keeps checkpoints due for removal until a save works.
 
     Args:
         weights: Write the safetensors file too.
@@ -34,7 +34,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         self._to_remove: list[Path] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write all of it or nothing; on other file systems than the local one as Lightning does."""
+        """Write all of it or nothing; on remote file systems as Lightning does."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -55,10 +55,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Read tensors, numbers and texts, no pickled objects, unless ``weights_only=False`` says otherwise.
+        """Read tensors, numbers and texts, but pickled objects only with ``weights_only=False``.
 
         Raises:
-            ValueError: If it is the folder of a strategy that shards, damaged, or no checkpoint.
+            ValueError: If it is the folder of a strategy that shards, damaged, or not a checkpoint.
         """
         weights_only = True if weights_only is None else weights_only
         if "://" in str(path):
@@ -79,7 +79,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 rank_zero_warn(f"The old checkpoint {path} could not be removed: {error}. The run goes on.")
 
     def failed(self, path: Path, error: BaseException) -> None:
-        """Go on without this checkpoint; the first of a series is told."""
+        """Continue without this checkpoint, and warn on the first failure in a row."""
         if not self.is_failing:
             rank_zero_warn(
                 f"The checkpoint {path} could not be saved: {error}. The run goes on and tries again at the next one; "
@@ -88,7 +88,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         self.is_failing = True
 
     def saved(self, path: Path) -> None:
-        """Remove what waited for this."""
+        """Remove the checkpoints kept until a save worked."""
         if self.is_failing:
             rank_zero_info(f"Checkpoints are saved again: {path}")
         self.is_failing = False
@@ -99,10 +99,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 def weights_beside(path: Path) -> Path:
-    """Where the safetensors of a checkpoint file are."""
+    """The path of the safetensors of a checkpoint file."""
     return path.parent / "weights" / f"{path.stem}.safetensors"
 
 
 def policy_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The policy's tensors of a module's state, under their own names."""
+    """The policy's tensors in a module's state, under their own names."""
     return {name.removeprefix(POLICY): value for name, value in state.items() if name.startswith(POLICY)}

@@ -1,7 +1,7 @@
-"""Files and folders that appear under their name when all of them is on the disk.
+"""Files and folders that appear under their name once all of them is on the disk.
 
-What is being written or replaced is in subfolders, because ``ckpt_path=last`` takes the newest entry beside the
-checkpoints whose name has "last" in it.
+Whatever is being written or replaced is in subfolders, because ``ckpt_path=last`` takes the newest entry beside the
+checkpoints whose name contains "last".
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class _Watched:
 
 
 def incomplete(path: Path) -> Path:
-    """Where ``path`` is written."""
+    """The path at which ``path`` is written first."""
     return path.parent / ".incomplete" / path.name
 
 
 def replaced(path: Path) -> Path:
-    """Where what ``path`` was waits until it is replaced."""
+    """The path to which the old ``path`` moves until it is replaced."""
     return path.parent / ".replaced" / path.name
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written under another name, and rename it when it is on the disk; see :func:`write_files`."""
+    """Write a file under another name, and rename it once it is on the disk; see :func:`write_files`."""
     write_files({path: write}, incomplete, durable=True)
 
 
@@ -60,7 +60,7 @@ def save_tensors(state: Mapping[str, Any], path: Path) -> None:
     with path.open("wb") as file:
         watched = _Watched(file)
         try:
-            torch.save(state, watched)  # type: ignore[arg-type]  # has all that torch.save asks for
+            torch.save(state, watched)  # type: ignore[arg-type]  # it has all that torch.save needs
         except (OSError, RuntimeError):
             if watched.error is not None:
                 raise watched.error from None
@@ -68,7 +68,7 @@ def save_tensors(state: Mapping[str, Any], path: Path) -> None:
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path, step: int) -> None:
-    """Write safetensors: tensors that share memory once, with the number of optimiser steps as metadata.
+    """Write safetensors: tensors that share memory once, with the number of optimizer steps as metadata.
 
     Raises:
         OSError: If the file cannot be written.
@@ -88,7 +88,7 @@ def save_weights(weights: Mapping[str, Tensor], path: Path, step: int) -> None:
 
 
 def swap_folder(path: Path) -> None:
-    """Give the folder at :func:`incomplete` its name; :func:`recover` ends a swap that was cut short."""
+    """Rename the folder at :func:`incomplete` to its final name; :func:`recover` completes an interrupted swap."""
     new, old = incomplete(path), replaced(path)
     if path.exists():
         remove(old)
@@ -100,7 +100,7 @@ def swap_folder(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Bring back what ``path`` was, if the process ended between the two renames of a swap.
+    """Restore the old ``path`` if the process ended between the two renames of a swap.
 
     Any number of ranks may do so at the same time.
     """

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock of the operating system, which ends with the process however that ends."""
+"""One run at a time in a folder: a lock of the operating system, released whenever and however the process ends."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.text import printable
 
 HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderLock:
-    """Keeps other processes out of a folder, by a hidden file beside it that is locked and stays when it is not.
+    """Keeps other processes out of a folder, by a lock on a hidden file beside it that stays after release.
 
-    The lock is the process's, so children do not inherit it, and a later run of the same process may take it again.
+    The lock belongs to the process: children do not inherit it, and a later run of the same process may take it again.
 
     Args:
-        folder: The folder; it need not exist.
+        folder: Path of the folder, which need not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,10 +31,10 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Take the lock, or say that the file system has none.
+        """Take the lock, or warn that the file system has none.
 
         Raises:
-            ValueError: If another process holds it.
+            ValueError: If another process has it.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,7 @@ class FolderLock:
             if error.errno not in HELD:
                 self._cannot(error)
                 return
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} is in use by a run that has not ended ({holder or 'its process is not known'}): two "
                 "runs would overwrite each other's checkpoints. Wait for it or end it, or give this run a folder of "
                 "its own (trainer.default_root_dir, dirpath of ModelCheckpoint)."
@@ -58,13 +59,13 @@ class FolderLock:
         self._sign()
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _sign(self) -> None:
-        """Write who holds the lock, for whom it keeps out."""
+        """Write who has the lock, for the error message of others."""
         assert self._descriptor is not None
         try:
             os.ftruncate(self._descriptor, 0)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint folder: which files belong to it, their hashes, and who wrote them."""
+"""The manifest of a checkpoint folder: which files belong to it, their hashes, and a signature of who wrote them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl_lightning.checkpoints.files import write_durably
+from sparse_rl_lightning.errors import UserError
 
 NAME = "manifest.json"
 KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
@@ -26,9 +27,9 @@ def write_manifest(folder: Path, digests: dict[str, str], **facts: Any) -> None:
     """Write ``manifest.json``, signed with this user's key.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         digests: SHA-256 of every file by its path inside the folder.
-        **facts: What a reader must know beside, as JSON.
+        **facts: Further values for the reader, as JSON.
     """
     body = json.dumps({"files": digests, **facts}, sort_keys=True)
     text = json.dumps({"body": body, "signature": _sign(body)})
@@ -50,22 +51,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
         body, signature = str(content["body"]), str(content["signature"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
+        raise UserError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
     try:
         own = _sign(body)
-    except OSError as error:  # a home that cannot be written, for one
-        raise ValueError(
+    except OSError as error:  # for example a home that cannot be written
+        raise UserError(
             f"ckpt_path={str(folder)!r} cannot be checked, since this account's key cannot be read or made: {error}. "
             f"Set {KEY_VARIABLE} to the key file of the account that wrote it."
         ) from error
     if not hmac.compare_digest(signature, own):
-        raise ValueError(f"ckpt_path={str(folder)!r} carries another account's signature. {advice}")
+        raise UserError(f"ckpt_path={str(folder)!r} carries another account's signature. {advice}")
     manifest: dict[str, Any] = json.loads(body)
     return manifest
 
 
 def changed_files(folder: Path, digests: dict[str, str]) -> list[str]:
-    """Names of files that are missing or not as they were written."""
+    """Names of files that are missing or have changed since they were written."""
     return [name for name, known in digests.items() if not _matches(folder / name, known)]
 
 
@@ -78,7 +79,7 @@ def _sign(body: str) -> str:
 
 
 def _key() -> bytes:
-    """This user's secret, made when it is first needed and readable by nobody else."""
+    """This user's secret key, created on first use and readable by nobody else."""
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     path = Path(os.environ.get(KEY_VARIABLE) or state / "sparse-rl" / "checkpoint.key")
     if not path.exists():
@@ -87,7 +88,7 @@ def _key() -> bytes:
         own.touch(mode=0o600)
         own.write_text(secrets.token_hex(32))
         try:
-            os.link(own, path)  # fails where another process was faster, whose key then counts
+            os.link(own, path)  # fails if another process was faster, whose key then counts
         except FileExistsError:
             pass
         finally:

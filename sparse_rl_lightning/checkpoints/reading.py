@@ -1,4 +1,4 @@
-"""Reading a checkpoint file: that it is one, that it is as it was written, and without unpickling objects."""
+"""Reading a checkpoint file: checks that it is one and unchanged, and unpickles no objects."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from sparse_rl_lightning.checkpoints.manifest import NAME
+from sparse_rl_lightning.errors import UserError
 
 PARTS = ("state_dict", "global_step", "pytorch-lightning_version")
-"""What every checkpoint of Lightning has."""
+"""The entries of every Lightning checkpoint."""
 
 
 def read_checkpoint(
@@ -23,29 +24,29 @@ def read_checkpoint(
     """A checkpoint of one device or DDP.
 
     Args:
-        path: The file.
-        map_location: As for ``torch.load``.
+        path: Path of the file.
+        map_location: Devices of the tensors, as for ``torch.load``.
         weights_only: Read tensors, numbers and texts only.
 
     Raises:
-        ValueError: If it is a folder, damaged, no checkpoint, or would have to be unpickled.
+        ValueError: If it is a folder, damaged, not a checkpoint, or would have to be unpickled.
     """
     check_whole(path)
     given = f"ckpt_path={str(path)!r}"
     try:
         found = torch.load(path, map_location, weights_only=weights_only)
     except pickle.UnpicklingError:
-        raise ValueError(
+        raise UserError(
             f"{given} holds pickled objects, which could run any code, and is not read: checkpoints of this package "
             "hold tensors, numbers and texts. Give one of those."
         ) from None
     except MemoryError:
         raise
-    except Exception as error:  # what torch raises on bytes that someone made up is anything
-        raise ValueError(f"{given} cannot be read: {type(error).__name__}. Give another checkpoint.") from None
+    except Exception as error:  # torch may raise anything on made-up bytes
+        raise UserError(f"{given} cannot be read: {type(error).__name__}. Give another checkpoint.") from None
     missing = [name for name in PARTS if not isinstance(found, dict) or name not in found]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{given} is no checkpoint of Lightning: it has no {missing[0]!r}. A model folder or a file of weights "
             "belongs under model.policy."
         )
@@ -54,37 +55,37 @@ def read_checkpoint(
 
 
 def check_whole(path: Path) -> None:
-    """Compare all that ``torch.save`` wrote with the checksums it wrote beside; ``torch.load`` does not.
+    """Compare a file with the checksums that ``torch.save`` wrote into it, which ``torch.load`` does not do.
 
     Raises:
-        ValueError: If the file is a folder, no checkpoint, cut off or damaged.
+        ValueError: If the path is a folder, or the file is not a checkpoint, cut off or damaged.
     """
     given = f"ckpt_path={str(path)!r}"
     if path.is_dir():
-        raise ValueError(_why_no_file(path))
+        raise UserError(_why_no_file(path))
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(4)
             if start != b"PK\x03\x04":
                 what = "is empty" if size == 0 else "is no checkpoint: torch.save did not write it"
-                raise ValueError(f"{given} {what}. Give the path of a checkpoint, or 'last'.")
+                raise UserError(f"{given} {what}. Give the path of a checkpoint, or 'last'.")
             with zipfile.ZipFile(file) as archive:
                 is_bomb = sum(entry.file_size for entry in archive.infolist()) > size  # torch.save does not compress
                 damaged = "its contents" if is_bomb else archive.testzip()
     except OSError as error:
-        raise ValueError(f"{given} cannot be read: {error}. Give the path of a checkpoint, or 'last'.") from None
+        raise UserError(f"{given} cannot be read: {error}. Give the path of a checkpoint, or 'last'.") from None
     except (zipfile.BadZipFile, NotImplementedError, zlib.error, EOFError, RuntimeError, UnicodeError) as error:
         damaged = f"it is cut off, or its directory is damaged: {error}"
     if damaged is not None:
-        raise ValueError(
+        raise UserError(
             f"{given} is not as it was written ({damaged}). Resume from another checkpoint of the folder, or start "
             "anew from weights of its folder weights/."
         )
 
 
 def _why_no_file(folder: Path) -> str:
-    """What a folder in place of a checkpoint file is, and what can be done with it."""
+    """An explanation of what a folder in place of a checkpoint file is, and how to use it."""
     given = f"ckpt_path={str(folder)!r} is a"
     if (folder / NAME).is_file():
         return (

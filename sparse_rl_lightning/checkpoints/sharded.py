@@ -1,12 +1,12 @@
-"""Checkpoint folders of DeepSpeed: written by all ranks, whole or not there, read only if this user wrote them.
+"""Checkpoint folders of DeepSpeed: written by all ranks, complete or absent, read only if this user wrote them.
 
 ::
 
     last.ckpt/
       manifest.json          hashes of everything, signed
-      trainer.pt             what Lightning and the module keep, read with weights_only
+      trainer.pt             state of Lightning and the module, read with weights_only
       weights.safetensors    the policy's weights, whole
-      checkpoint/            DeepSpeed's shards of weights and optimiser, one set per rank
+      checkpoint/            DeepSpeed's shards of weights and optimizer, one set per rank
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from torch import Tensor, nn
 from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.files import incomplete, recover, save_tensors, save_weights, swap_folder
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder, remove, sync
 from sparse_rl_lightning.policies.sharding import gathered, of_all_ranks, whole_weights
 
 TAG = "checkpoint"
 TRAINER, WEIGHTS = "trainer.pt", "weights.safetensors"
-LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed's shards hold them
+LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed's shards have them
 
 
 def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint folder; where that fails on any rank the run goes on with the old one.
+    """Write a checkpoint folder; if that fails on any rank the run continues with the old one.
 
     Args:
-        strategy: Attached to a module with a ``policy``; all ranks call this.
-        checkpoint: Lightning's.
-        path: The folder, the same on all ranks.
+        strategy: Strategy attached to a module with a ``policy``; all ranks call this.
+        checkpoint: Checkpoint of Lightning.
+        path: Path of the folder, the same on all ranks.
     """
     attempt = _Attempt(strategy)
     new = incomplete(path)
@@ -66,15 +67,15 @@ def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: 
 
 
 def load_sharded(strategy: DeepSpeedStrategy, path: Path, with_optimizer: bool) -> dict[str, Any]:
-    """Put the weights into the engine, with the optimiser's state where the number of ranks is the same.
+    """Load the weights into the engine, with the optimizer's state if the number of ranks is the same.
 
     Args:
-        strategy: Its engine is set up; all ranks call this.
-        path: A folder that :func:`save_sharded` wrote.
-        with_optimizer: For going on with training.
+        strategy: Strategy whose engine is set up; all ranks call this.
+        path: Folder that :func:`save_sharded` wrote.
+        with_optimizer: Whether training continues.
 
     Returns:
-        What Lightning keeps.
+        The state of Lightning.
 
     Raises:
         ValueError: If the folder is incomplete, was changed, or was written by someone else.
@@ -95,12 +96,12 @@ def load_sharded(strategy: DeepSpeedStrategy, path: Path, with_optimizer: bool) 
 
 
 class _Attempt:
-    """What has failed so far on any rank: all ranks learn of it, so that none waits for another."""
+    """The first failure on any rank, known to all ranks so that none waits for another."""
 
     def __init__(self, strategy: DeepSpeedStrategy) -> None:
         self.strategy = strategy
         self.error: BaseException | None = None
-        self.written: list[str] = []  # by this rank
+        self.written: list[str] = []  # files written by this rank
 
     @property
     def is_alive(self) -> bool:
@@ -112,12 +113,12 @@ class _Attempt:
         return first is None
 
     def on_zero(self, work: Callable[[], object]) -> None:
-        """Let rank zero do something that may fail, unless it has failed already."""
+        """Run work that may fail on rank zero, unless it has failed already."""
         if self.strategy.is_global_zero:
             self.here(work)
 
     def here(self, work: Callable[[], object]) -> None:
-        """Do something that may fail, unless something has."""
+        """Run work that may fail, unless something has failed already."""
         if self.error is not None:
             return
         try:
@@ -136,7 +137,7 @@ class _Attempt:
 
 @contextmanager
 def _watched_engine(engine: Any, folder: Path, attempt: _Attempt) -> Iterator[None]:
-    """Have DeepSpeed's files synced and listed; a rank that cannot write keeps coming to the others' barriers."""
+    """Sync and list DeepSpeed's files; a rank that cannot write still reaches the others' barriers."""
     writer = engine.checkpoint_engine
 
     def save(state_dict: dict[str, Any], path: str) -> None:
@@ -147,7 +148,7 @@ def _watched_engine(engine: Any, folder: Path, attempt: _Attempt) -> Iterator[No
 
         attempt.here(work)
 
-    writer.save, engine._copy_recovery_script = save, lambda _: None  # that would be a script to run
+    writer.save, engine._copy_recovery_script = save, lambda _: None  # it would copy an executable script
     try:
         yield
     finally:
@@ -157,7 +158,7 @@ def _watched_engine(engine: Any, folder: Path, attempt: _Attempt) -> Iterator[No
 def _make_empty(folder: Path) -> None:
     own_folder(folder.parent)
     remove(folder)
-    (folder / TAG).mkdir(parents=True)  # DeepSpeed would make it where errors are not looked for
+    (folder / TAG).mkdir(parents=True)  # DeepSpeed would create it where errors go unnoticed
 
 
 def _write_shards(engine: Any, folder: Path, attempt: _Attempt) -> None:
@@ -166,7 +167,7 @@ def _write_shards(engine: Any, folder: Path, attempt: _Attempt) -> None:
 
 
 def _check_shared(folder: Path, digests: dict[str, str]) -> None:
-    """Before anything old is replaced."""
+    """Check that rank zero sees all files, before anything old is replaced."""
     if unseen := [name for name in digests if not (folder / name).is_file()]:
         raise OSError(
             f"rank 0 does not see {len(unseen)} of {len(digests)} files that others have written, such as {unseen[0]}: "
@@ -185,14 +186,14 @@ def _finish(strategy: DeepSpeedStrategy, path: Path, digests: dict[str, str]) ->
 
 
 def _checked_manifest(strategy: DeepSpeedStrategy, path: Path) -> dict[str, Any]:
-    """The manifest after every file has been looked at by some rank; all ranks raise if one must."""
+    """The manifest after every file was checked by one of the ranks; all ranks raise if one must."""
     manifest: dict[str, Any] = {}
     problem: str | None = None
     if strategy.is_global_zero:
         try:
             recover(path)
             if not path.is_dir():
-                raise ValueError(
+                raise UserError(
                     f"ckpt_path={str(path)!r} is no checkpoint of {type(strategy).__name__}: a single file comes from "
                     "one device or DDP. Resume with that strategy, or export the weights and name them under "
                     "model.policy."
@@ -211,7 +212,7 @@ def _checked_manifest(strategy: DeepSpeedStrategy, path: Path) -> dict[str, Any]
                 "checkpoint."
             )
     if problem is not None:
-        raise ValueError(problem)
+        raise UserError(problem)
     return manifest
 
 
@@ -222,14 +223,14 @@ def _whole_policy(strategy: DeepSpeedStrategy) -> dict[str, Tensor]:
 
 
 def _load_weights(strategy: DeepSpeedStrategy, path: Path) -> None:
-    """Fill the policy from safetensors, and what the optimiser computes with from the policy."""
+    """Fill the policy from safetensors, and the optimizer's copies of the weights from the policy."""
     module = _policy(strategy)
     optimizer: Any = getattr(strategy.deepspeed_engine, "optimizer", None)
     with safe_open(path, "pt") as file, torch.no_grad():
         names = set(file.keys())
         for name, parameter in module.named_parameters():
             if name not in names:
-                raise ValueError(f"{path} lacks the weight {name!r}: it is of another policy.")
+                raise UserError(f"{path} lacks the weight {name!r}: it is of another policy.")
             with gathered([parameter], modifier=0):
                 if parameter.numel():
                     parameter.copy_(file.get_tensor(name))

@@ -63,29 +63,29 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
 
 
 class SparseRLCLI(LightningCLI):
-    """LightningCLI that settles what must hold before any model is built, and never starts over silently."""
+    """LightningCLI that checks the configuration before any model is built, and never starts over silently."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and ``export``."""
+        """Subcommands of Lightning, and ``export``."""
         return LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the number of torch threads: on a small machine one's own choice beats the default."""
+        """Add the number of torch threads: on a small machine the default may be too many."""
         parser.add_argument(
             "--num_threads", type=PositiveInt | None, default=None, help="CPU threads of torch, null: default"
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse; the seed of the process is set before anything else could look at it."""
+        """Parse; the seed of the process is checked before anything else could use it."""
         super().parse_arguments(parser, args)
         check_process_seed(self.config[self.config.subcommand] if "subcommand" in self.config else self.config)
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: Lightning would let a checkpoint's ``hyper_parameters`` change the configuration and its classes."""
+        """Do nothing: Lightning would let a checkpoint's ``hyper_parameters`` change configuration and classes."""
 
     def before_instantiate_classes(self) -> None:
-        """Check folders and checkpoint, and apply what concerns the whole process.
+        """Check folders and checkpoint, and apply settings of the whole process.
 
         Raises:
             ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, a callback
@@ -98,31 +98,31 @@ class SparseRLCLI(LightningCLI):
         check_folders(config)
         check_checkpoint(config)
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
-            config.trainer.limit_val_batches = None  # the 0 in a configuration speaks of `fit`
+            config.trainer.limit_val_batches = None  # the 0 in a configuration is meant for `fit`
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
 
     def instantiate_classes(self) -> None:
-        """Build everything; of an error, say what the class said and not how the parser came to call it."""
+        """Build everything; of an error, show the message of the class without the parser's frame around it."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+            raise own_error(error) or UserError(explain(str(error))) from error.__cause__
         except RuntimeError as error:
             if "more than one stateful callback" not in str(error):
                 raise
-            raise ValueError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
+            raise UserError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
 
     def before_fit(self) -> None:
-        """Warn of what will be overwritten."""
+        """Warn of files that will be overwritten."""
         warn_of_earlier_run(self.config[self.subcommand])
 
     def before_test(self) -> None:
-        """Refuse modules that write nothing."""
+        """Refuse modules that generate nothing."""
         self._check_generates()
 
     def before_predict(self) -> None:
-        """Refuse modules that write nothing."""
+        """Refuse modules that generate nothing."""
         self._check_generates()
 
     def after_predict(self) -> None:
@@ -133,12 +133,12 @@ class SparseRLCLI(LightningCLI):
         try:
             write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as error:
-            raise ValueError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
+            raise UserError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
         say(f"Written: {len(rows)} completions to {path}")
 
     def _check_generates(self) -> None:
         if not isinstance(self.model, (SparseGRPO, Evaluation)):
-            raise ValueError(
+            raise UserError(
                 f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
                 f"model={type(self.model).__name__}. Use fit or validate."
             )
@@ -147,15 +147,15 @@ class SparseRLCLI(LightningCLI):
 class SaveRunConfig(SaveConfigCallback):
     """Writes the whole configuration as ``run_config.yaml`` beside the metrics when training begins.
 
-    Not earlier: a start that fails, or a validation, leaves the configuration of the last training as it is.
+    It is not written earlier: a start that fails, or a validation, leaves the last training's configuration unchanged.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Too early."""
+        """Deferred to ``on_train_start``."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write, unless the disk is full."""
-        folder = trainer.log_dir  # all ranks ask
+        """Write the file, unless the disk is full."""
+        folder = trainer.log_dir  # a collective: all ranks must call it
         if folder is not None and "://" in folder:
             super().setup(trainer, pl_module, "fit")
         elif folder is not None and trainer.is_global_zero:
@@ -167,7 +167,7 @@ def main(args: ArgsType = None) -> LightningCLI:
     """Run the command line, or the same from Python with a list of arguments.
 
     Args:
-        args: Arguments as on the command line, default those of the process.
+        args: Arguments as on the command line, default the process's.
 
     Returns:
         The CLI with its ``trainer``, ``model`` and ``datamodule``.
@@ -182,7 +182,7 @@ def main(args: ArgsType = None) -> LightningCLI:
             auto_configure_optimizers=False,
             seed_everything_default=0,
             parser_class=ClearParser,
-            # not config.yaml: the folder may hold the user's own
+            # not config.yaml: the folder may contain the user's own
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True, "config_filename": "run_config.yaml"},
             parser_kwargs={"version": __version__, "prog": "sparse-rl", "epilog": OTHERS},
@@ -192,7 +192,7 @@ def main(args: ArgsType = None) -> LightningCLI:
 
 @contextmanager
 def _prepared() -> Iterator[None]:
-    """What every command needs: classes of the working directory, and nothing said by other packages' insides."""
+    """Set up any command: classes of the working directory, and no messages about other packages' internals."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
     with warnings.catch_warnings():
@@ -204,7 +204,7 @@ def console() -> None:
     """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
-    ``sparse-rl doctor`` is answered before anything else could fail.
+    ``sparse-rl doctor`` runs before anything else could fail.
     """
     if sys.argv[1:2] == ["doctor"]:
         doctor.main()

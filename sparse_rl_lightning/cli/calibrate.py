@@ -25,6 +25,7 @@ from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
@@ -68,51 +69,51 @@ def calibrate(
 ) -> Calibration:
     """Find the cheapest budget per bin of sequence lengths that keeps the sparse policy close to the dense one.
 
-    Every budget draws the same completions' worth of tokens with the compressor, the dense policy scores them, and the
-    5th percentile of the acceptance is taken in every bin of lengths. Writes schedule.yaml, table.csv, table.png and
-    calibration.json; what is finished is kept, so the same command goes on after an interruption.
+    Every budget draws completions for the same prompts with the compressor, the dense policy scores them, and the
+    5th percentile of the acceptance is computed in every length bin. It writes schedule.yaml, table.csv, table.png and
+    calibration.json; finished parts are kept, so the same command continues after an interruption.
 
     Args:
         policy: Hugging Face folder, hub name, or a policy source.
-        data: Where the prompts are from: its validation rows first, then training rows.
+        data: Source of the prompts: its validation rows first, then training rows.
         budgets: Budgets to sweep, in tokens.
-        compressor: Its budget is swept; with a retriever, what evicts beside it.
-        retriever: Its budget is swept.
-        folder: For the results and the finished parts.
+        compressor: Compressor whose budget is swept; with a retriever, the one that evicts beside it.
+        retriever: Retriever whose budget is swept.
+        folder: Folder for the results and the finished parts.
         num_prompts: Prompts to draw for.
         num_generations: Completions per prompt and budget.
         max_completion_length: Most tokens of a completion.
-        temperature: As in training.
+        temperature: Sampling temperature, as in training.
         chat_template_kwargs: Arguments of the tokenizer's chat template, as in training.
-        top_logprobs: The acceptance is bounded from so many most likely tokens; the whole vocabulary makes it exact.
+        top_logprobs: Number of most likely tokens that bound the acceptance; the whole vocabulary makes it exact.
         bin_size: Tokens per bin of lengths.
-        min_tokens: A bin with fewer tokens is not judged.
-        target: 5th percentile to hold; null for Sparrow's 0.86 scaled from its ceiling of 0.945 to one's own.
-        check: Draw once more with the schedule that was picked.
-        monotone: Let no budget be smaller than that of shorter sequences, since what is evicted does not come back;
-            null for compressors only.
+        min_tokens: Least tokens of a bin that is judged.
+        target: 5th percentile to hold; null for Sparrow's 0.86, scaled from its ceiling of 0.945 to the one measured.
+        check: Whether to draw once more with the schedule that was picked.
+        monotone: Whether no budget may be smaller than that of shorter sequences, since evicted tokens do not come
+            back; null for compressors only.
         resamples: Bootstrap samples behind every confidence interval.
         prompts_per_part: Prompts whose completions are one finished part.
         micro_batch: Sequences per dense forward pass.
-        num_slots: Sequences decoded at the same time, null for all of a part.
+        num_slots: Number of sequences decoded at the same time, null for all of a part.
         memory_limit: Bytes of the cache, or a share of the free memory as a float.
-        device: Null for a GPU where there is one.
-        seed: Of the completions.
+        device: Device to use, null for a GPU where there is one.
+        seed: Seed of the completions.
         num_threads: CPU threads of torch, null for the default.
-        machine: A file of `sparse-rl calibrate --hardware`, to predict what the schedule saves there.
+        machine: File of `sparse-rl calibrate --hardware`, to predict what the schedule saves there.
 
     Raises:
-        ValueError: If there are no prompts, the policy says nothing, or the target cannot be reached.
+        ValueError: If there are no prompts, the policy generates nothing, or the target cannot be reached.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     method: Compressor | Retriever | None = retriever or compressor
     if method is None:
-        raise ValueError("calibrate: give a compressor or a retriever, whose budget is to be found.")
+        raise UserError("calibrate: give a compressor or a retriever, whose budget is to be found.")
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).load()
-    model.to(device or _default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
+    model.to(device or _default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = sorted({*default_end_token_ids(model), *end})
@@ -138,10 +139,10 @@ def main(args: Sequence[str]) -> Calibration | None:
     """``sparse-rl calibrate --config FILE``, or ``--hardware [FILE]`` to measure the machine only.
 
     Args:
-        args: What follows ``calibrate``.
+        args: Arguments after ``calibrate``.
 
     Raises:
-        ValueError: As :func:`calibrate`.
+        ValueError: For the reasons of :func:`calibrate`.
     """
     if any(argument.partition("=")[0] == "--hardware" for argument in args):
         auto_cli(hardware, args=with_file(args), **PARSER)
@@ -149,7 +150,7 @@ def main(args: Sequence[str]) -> Calibration | None:
     try:
         return auto_cli(calibrate, args=list(args), **PARSER)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+        raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 
 
 def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str | None = None) -> None:
@@ -158,7 +159,7 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
     Args:
         hardware: The file to write.
         num_layers: Layers of the model that rollouts will be of.
-        device: Null for a GPU where there is one.
+        device: Device to use, null for a GPU where there is one.
     """
     place = torch.device(device or _default_device())
     kind = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -179,8 +180,8 @@ def statistics(
     Args:
         policy: Hugging Face folder or hub name.
         texts: JSONL file, rows with prompt and (better) completion.
-        statistics: The safetensors file to write.
-        max_length: Tokens of a text to read.
+        statistics: Path of the safetensors file to write.
+        max_length: Number of tokens to read of each text.
         batch_size: Texts per forward pass.
 
     Raises:
@@ -189,10 +190,10 @@ def statistics(
     try:
         model, tokenizer = load_pretrained(policy)
         ids, lengths = pad(read_texts(texts, tokenizer, max_length))
-        model.to(_default_device())  # type: ignore[arg-type]  # transformers wraps the signature away
+        model.to(_default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
         gather_statistics(model, ids, lengths, batch_size).save(statistics)
     except OSError as error:
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
     say(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {statistics}")
 
 
@@ -200,16 +201,16 @@ def statistics_main(args: Sequence[str]) -> None:
     """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``.
 
     Args:
-        args: What follows ``statistics``.
+        args: Arguments after ``statistics``.
 
     Raises:
-        ValueError: As :func:`statistics`.
+        ValueError: For the reasons of :func:`statistics`.
     """
     auto_cli(statistics, args=list(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
 
 
 def with_file(args: Sequence[str]) -> list[str]:
-    """``--hardware`` may stand alone; then it writes ``hardware.json``."""
+    """The arguments with ``hardware.json`` after ``--hardware`` if no file follows it."""
     given = list(args)
     if "--hardware" not in given:  # --hardware=FILE
         return given
@@ -228,7 +229,7 @@ def _default_device() -> str:
 
 @contextmanager
 def _bar(total: int) -> Iterator[Told]:
-    """A bar over the methods, with the time that is left; lines where there is no terminal."""
+    """A progress bar over the methods; lines of text where there is no terminal."""
     style = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
     bar = Tqdm(total=total, bar_format=style, disable=not sys.stderr.isatty())
     shown = [""]
@@ -249,7 +250,7 @@ def _bar(total: int) -> Iterator[Told]:
 
 
 def _tell(found: Calibration, folder: Path, title: str) -> None:
-    """The result in words, and the picture where matplotlib is there."""
+    """Print the result, and draw it if matplotlib is installed."""
     written = ["schedule.yaml", "table.csv", "calibration.json"]
     try:
         draw(found, folder / "table.png", title)
@@ -265,7 +266,7 @@ def _tell(found: Calibration, folder: Path, title: str) -> None:
 def _predict(
     found: Calibration, method: Compressor | Retriever, shape: ModelShape, machine: Hardware, sweep: Sweep
 ) -> None:
-    """What the cost model expects of the schedule and of the fixed budget that would be needed in its place."""
+    """Print the speed that the cost model predicts for the schedule and for the fixed budget in its place."""
     if isinstance(method, Retriever) and sweep.keeps is not None and sweep.keeps.evicts:
         say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
         return

@@ -1,4 +1,4 @@
-"""What can be refused before a model is loaded: folders that cannot be written, checkpoints that are not there."""
+"""Checks before a model is loaded: folders that cannot be written, checkpoints that do not exist."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sparse_rl_lightning.checkpoints.files import replaced
 from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.distributed.deepspeed import not_deepspeed
 from sparse_rl_lightning.distributed.ranks import check_processes
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
-"""What Lightning's ``ckpt_path`` may say instead of a path, ``last`` apart."""
+"""Values that Lightning's ``ckpt_path`` allows instead of a path, except ``last``."""
 
 
 def check_process_seed(config: Any) -> None:
-    """Refuse a seed that numpy does not take.
+    """Refuse a seed that numpy would not accept.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
         ValueError: If ``seed_everything`` is negative or has more than 32 bits.
@@ -39,10 +39,10 @@ def check_process_seed(config: Any) -> None:
 
 
 def check_folders(config: Any) -> None:
-    """Find out now, not after the first rollout, that nothing can be written.
+    """Refuse folders that cannot be written now, instead of failing after the first rollout.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
         ValueError: If ``default_root_dir`` or a folder of the logger or of ModelCheckpoint cannot be written.
@@ -55,16 +55,16 @@ def check_folders(config: Any) -> None:
 
 
 def check_checkpoint(config: Any) -> None:
-    """A missing checkpoint, ``last`` above all, must not become a silent start from zero.
+    """Refuse a missing checkpoint, ``last`` above all: it must not become a silent start from zero.
 
-    The word ``last`` is replaced by the path it stands for: Lightning would take the newest file whose name begins so,
-    and start anew where it finds none.
+    The word ``last`` is replaced by its path: Lightning would take the newest file whose name begins with it, and start
+    anew if it finds none.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
-        ValueError: If it is not there.
+        ValueError: If it does not exist.
     """
     ckpt_path = config.get("ckpt_path")
     if ckpt_path is None or ckpt_path in NAMED_CHECKPOINTS:
@@ -86,13 +86,13 @@ def last_checkpoint(folders: Sequence[Path]) -> str:
         recover(path)
     found = [path for path in paths if path.exists() or path.is_symlink()]
     if len(found) > 1:
-        raise ValueError(
+        raise UserError(
             f"ckpt_path=last: there are {' and '.join(map(str, found))}. Give the path of the one to go on with."
         )
     if not found:
         looked = [str(folder) for folder in folders] or "any folder of a checkpoint callback"
         others = ", ".join(str(path) for folder in folders for path in sorted(folder.glob("*.ckpt")))
-        raise ValueError(
+        raise UserError(
             f"ckpt_path=last: there is no {LAST} in {looked}{', but there are ' * bool(others)}{others}. Give the path "
             "of a checkpoint, or leave ckpt_path out to start anew. RolloutCheckpoint writes last.ckpt, and so does "
             "ModelCheckpoint with save_last: true and a fixed dirpath."
@@ -110,23 +110,23 @@ def _check_exists(path: Path, given: str) -> None:
     if path.exists():
         return
     if path.is_symlink():
-        raise ValueError(f"{given} is a link to {os.readlink(path)!r}, which is not there. Give another checkpoint.")
-    raise ValueError(f"{given} does not exist. Give the path of a checkpoint, or 'last'.")
+        raise UserError(f"{given} is a link to {os.readlink(path)!r}, which is not there. Give another checkpoint.")
+    raise UserError(f"{given} does not exist. Give the path of a checkpoint, or 'last'.")
 
 
 def check_launch(config: Any) -> None:
-    """What the module would refuse as well, but Lightning's trainer meets first.
+    """Refuse strategies and processes that the module would refuse as well, but that Lightning's trainer meets first.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
-        ValueError: If the strategy is Lightning's own DeepSpeed, or other processes were started than are asked for.
+        ValueError: If the strategy is Lightning's own DeepSpeed, or a different number of processes was started.
     """
     strategy = config.trainer.strategy
     name = strategy if isinstance(strategy, str) else str(getattr(strategy, "class_path", "")).rpartition(".")[2]
     if name.startswith("deepspeed") or name == "DeepSpeedStrategy":
-        raise ValueError(not_deepspeed(f"trainer.strategy={name}"))
+        raise UserError(not_deepspeed(f"trainer.strategy={name}"))
     devices = config.trainer.devices
     if isinstance(devices, str) and devices.isdecimal():
         devices = int(devices)
@@ -135,10 +135,10 @@ def check_launch(config: Any) -> None:
 
 
 def warn_of_earlier_run(config: Any) -> None:
-    """Say that a new run is going to overwrite what an earlier one left.
+    """Warn that a new run is going to overwrite the files of an earlier one.
 
     Args:
-        config: The parsed configuration of ``fit``.
+        config: Parsed configuration of ``fit``.
     """
     if config.get("ckpt_path") is not None or config.trainer.fast_dev_run:
         return
@@ -151,22 +151,22 @@ def warn_of_earlier_run(config: Any) -> None:
 
 
 def check_callbacks(config: Any) -> None:
-    """Lightning refuses two callbacks whose states a checkpoint could not tell apart, in words for programmers.
+    """Refuse two callbacks whose states a checkpoint could not tell apart, more clearly than Lightning does.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
 
     Raises:
-        ValueError: If one is listed twice.
+        ValueError: If a callback is listed twice.
     """
     kinds = [imported(callback.class_path) for callback in _objects(config.trainer.callbacks)]
     for kind in (kind for n, kind in enumerate(kinds) if kind in kinds[:n]):
         if kind.state_dict is not Callback.state_dict and kind.state_key is Callback.state_key:
-            raise ValueError(f"trainer.callbacks: {kind.__name__} is listed twice. One is enough, remove the other.")
+            raise UserError(f"trainer.callbacks: {kind.__name__} is listed twice. One is enough, remove the other.")
 
 
 def checkpoint_folders(config: Any) -> Iterator[str]:
-    """Fixed folders of all checkpoint callbacks."""
+    """The fixed folders of all checkpoint callbacks."""
     for callback in _objects(config.trainer.callbacks):
         kind = imported(callback.class_path)
         if not (isinstance(kind, type) and issubclass(kind, ModelCheckpoint)):
@@ -178,10 +178,10 @@ def checkpoint_folders(config: Any) -> Iterator[str]:
 
 
 def name_logger(config: Any) -> None:
-    """Where no logger is named, let ``metrics.csv`` go to ``default_root_dir``, the folder that names the run.
+    """Write ``metrics.csv`` to ``default_root_dir``, the folder named after the run, if no logger is configured.
 
     Args:
-        config: The parsed configuration of a subcommand.
+        config: Parsed configuration of a subcommand.
     """
     trainer = config.trainer
     if trainer.default_root_dir and (trainer.logger is None or trainer.logger is True):
@@ -191,7 +191,7 @@ def name_logger(config: Any) -> None:
 
 
 def _holds_checkpoints(folder: Path) -> bool:
-    """Whether any is there, be it one that a killed run was replacing."""
+    """Whether there is any checkpoint, including one that a killed run was replacing."""
     return any(folder.glob("*.ckpt")) or any(replaced(folder / "x").parent.glob("*.ckpt"))
 
 
@@ -202,7 +202,7 @@ def _objects(value: Any) -> list[Any]:
 
 
 def _check_writable(folder: Any, argument: str) -> None:
-    """Try the folder or the first of its parents that exists, without creating any."""
+    """Try to write to the folder or its first existing parent, without creating any."""
     if folder is None or "://" in str(folder):
         return
     path = Path(folder).expanduser()
@@ -211,6 +211,6 @@ def _check_writable(folder: Any, argument: str) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{argument}={str(path)!r} cannot be written: {error.strerror}. Give a folder you may write to."
         ) from error

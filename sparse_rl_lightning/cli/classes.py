@@ -1,4 +1,4 @@
-"""Classes that a configuration names: found by their names, and with the arguments that they take."""
+"""Classes of a configuration: lookup by name, and the arguments that they take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASES = (
     PolicyModule, PromptDataModule, Compressor, Retriever, BudgetRule, LengthSchedule, PolicySource, Callback, Logger,
     Optimizer,
 )  # fmt: skip
-"""Classes whose subclasses a configuration names."""
+"""Base classes whose subclasses a configuration may name."""
 
 
 def known_classes() -> dict[str, type]:
@@ -48,6 +48,6 @@ def argument_names(path: str) -> set[str]:
     try:
         kind = known_classes().get(path) or imported(path)
         added = ArgumentParser(exit_on_error=False).add_class_arguments(kind, fail_untyped=False)
-    except (ImportError, AttributeError, TypeError, ValueError):  # the parser says what is wrong with the name
+    except (ImportError, AttributeError, TypeError, ValueError):  # the parser reports what is wrong with the name
         return set()
     return {*added, *(name.partition(".")[0] for name in added)}

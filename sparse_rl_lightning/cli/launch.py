@@ -1,4 +1,4 @@
-"""Processes that belong to one run, until they have met: none stays behind, and a port that is taken is named."""
+"""Processes of one run until they have met: none stays behind, and a port that is taken is named."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import time
 import torch
 
 VARIABLE = "SPARSE_RL_LAUNCHER"
-"""Number of the process that Lightning starts the other ranks from."""
+"""Environment variable with the id of the process from which Lightning starts the other ranks."""
 
 
 def follow_launcher() -> None:
-    """Have a rank that another one has started end with it, until they have met and notice each other's end.
+    """End a rank with the one that started it, until they have met and notice each other's end.
 
-    Lightning leaves them behind where rank zero fails early. What a rank starts by itself, a command in a reward
-    function say, inherits its environment and is no rank.
+    Lightning leaves them behind if rank zero fails early. A process that a rank starts itself, such as a command in a
+    reward function, inherits its environment but is not a rank.
     """
     launcher = os.environ.pop(VARIABLE, None)
     if launcher is None or os.environ.get("LOCAL_RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ[VARIABLE] = str(os.getpid())  # for those that this one may start
+        os.environ[VARIABLE] = str(os.getpid())  # for the ranks that this one may start
     else:
         threading.Thread(target=_follow, args=(int(launcher),), name="follow_launcher", daemon=True).start()
 
 
 def network_error(error: torch.distributed.DistNetworkError) -> str:
-    """Why ranks cannot meet, in one line."""
+    """The reason why ranks cannot meet, in one line."""
     place = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
     said = str(error).strip().partition("\n")[0]
     if "EADDRINUSE" in said or "in use" in said:

@@ -1,4 +1,4 @@
-"""Errors as a user wants to read them: the key, what was given, what may have been meant."""
+"""Errors of the command line: the key, what was given, what may have been meant."""
 
 from __future__ import annotations
 

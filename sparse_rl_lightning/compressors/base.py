@@ -1,4 +1,4 @@
-"""What a compressor is: a score per cached entry. Pinning, ties, compaction and the record live elsewhere, once."""
+"""Compressor: a score per cached entry. Pinning, ties, compaction and the record are written once, elsewhere."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
-from sparse_rl_lightning.ops.select import pinned_entries, select_entries
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.selection import pinned_entries, select_entries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 
 class Compressor(Budgeted):
     """Decides which ``budget`` entries of a full slot survive; subclasses only write :meth:`score`.
 
-    A slot holds ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
+    A slot has room for ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
     positions, the last ``window`` entries and the best scores among the rest stay. A compressor keeps no state
     of its own: one instance serves all layers, slots and ranks. Numbers that a method accumulates over the steps are
     named in :attr:`state_fields` and belong to the cache.
 
-    With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget is that of each sequence's own length when it
-    is compressed. Memory is sized by the largest, and nothing is evicted while a sequence holds fewer tokens than the
+    With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget depends on each sequence's length when it is
+    compressed. Memory is sized for the largest, and nothing is evicted while a sequence has fewer tokens than the
     budget of its length plus ``buffer``.
 
     Args:
@@ -30,11 +31,11 @@ class Compressor(Budgeted):
         buffer: Tokens appended between two compressions.
         num_sinks: First positions of the sequence that are never evicted. 0 reproduces published R-KV and SnapKV.
         window: Most recent tokens that are never evicted.
-        compress_prompt: Compress a prompt that does not fit the slot at the end of its prefill. With False the
+        compress_prompt: Whether a prompt that does not fit the slot is compressed after its prefill. With False the
             slot grows to ``max(budget, longest prompt) + buffer`` and the prompt competes from the first trigger on.
-        budget_rule: How layers and heads share the budget, null for equally.
-        protect_prompt: Never evict tokens of the prompt. ``budget`` must exceed the longest prompt: protected tokens
-            take places of the budget, and more of them than it holds is an error when it happens, not an eviction.
+        budget_rule: Rule by which layers and heads share the budget, null for equally.
+        protect_prompt: Whether the prompt is never evicted. ``budget`` must exceed the longest prompt: protected tokens
+            take places of the budget, and more of them than it holds are an error when it happens.
         protect_token_ids: Token ids that are never evicted wherever they stand, such as digits or line breaks.
 
     Raises:
@@ -57,9 +58,9 @@ class Compressor(Budgeted):
     ) -> None:
         name = type(self).__name__
         if buffer < 1:
-            raise ValueError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
+            raise UserError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
         if num_sinks < 0 or window < 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}: num_sinks must be >= 0 and window >= 1, got num_sinks={num_sinks}, window={window}."
             )
         self.buffer = buffer
@@ -78,7 +79,7 @@ class Compressor(Budgeted):
     def _check_schedule(self, schedule: LengthSchedule) -> None:
         name, pinned = type(self).__name__, self.num_sinks + self.window
         if schedule.minimum < pinned:
-            raise ValueError(
+            raise UserError(
                 f"{name}: budget={schedule.minimum} is smaller than num_sinks + window = {self.num_sinks} + "
                 f"{self.window} = {pinned} tokens that are never evicted. Raise budget or lower num_sinks or window."
             )
@@ -89,26 +90,26 @@ class Compressor(Budgeted):
                 stacklevel=5,  # the caller of the constructor
             )
 
-    # ---------------------------------------------------------------- what a method declares
+    # ---------------------------------------------------------------- declarations of a method
 
     @property
     def num_queries(self) -> int:
-        """How many of the most recent queries the cache keeps for :meth:`score`; 0 keeps none."""
+        """Number of most recent queries that the cache keeps for :meth:`score`; 0 for none."""
         return self.window
 
     @property
     def state_fields(self) -> tuple[str, ...]:
-        """Names of float32 numbers per entry that the cache keeps beside the keys, moves with them and starts at 0.
+        """Names of float32 numbers per entry that the cache stores with the keys, moves with them and starts at 0.
 
-        Where there are any, here or in :meth:`head_state_fields`, the cache calls :meth:`update_state`.
+        If there are any, here or in :meth:`head_state_fields`, the cache calls :meth:`update_state`.
         """
         return ()
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """Names of float32 numbers per KV head, and how many of each: (S, H, C) that start at 0 with every prompt.
+        """Names of float32 numbers per KV head, with the width C of each: (S, H, C) that start at 0 with every prompt.
 
         Args:
-            head_dim: D of the model.
+            head_dim: Head dimension D of the model.
         """
         return {}
 
@@ -124,35 +125,35 @@ class Compressor(Budgeted):
 
     @property
     def needs_output_norms(self) -> bool:
-        """Whether :meth:`update_state` reads ``update.output_norms``, a product like the output projection's a step."""
+        """Whether :meth:`update_state` reads ``update.output_norms``: as costly per step as the output projection."""
         return False
 
     @abstractmethod
     def score(self, layer: LayerState) -> Tensor:
-        """How much each entry is worth: (S, H, N), higher is kept. Entries that are not valid may hold anything.
+        """Worth of each entry: (S, H, N), higher is kept; anything where there is no valid entry.
 
-        A score of +inf says that the entry must stay: too many of them are an error, not an eviction.
+        Entries with a score of +inf must stay: more of them than the budget holds are an error, not an eviction.
         """
 
     def update_state(self, update: StateUpdate) -> None:
-        """Write down what new tokens tell, into ``update.state`` and ``update.head_state``, in place.
+        """Update the running numbers in ``update.state`` and ``update.head_state`` for new tokens, in place.
 
-        Called for every token once, before the slot may be compressed: for one of each sequence after a decode step,
-        for the tokens of a prompt in blocks. A block of Q tokens must leave the numbers that Q blocks of one leave.
+        It is called once for every token, before the slot may be compressed: with one of each sequence after a decode
+        step, and with the tokens of a prompt in blocks. A block of Q tokens must have the effect of Q blocks of one.
 
         Args:
-            update: One layer's numbers and the new tokens.
+            update: The numbers of one layer, and the new tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} has state_fields, so it needs update_state.")
 
-    # ---------------------------------------------------------------- what the cache calls
+    # ---------------------------------------------------------------- calls of the cache
 
     def layer_budgets(self, num_layers: int, budget: int | None = None) -> list[int]:
-        """Tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
+        """The tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
 
         Args:
             num_layers: Layers of the model.
-            budget: One of the schedule, default the largest.
+            budget: A budget of the schedule, default the largest.
 
         Raises:
             ValueError: If a head would get less than sinks and window.
@@ -161,15 +162,15 @@ class Compressor(Budgeted):
         return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
 
     def plan_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``select_and_compact`` takes them.
+        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``evict`` takes them.
 
         Args:
             layer: One layer's cache.
-            layer_budget: The layer's number of :meth:`layer_budgets`, or (S,) int64 one for each slot; default
+            layer_budget: Budget of the layer from :meth:`layer_budgets`, or (S,) int64, one for each slot; default
                 :attr:`budget`.
 
         Raises:
-            ValueError: As :meth:`checked_score`, or if more entries must stay than a head keeps.
+            ValueError: If :meth:`score` cannot be ranked, or more entries must stay than a head keeps.
         """
         limit = self.budget if layer_budget is None else layer_budget
         given = self._shaped_score(layer)
@@ -179,10 +180,10 @@ class Compressor(Budgeted):
         budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
         must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
         unranked, too_many = (given.isnan() & layer.valid).any(), (must_stay > budgets).any()
-        if bool(unranked | too_many):  # the device is waited for once
+        if bool(unranked | too_many):  # one synchronization with the device
             self._refuse_nan(given, layer)
             worst = int((must_stay - budgets).argmax())
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}: {int(must_stay.flatten()[worst])} entries of a head in layer "
                 f"{layer.layer_index} must stay, num_sinks={self.num_sinks} and window={self.window} among them, but "
                 f"it keeps only {int(budgets.flatten()[worst])}. Raise budget={self.schedule.plain} or protect fewer "
@@ -191,20 +192,20 @@ class Compressor(Budgeted):
         return scores, budgets
 
     def select(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> Tensor:
-        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``select_and_compact``.
+        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``evict``.
 
         Args:
             layer: One layer's cache.
-            layer_budget: As for :meth:`plan_eviction`.
+            layer_budget: Budget as for :meth:`plan_eviction`.
 
         Raises:
-            ValueError: As :meth:`plan_eviction`.
+            ValueError: For the reasons of :meth:`plan_eviction`.
         """
         scores, budgets = self.plan_eviction(layer, layer_budget)
         return select_entries(scores, layer.valid, layer.positions, budgets, self.num_sinks, self.window)
 
     def checked_score(self, layer: LayerState) -> Tensor:
-        """What :meth:`score` returns, +inf for protected tokens, refused where it cannot be ranked.
+        """Scores of :meth:`score`, checked, with +inf for protected tokens.
 
         Raises:
             ValueError: If :meth:`score` returned another shape than (S, H, N), or NaN for a live entry.
@@ -214,7 +215,7 @@ class Compressor(Budgeted):
         return self._protected(scores, layer)
 
     def _protected(self, scores: Tensor, layer: LayerState) -> Tensor:
-        """The scores (S, H, N), +inf for tokens that ``protect_prompt`` and ``protect_token_ids`` name."""
+        """The scores (S, H, N), with +inf for the tokens of ``protect_prompt`` and ``protect_token_ids``."""
         if self.protect_token_ids:
             ids = torch.tensor(self.protect_token_ids, dtype=layer.token_ids.dtype, device=layer.token_ids.device)
             scores = scores.masked_fill(torch.isin(layer.token_ids, ids) & layer.valid, torch.inf)
@@ -226,7 +227,7 @@ class Compressor(Budgeted):
     def _shaped_score(self, layer: LayerState) -> Tensor:
         scores = self.score(layer)
         if scores.shape != layer.valid.shape:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}.score returned shape {tuple(scores.shape)}, expected (slots, KV heads, "
                 f"entries) = {tuple(layer.valid.shape)}."
             )
@@ -236,6 +237,6 @@ class Compressor(Budgeted):
         if bool((scores.isnan() & layer.valid).any()):
             broken = layer.keys.isnan().any(dim=-1) & layer.valid
             cause = " Their keys are NaN themselves: look for NaN in the model's weights." if bool(broken.any()) else ""
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.{cause}"
             )

@@ -1,4 +1,4 @@
-"""Combined: one score out of several compressors', and one set of tokens for all heads of a layer."""
+"""Combined: one score from several compressors, and one set of tokens for all heads of a layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sparse_rl_lightning.compressors.entries import (
     shared_scores,
     standardized,
 )
-from sparse_rl_lightning.ranges import check_choice, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 Normalization = Literal["rank", "standard", "none"]
-"""How scores of different heads or methods are made comparable: their order, mean 0 and deviation 1, or not at all."""
+"""Ways to make scores of different heads or methods comparable: ranks, mean 0 and deviation 1, or not at all."""
 
 _SIZES = (
     "schedule", "buffer", "num_sinks", "window", "compress_prompt", "budget_rule", "protect_prompt",
@@ -33,18 +33,19 @@ class Combined(Compressor):
     """Keep what several methods value, or keep the same tokens in all KV heads of a layer, or both.
 
     The scores of each method are made comparable within each head, then added with their weights. ``across_heads``
-    gives a token one score in all heads that hold it: that of the head that values it most (``max``, so the set is
-    close to a union of what the heads would keep) or the average (``mean``). Needed where memory is shared by all
+    gives a token one score in all heads that have it: its score in the head that values it most (``max``, so the set is
+    close to a union of what the heads would keep) or the average (``mean``). This is needed if memory is shared by all
     heads, as in paged caches of inference engines, and for comparisons with methods that work so.
 
-    Budget, buffer and all other sizes are those of the methods, which must agree. Each method sees as many queries as
-    it asks for, and running numbers of its own.
+    Budget, buffer and all other sizes are taken from the methods, which must agree. Each method gets the number of
+    queries it asks for, and its own running numbers.
 
     Args:
-        compressors: The methods, one or more.
+        compressors: Methods to combine, one or more.
         weights: Positive numbers, one per method; null for equal ones.
-        normalization: "rank" compares places, "standard" standard deviations from the mean, "none" raw scores.
-        across_heads: "max" or "mean" for one set of tokens per layer, null for a set per head.
+        normalization: Scale of the scores: "rank" compares ranks, "standard" standard deviations from the mean, "none"
+            raw scores.
+        across_heads: Reduction "max" or "mean" for one set of tokens per layer, null for a set per head.
 
     Raises:
         ValueError: If there is no method, one never evicts, sizes differ, weights do not fit or an option is unknown.
@@ -59,7 +60,7 @@ class Combined(Compressor):
     ) -> None:
         name = type(self).__name__
         if not compressors:
-            raise ValueError(f"{name}: give at least one compressor.")
+            raise UserError(f"{name}: give at least one compressor.")
         for part in compressors:
             _check_part(name, compressors[0], part)
         check_choice("normalization", normalization, Normalization, name)
@@ -67,7 +68,7 @@ class Combined(Compressor):
             check_choice("across_heads", across_heads, HeadReduction, name)
         weights = [1.0] * len(compressors) if weights is None else list(weights)
         if len(weights) != len(compressors):
-            raise ValueError(
+            raise UserError(
                 f"{name}: weights must be {len(compressors)} numbers, one per compressor, got weights={weights}."
             )
         for place, weight in enumerate(weights):
@@ -81,37 +82,37 @@ class Combined(Compressor):
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
         super()._set_budget(budget)
-        for part in getattr(self, "_parts", ()):  # none yet in __init__, where the budget is theirs
+        for part in getattr(self, "_parts", ()):  # none yet in __init__, where they give the budget
             part._set_budget(budget)
 
     @property
     def num_queries(self) -> int:
-        """The most that any part asks for."""
+        """Largest number that a part asks for."""
         return max(part.num_queries for part in self._parts)
 
     @property
     def state_fields(self) -> tuple[str, ...]:
-        """Those of all parts, numbered."""
+        """Names of all parts, numbered."""
         return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """Those of all parts, numbered."""
+        """Names of all parts, numbered."""
         parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
         return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
 
     @property
     def needs_attention(self) -> bool:
-        """Whether any part does."""
+        """Whether any part needs it."""
         return any(part.needs_attention for part in self._parts)
 
     @property
     def needs_hidden_states(self) -> bool:
-        """Whether any part does."""
+        """Whether any part needs it."""
         return any(part.needs_hidden_states for part in self._parts)
 
     @property
     def needs_output_norms(self) -> bool:
-        """Whether any part does."""
+        """Whether any part needs it."""
         return any(part.needs_output_norms for part in self._parts)
 
     def update_state(self, update: StateUpdate) -> None:
@@ -122,7 +123,7 @@ class Combined(Compressor):
                 part.update_state(replace(update, state=state, head_state=head_state))
 
     def score(self, layer: LayerState) -> Tensor:
-        """The weighted sum, with ``across_heads`` the same for a token in every head: (S, H, N)."""
+        """The weighted sum (S, H, N), with ``across_heads`` the same for a token in every head."""
         scores = [_comparable(scores, layer.valid, self.normalization) for scores in self.part_scores(layer)]
         total = scores[0] * self.weights[0]
         for weight, score in zip(self.weights[1:], scores[1:], strict=True):
@@ -132,7 +133,7 @@ class Combined(Compressor):
         return shared_scores(total, layer.positions, layer.valid, self.across_heads)
 
     def part_scores(self, layer: LayerState) -> list[Tensor]:
-        """(S, H, N) of each part, checked as any compressor's."""
+        """Checked scores (S, H, N) of each part."""
         return [
             part.checked_score(
                 replace(
@@ -151,31 +152,31 @@ class Combined(Compressor):
 
 
 def _check_part(name: str, first: Compressor, part: Compressor) -> None:
-    """Refuse a part that never evicts or whose sizes are not those of the first."""
+    """Refuse a part that never evicts or whose sizes differ from the first's."""
     if not part.evicts:
-        raise ValueError(f"{name}: {part} never evicts, so there are no scores to work on. Leave it out.")
+        raise UserError(f"{name}: {part} never evicts, so there are no scores to work on. Leave it out.")
     for size in _SIZES:
         own, other = _size(first, size), _size(part, size)
         if own != other:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all compressors inside must have the same {own[0]}, but {type(first).__name__} has "
                 f"{own[0]}={own[1]} and {type(part).__name__} has {own[0]}={other[1]}."
             )
 
 
 def _size(part: Compressor, name: str) -> tuple[str, str]:
-    """A size as a user gave it: the argument and its value."""
+    """The argument and value of a size, as a user gave it."""
     return ("budget", repr(part.schedule.plain)) if name == "schedule" else (name, repr(getattr(part, name)))
 
 
 def _comparable(scores: Tensor, valid: Tensor, how: Normalization) -> Tensor:
-    """Scores that can be compared between heads and methods: (S, H, N)."""
+    """Scores (S, H, N) that can be compared between heads and methods."""
     if how == "none":
         return scores
     return normalized_ranks(scores, valid) if how == "rank" else standardized(scores, valid)
 
 
 def _own(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Those of one part, under its own names."""
+    """Numbers of one part, under its own names."""
     prefix = f"{index}."
     return {name.removeprefix(prefix): own for name, own in numbers.items() if name.startswith(prefix)}

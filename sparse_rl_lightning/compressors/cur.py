@@ -1,4 +1,4 @@
-"""CUR: keep entries whose key and value are large among their neighbours."""
+"""CUR: keep entries whose key and value are large among their neighbors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
-from sparse_rl_lightning.ranges import check_choice
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.records import LayerState
 
 Leverage = Literal["product", "mean", "key", "value"]
 
 
 class CUR(Compressor):
-    """Keep what has leverage: squared norms of key and value, relative to their neighbours (CurDKV, arXiv 2509.15038).
+    """Keep what has leverage: squared norms of key and value, relative to their neighbors (CurDKV, arXiv 2509.15038).
 
     A squared norm is divided by the sum over its ``local_window`` entries, which are cut from the start of the slot.
     The random projection that the published code can put before the norms is left out.
@@ -25,8 +25,8 @@ class CUR(Compressor):
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         leverage: The "product" of the shares of key and value, their "mean", or only that of "key" or "value".
-        local_window: Neighbouring entries that share one sum; 0 takes the norms as they are.
-        **sizes: Those of :class:`Compressor`.
+        local_window: Neighboring entries that share one sum; 0 takes the norms as they are.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
@@ -40,19 +40,19 @@ class CUR(Compressor):
         super().__init__(budget, **sizes)
         check_choice("leverage", leverage, Leverage, type(self).__name__)
         if local_window < 0:
-            raise ValueError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
+            raise UserError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
         self.leverage: Leverage = leverage
         self.local_window = local_window
 
     def score(self, layer: LayerState) -> Tensor:
-        """Shares of leverage: (S, H, N), summing to 1 over the live entries."""
+        """Shares of leverage (S, H, N), which sum to 1 over the live entries."""
         key = self._shares(layer.keys, layer.valid)
         value = self._shares(layer.values, layer.valid)
         scores = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.leverage]
         return _divide(scores, scores.sum(dim=-1, keepdim=True))
 
     def _shares(self, tensor: Tensor, valid: Tensor) -> Tensor:
-        """Each squared norm over the sum of its window: (S, H, N)."""
+        """Each squared norm divided by the sum of its window: (S, H, N)."""
         squares = live_entries(tensor, valid).square().sum(dim=-1)
         num_entries, width = squares.shape[-1], self.local_window
         if width == 0:
@@ -63,5 +63,5 @@ class CUR(Compressor):
 
 
 def _divide(part: Tensor, whole: Tensor) -> Tensor:
-    """Shares, 0 of nothing."""
+    """Shares of a whole, 0 where the whole is 0."""
     return part / whole.masked_fill(whole == 0, 1.0)

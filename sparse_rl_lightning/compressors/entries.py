@@ -1,4 +1,4 @@
-"""What several scores need: live entries in float32, newest token and queries, comparable and shared scores."""
+"""Helpers for scores: live entries in float32, newest token and queries, comparable and shared scores."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.records import LayerState
 
 HeadReduction = Literal["max", "mean"]
-"""Over the heads that hold a token: its best score, or the mean."""
+"""Reduction over the heads that have a token: its best score, or the mean."""
 
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
 def live_entries(tensor: Tensor, valid: Tensor) -> Tensor:
-    """Keys or values (S, H, N, D) as numbers to sum over: float32 or better, 0 in free memory."""
+    """Keys or values (S, H, N, D) to sum over: float32 or better, 0 in free memory."""
     return tensor.to(accumulation_dtype(tensor.dtype)).masked_fill(~valid.unsqueeze(-1), 0.0)
 
 
 def newest_position(layer: LayerState) -> Tensor:
-    """(S,) true position of the last token of each sequence, which every head holds."""
+    """The true position (S,) of the last token of each sequence, which every head has."""
     return layer.positions.masked_fill(~layer.valid, -1).amax(dim=(1, 2))
 
 
@@ -40,14 +40,14 @@ def newest_queries(layer: LayerState, count: int) -> LayerState:
 def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
     """Scores replaced by their order: the share of a row's other live entries that are lower, from 0 to 1.
 
-    Equal scores have equal ranks. A score of +inf, which says that the entry must stay, is left as it is.
+    Equal scores have equal ranks. A score of +inf, which means that the entry must stay, is left unchanged.
 
     Args:
-        scores: (S, H, N) float without NaN in live entries.
-        valid: (S, H, N) bool, live entries.
+        scores: Scores (S, H, N), float without NaN in live entries.
+        valid: Live entries (S, H, N), bool.
 
     Returns:
-        (S, H, N) float32, anything in free memory.
+        The ranks (S, H, N) float32, undefined in free memory.
     """
     known = scores.masked_fill(~valid, torch.inf).contiguous()
     lower = torch.searchsorted(known.sort(dim=-1).values, known, side="left")
@@ -56,16 +56,16 @@ def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def standardized(scores: Tensor, valid: Tensor) -> Tensor:
-    """Scores less their mean, divided by their standard deviation, over the live entries of each row.
+    """Scores minus their mean, divided by their standard deviation, over the live entries of each row.
 
-    Infinite scores do not count, and are left as they are.
+    Infinite scores do not count, and are left unchanged.
 
     Args:
-        scores: (..., N) float without NaN in live entries.
-        valid: bool, broadcasts to ``scores``.
+        scores: Scores (..., N), float without NaN in live entries.
+        valid: Live entries, bool, broadcasts to ``scores``.
 
     Returns:
-        (..., N), anything in free memory.
+        The standardized scores (..., N), undefined in free memory.
     """
     counted = valid & scores.isfinite()
     number = counted.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -76,19 +76,19 @@ def standardized(scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def shared_scores(scores: Tensor, positions: Tensor, valid: Tensor, reduction: HeadReduction) -> Tensor:
-    """Give a token the same score in every head that holds it.
+    """Give a token the same score in every head that has it.
 
-    Heads that always keep the same tokens hold the same token at the same entry. Budgets per head, or a mixture with
-    scores that differ from head to head, end that, so tokens are found by their positions.
+    Heads that always keep the same tokens have the same token at the same entry. Budgets per head, or a mixture with
+    scores that differ from head to head, break that, so tokens are found by their positions.
 
     Args:
-        scores: (S, H, N) float.
-        positions: (S, H, N) true positions, increasing over the live entries of a row.
-        valid: (S, H, N) bool, live entries, first in their rows.
-        reduction: "max" or "mean" over the heads that hold the token.
+        scores: Scores (S, H, N), float.
+        positions: True positions (S, H, N), increasing over the live entries of a row.
+        valid: Live entries (S, H, N), bool, first in their rows.
+        reduction: Reduction "max" or "mean" over the heads that have the token.
 
     Returns:
-        (S, H, N), 0 in free memory.
+        The shared scores (S, H, N), 0 in free memory.
     """
     assert reduction in ("max", "mean"), reduction
     ordered = positions.masked_fill(~valid, _NOWHERE)
@@ -98,7 +98,7 @@ def shared_scores(scores: Tensor, positions: Tensor, valid: Tensor, reduction: H
     for head in range(scores.shape[1]):
         there = ordered[:, head].contiguous()  # (S, N)
         index = torch.searchsorted(there, wanted).clamp(max=there.shape[1] - 1)
-        found = (there.gather(1, index) == wanted).view_as(scores)  # free memory is cut at the end
+        found = (there.gather(1, index) == wanted).view_as(scores)  # free memory is masked at the end
         score = scores[:, head].gather(1, index).view_as(scores)
         if reduction == "max":
             total = torch.where(found, torch.maximum(total, score), total)

@@ -1,4 +1,4 @@
-"""ExpectedAttention: keep what queries still to come are expected to attend to."""
+"""ExpectedAttention: keep what future queries are expected to attend to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
-from sparse_rl_lightning.ops.importance import group_logits
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.ops.pools import accumulation_dtype
-from sparse_rl_lightning.ranges import check_choice, check_number
+from sparse_rl_lightning.ops.window_importance import group_logits
 from sparse_rl_lightning.records import LayerState
 
 Covariance = Literal["full", "diagonal", "none"]
@@ -22,23 +22,23 @@ Covariance = Literal["full", "diagonal", "none"]
 class ExpectedAttention(Compressor):
     """Keep what a normal distribution of future queries attends to, times the norm of the value (arXiv 2510.00636).
 
-    The latest ``query_window`` queries, turned back to position 0, give a mean and a covariance; both are turned to
+    The latest ``query_window`` queries, rotated back to position 0, give a mean and a covariance; both are rotated by
     the mean rotation of the ``num_future`` positions that follow. A key's expected attention is the softmax of
     ``mean.k * scale + k.covariance.k * scale^2 / 2``, a mean over the query heads of its group.
 
-    Queries are turned by their true positions and the future begins behind the newest token, where kvpress counts
-    from the length of its buffer once it decodes. Positions below ``num_sinks`` neither enter the softmax nor, as
+    Queries are rotated by their true positions and the future begins after the newest token, whereas kvpress counts
+    from the length of its buffer while it decodes. Positions below ``num_sinks`` enter neither the softmax nor, as
     outliers, the statistics, as in kvpress. The covariance is never formed: with A queries, ``k.covariance.k`` is a
-    mean of A squared products. "diagonal" keeps the variances of the turned channels only.
+    mean of A squared products. "diagonal" keeps only the variances of the rotated channels.
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        query_window: Latest queries that statistics are made of; the cache holds them.
-        num_future: Positions ahead over which the rotation is averaged.
-        covariance: "full", "diagonal" or "none".
+        query_window: Number of latest queries for the statistics; the cache keeps them.
+        num_future: Number of positions ahead over which the rotation is averaged.
+        covariance: Covariance to use, "full", "diagonal" or "none".
         value_norm: Multiply by the norm of the value.
         epsilon: Added to the expected attention before, so that a large value counts without any.
-        **sizes: Those of :class:`Compressor`.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
@@ -57,7 +57,7 @@ class ExpectedAttention(Compressor):
     ) -> None:
         super().__init__(budget, **sizes)
         if query_window < 1 or num_future < 1:
-            raise ValueError(
+            raise UserError(
                 f"ExpectedAttention: query_window and num_future must be at least 1, got query_window={query_window}, "
                 f"num_future={num_future}."
             )
@@ -71,7 +71,7 @@ class ExpectedAttention(Compressor):
 
     @property
     def num_queries(self) -> int:
-        """The queries that statistics are made of."""
+        """The number of queries for the statistics."""
         return self.query_window
 
     def score(self, layer: LayerState) -> Tensor:
@@ -87,14 +87,14 @@ class ExpectedAttention(Compressor):
         return (attention + self.epsilon) * norm
 
     def _future_queries(self, layer: LayerState) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean (S, Hq, 1, D) and deviations from it (S, Hq, A, D) at the mean of the rotations to come; their number.
+        """Mean (S, Hq, 1, D) and deviations (S, Hq, A, D) of queries under the mean future rotation, and their number.
 
         Deviations of queries that do not count are 0.
         """
         counted = layer.query_positions >= self.num_sinks  # absent ones are at -1
         shown = counted[:, None, :, None]
         queries = layer.queries.to(accumulation_dtype(layer.queries.dtype)).masked_fill(~shown, 0.0)
-        still = rotate(queries, -layer.query_positions[:, None], layer.inv_freq)  # the scale of the rotation stays in
+        still = rotate(queries, -layer.query_positions[:, None], layer.inv_freq)  # keeps the scale of the rotation
         count = counted.sum(dim=-1).clamp(min=1)[:, None, None, None]
         mean = still.sum(dim=2, keepdim=True) / count
         centered = (still - mean).masked_fill(~shown, 0.0)
@@ -104,7 +104,7 @@ class ExpectedAttention(Compressor):
         return mean, centered, count
 
     def _spread(self, centered: Tensor, count: Tensor, layer: LayerState) -> Tensor | float:
-        """Variance of the logits: (S, H, G, N)."""
+        """The variance of the logits: (S, H, G, N)."""
         if self.covariance == "none":
             return 0.0
         if self.covariance == "full":

@@ -1,4 +1,4 @@
-"""The full cache: nothing is ever evicted."""
+"""FullKV: the full cache, nothing is ever evicted."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class FullKV(Compressor):
         super().__init__(budget=1, buffer=1, num_sinks=0, window=1)
 
     def score(self, layer: LayerState) -> Tensor:
-        """Never called by the engine; all entries are worth the same."""
+        """Equal scores; the engine never asks for them."""
         return layer.valid.to(layer.keys.dtype)

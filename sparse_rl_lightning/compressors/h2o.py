@@ -17,9 +17,9 @@ from sparse_rl_lightning.records import LayerState, StateUpdate
 class H2O(Compressor):
     """Evict what has received least attention since it entered the cache (arXiv 2306.14048).
 
-    Attention adds up over all steps and the query heads of a group; what was evicted takes its sum along. Old tokens
-    had more time to gather, which ``age_normalized`` divides out; ``value_weighted`` multiplies by the norm of the
-    value, since attention to a small value moves little. The paper keeps as many recent tokens as heavy hitters,
+    Attention adds up over all steps and the query heads of a group; an evicted token loses its sum. Old tokens have had
+    more time to accumulate, which ``age_normalized`` divides out; ``value_weighted`` multiplies by the norm of the
+    value, since attention to a small value has little effect. The paper keeps as many recent tokens as heavy hitters,
     which is ``window = budget // 2`` here, and compresses at every step, which is ``buffer=1``. The sums need the
     attention probabilities of every step: the most expensive method here while decoding.
 
@@ -27,7 +27,7 @@ class H2O(Compressor):
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         age_normalized: Divide by the number of queries that could see the token.
         value_weighted: Multiply by the norm of the value.
-        **sizes: Those of :class:`Compressor`.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from.
@@ -50,11 +50,11 @@ class H2O(Compressor):
         self.value_weighted = value_weighted
 
     def update_state(self, update: StateUpdate) -> None:
-        """Add the attention just paid."""
+        """Add the attention of the new tokens."""
         update.state["mass"].add_(update.mass.sum(dim=2))
 
     def score(self, layer: LayerState) -> Tensor:
-        """Attention received: (S, H, N)."""
+        """The attention received: (S, H, N)."""
         scores = layer.state["mass"]
         if self.age_normalized:
             age = newest_position(layer)[:, None, None] - layer.positions + 1

@@ -1,4 +1,4 @@
-"""KeyDiff: keep the keys that stand apart from the others."""
+"""KeyDiff: keep the keys that differ most from the others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sparse_rl_lightning.records import LayerState
 class KeyDiff(Compressor):
     """Evict the keys most similar to the mean direction of all keys (arXiv 2504.15364).
 
-    The mean is taken over the keys that are in the slot, as in the paper's block-wise eviction: what was evicted
-    earlier does not count.
+    The mean is taken over the keys in the slot, as in the paper's block-wise eviction: keys evicted earlier do not
+    count.
     """
 
     num_queries = 0
 
     def score(self, layer: LayerState) -> Tensor:
-        """The negative cosine to the mean of the normalised keys: (S, H, N) from -1 to 1."""
+        """The negative cosine to the mean of the normalized keys: (S, H, N) from -1 to 1."""
         unit = F.normalize(live_entries(layer.keys, layer.valid), dim=-1)
         mean_direction = F.normalize(unit.sum(dim=2, keepdim=True), dim=-1)
         return -(unit * mean_direction).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""KNorm: keys with a small norm are the ones that are attended to."""
+"""KNorm: keep keys with a small norm, which attract attention."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparse_rl_lightning.records import LayerState
 class KNorm(Compressor):
     """Evict the keys with the largest L2 norm (arXiv 2406.11430).
 
-    Models that normalise their keys (Qwen3) leave little to rank: there norms differ by the learned scale only, and
+    Models that normalize their keys (Qwen3) leave little to rank: there norms differ only by the learned scale, and
     before training by rounding.
     """
 
     num_queries = 0
 
     def score(self, layer: LayerState) -> Tensor:
-        """The negative norm: (S, H, N); in float32, since half precision would make many norms equal."""
+        """The negative norm (S, H, N), in float32, since half precision would make many norms equal."""
         norm: Tensor = torch.linalg.vector_norm(layer.keys, dim=-1, dtype=accumulation_dtype(layer.keys.dtype))
         return -norm

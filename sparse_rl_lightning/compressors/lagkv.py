@@ -1,4 +1,4 @@
-"""LagKV: keep what the text that follows does not resemble."""
+"""LagKV: keep entries that differ from those that follow."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import LayerState
 
 
 class LagKV(Compressor):
     """Keep, in every chunk of the slot, the entries that differ most from the range of the next chunk (2504.04704).
 
-    Behind the sinks the slot is cut into chunks of ``lag_size`` entries. Channels of a key are scaled by minimum and
-    maximum of the next chunk; the deviation over the channels, in a softmax over the chunk, is averaged with that of
-    the value and replaced by its rank in the chunk. The last full chunk and what follows it are kept before anything
-    else, the most recent first. So is everything where a slot does not hold two full chunks.
+    After the sinks the slot is cut into chunks of ``lag_size`` entries. Channels of a key are scaled by minimum and
+    maximum of the next chunk; the deviation over the channels, in a softmax over the chunk, is averaged with the
+    value's and replaced by its rank in the chunk. The last full chunk and what follows it are kept before anything
+    else, the most recent first. So is everything if a slot has fewer than two full chunks.
 
-    The paper compresses each chunk once, when the next one is complete. Here whatever the slot holds is cut anew
-    every time, survivors of earlier compressions too. A channel that is constant over the next chunk counts as 0,
+    The paper compresses each chunk once, when the next one is complete. Here the contents of the slot are cut anew
+    every time, including survivors of earlier compressions. A channel that is constant over the next chunk counts as 0,
     where the published code divides by zero.
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         lag_size: Entries of a chunk, at least 2.
-        **sizes: Those of :class:`Compressor`.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
-        ValueError: If the numbers leave nothing to choose from, or a slot never holds two chunks.
+        ValueError: If the numbers leave nothing to choose from, or a slot never has two chunks.
     """
 
     num_queries = 0
@@ -41,14 +42,14 @@ class LagKV(Compressor):
         smallest = self.schedule.minimum + self.buffer
         largest = (smallest - self.num_sinks) // 2
         if not 2 <= lag_size <= largest:
-            raise ValueError(
+            raise UserError(
                 f"LagKV: lag_size must be from 2 to {largest}, so that a slot of budget + buffer = "
                 f"{smallest} tokens holds two chunks behind its sinks; got lag_size={lag_size}."
             )
         self.lag_size = lag_size
 
     def score(self, layer: LayerState) -> Tensor:
-        """Ranks within the chunk from 0 to below 1; from 1 on in the kept tail: (S, H, N)."""
+        """Ranks within the chunk from 0 to below 1, and from 1 on in the kept tail: (S, H, N)."""
         num_entries, lag = layer.valid.shape[-1], self.lag_size
         index = torch.arange(num_entries, device=layer.valid.device)
         scores = (1.0 + index.to(torch.float32)).expand(layer.valid.shape)  # the kept tail, most recent first
@@ -68,7 +69,7 @@ class LagKV(Compressor):
 
 
 def _difference(chunks: Tensor) -> Tensor:
-    """(S, H, chunks - 1, lag): how much entries leave the range of the next chunk, a softmax over each chunk."""
+    """How much entries leave the range of the next chunk (S, H, chunks - 1, lag), a softmax over each chunk."""
     these, following = chunks[:, :, :-1], chunks[:, :, 1:]
     low, high = following.amin(dim=3, keepdim=True), following.amax(dim=3, keepdim=True)
     constant = high == low

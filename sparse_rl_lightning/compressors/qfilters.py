@@ -17,13 +17,13 @@ class QFilters(Compressor):
     """Keep the keys that point where the model's queries point (Q-Filters, arXiv 2503.02812).
 
     The filters are the main directions of queries after rotation, gathered once from the model's own text; gather
-    them again when the policy has moved far. They lie on the side of the queries, so that a larger product is a
+    them again when the policy has moved far. They point to the side of the queries, so that a larger product is a
     larger logit. kvpress subtracts the product: change the sign of filters that are published for it.
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         statistics: File written by ``sparse-rl statistics``, or the statistics themselves.
-        **sizes: Those of :class:`Compressor`.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or the statistics are missing.
@@ -36,6 +36,6 @@ class QFilters(Compressor):
         self.statistics = resolve_statistics(statistics, type(self).__name__)
 
     def score(self, layer: LayerState) -> Tensor:
-        """Product of each key with its head's filter: (S, H, N)."""
+        """The product of each key with its head's filter: (S, H, N)."""
         _, _, filters = self.statistics.layer(layer, type(self).__name__)
         return (live_entries(layer.keys, layer.valid) * filters[:, None]).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""Statistics of a model's queries, for the methods that are calibrated: gathered from its own text, kept in a file."""
+"""Statistics of a model's queries for calibrated methods, gathered from its own text and kept in a file."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_files
 from sparse_rl_lightning.records import LayerState
 
 COMMAND = "sparse-rl statistics POLICY TEXTS.jsonl"
-"""What writes the file."""
+"""The command that writes the file."""
 
 
 class QueryMoments:
-    """Sums over the queries of one layer, from which any number of batches add up to the layer's statistics.
+    """Sums over the queries of one layer; sums of several batches add up to the layer's statistics.
 
     Args:
-        queries: (B, Hq, T, D) before the rotary positions are applied.
-        positions: (B, T) true positions.
-        mask: (B, T) bool, the queries that count.
-        inv_freq: (D / 2,) rotary frequencies.
+        queries: Queries (B, Hq, T, D) before the rotary positions are applied.
+        positions: True positions (B, T).
+        mask: Queries (B, T) that count, bool.
+        inv_freq: Rotary frequencies (D / 2,).
     """
 
     def __init__(self, queries: Tensor, positions: Tensor, mask: Tensor, inv_freq: Tensor) -> None:
@@ -39,16 +40,16 @@ class QueryMoments:
         self.turned_square = torch.einsum("bhti,bhtj->hij", turned, turned)  # (Hq, D, D)
 
     def add(self, other: QueryMoments) -> QueryMoments:
-        """Take in the queries of another batch."""
+        """Add the queries of another batch."""
         for name, own in vars(self).items():
             own += getattr(other, name)
         return self
 
     def main_directions(self, num_kv_heads: int) -> Tensor:
-        """(H, D): where the rotated queries of a KV head point, the filters of Q-Filters (arXiv 2503.02812).
+        """Main direction of the rotated queries of each KV head (H, D), the filters of Q-Filters (arXiv 2503.02812).
 
-        For each query head the first right singular vector of its queries, of length 1 and turned so that the queries
-        lie on its positive side; then the mean over the heads of a group.
+        For each query head this is the first right singular vector of its queries, of length 1 and oriented so that the
+        queries lie on its positive side; then the mean over the heads of a group.
         """
         main = torch.linalg.eigh(self.turned_square).eigenvectors[..., -1]  # eigenvalues come in ascending order
         side = (main * self.turned_mean).sum(dim=-1, keepdim=True)
@@ -58,12 +59,12 @@ class QueryMoments:
 
 
 class QueryStatistics:
-    """What calibrated compressors know of a model's queries; ``sparse-rl statistics`` makes a file of it.
+    """Statistics of a model's queries for calibrated compressors; ``sparse-rl statistics`` writes them to a file.
 
     Args:
-        mean: (L, Hq, D) mean query before the rotary positions are applied.
-        lengths: (L, Hq, D / 2) mean length of its pairs of channels.
-        filters: (L, H, D) main direction of the rotated queries of each KV head.
+        mean: Mean query (L, Hq, D) before the rotary positions are applied.
+        lengths: Mean length (L, Hq, D / 2) of its pairs of channels.
+        filters: Main direction (L, H, D) of the rotated queries of each KV head.
     """
 
     def __init__(self, mean: Tensor, lengths: Tensor, filters: Tensor) -> None:
@@ -74,7 +75,7 @@ class QueryStatistics:
 
     @classmethod
     def of_layers(cls, moments: list[QueryMoments], num_kv_heads: int) -> QueryStatistics:
-        """Divide and solve, one item per layer."""
+        """Statistics from the sums of each layer."""
         return cls(
             mean=torch.stack([m.mean / m.count for m in moments]).float(),
             lengths=torch.stack([m.lengths / m.count for m in moments]).float(),
@@ -86,19 +87,19 @@ class QueryStatistics:
         """Read a file.
 
         Args:
-            path: What :meth:`save` wrote.
-            owner: Who asks, for the message.
+            path: File that :meth:`save` wrote.
+            owner: Class that needs it, for the message.
 
         Raises:
-            ValueError: If it is not there or holds something else; says which command makes it.
+            ValueError: If it is missing or contains something else; the message includes the command that writes it.
         """
         advice = f"Make it with: {COMMAND} {path}"
         if not Path(path).expanduser().is_file():
-            raise ValueError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
+            raise UserError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
         try:
             return cls(**load_file(Path(path).expanduser()))
         except (SafetensorError, TypeError) as error:
-            raise ValueError(f"{owner}: statistics={str(path)!r} does not hold query statistics. {advice}") from error
+            raise UserError(f"{owner}: statistics={str(path)!r} does not hold query statistics. {advice}") from error
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
@@ -109,14 +110,14 @@ class QueryStatistics:
         """Mean (Hq, D), lengths (Hq, D / 2) and filters (H, D) of one layer, as float32 on its device.
 
         Raises:
-            ValueError: If the statistics are of another model.
+            ValueError: If the statistics belong to another model.
         """
         num_layers, num_heads, dim = self.mean.shape
         _, num_kv_heads, _, key_dim = layer.keys.shape
         given = (num_heads, self.filters.shape[1], dim)
         wanted = (layer.queries.shape[1], num_kv_heads, key_dim)
         if given != wanted or layer.layer_index >= num_layers:
-            raise ValueError(
+            raise UserError(
                 f"{owner}: the statistics are of a model with {num_layers} layers of (query heads, KV heads, head "
                 f"size) = {given}, but layer {layer.layer_index} of this one has {wanted}. Make them for this model "
                 f"with: {COMMAND} STATISTICS.safetensors"
@@ -129,5 +130,5 @@ class QueryStatistics:
 
 
 def resolve_statistics(statistics: str | QueryStatistics, owner: str) -> QueryStatistics:
-    """A path becomes the :class:`QueryStatistics` in that file."""
+    """The statistics themselves, read from the file if a path is given."""
     return statistics if isinstance(statistics, QueryStatistics) else QueryStatistics.load(statistics, owner)

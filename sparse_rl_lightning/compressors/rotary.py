@@ -1,4 +1,4 @@
-"""Rotary positions as complex numbers: turning queries back, ahead, and to the mean of many positions.
+"""Rotary positions as complex numbers: rotations of queries back, ahead, and to the mean of many positions.
 
 Channels i and i + D/2 are real and imaginary part of one number (transformers' ``rotate_half``), which position p
 multiplies by exp(i * p * inv_freq).
@@ -14,24 +14,24 @@ def turn(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Multiply every pair of channels by ``cosine + i sine``.
 
     Args:
-        vectors: (..., D).
-        cosine: (..., D / 2), broadcasts.
-        sine: (..., D / 2), broadcasts.
+        vectors: Vectors (..., D).
+        cosine: Real parts (..., D / 2), broadcasts.
+        sine: Imaginary parts (..., D / 2), broadcasts.
 
     Returns:
-        (..., D).
+        The products (..., D).
     """
     real, imaginary = vectors.chunk(2, dim=-1)
     return torch.cat([real * cosine - imaginary * sine, imaginary * cosine + real * sine], dim=-1)
 
 
 def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """(..., D / 2) angles of positions (...), in the type of ``inv_freq``."""
+    """The angles (..., D / 2) of positions (...), in the type of ``inv_freq``."""
     return positions.to(inv_freq.dtype).unsqueeze(-1) * inv_freq
 
 
 def rotate(vectors: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Give vectors (..., D) the rotation of their positions, which broadcast to (...); negative ones take it back."""
+    """Rotate vectors (..., D) by their positions, which broadcast to (...); negative ones rotate back."""
     angle = angles(positions, inv_freq.to(vectors.dtype))
     return turn(vectors, angle.cos(), angle.sin())
 
@@ -40,19 +40,19 @@ def rotate_to_mean(vectors: Tensor, position: Tensor, offsets: Tensor, inv_freq:
     """The mean of vectors rotated to ``position + offset`` over all offsets, at the cost of one rotation.
 
     Args:
-        vectors: (..., D).
-        position: Broadcasts to (...).
-        offsets: (O,) numbers of tokens ahead.
-        inv_freq: (D / 2,).
+        vectors: Vectors (..., D).
+        position: Positions, broadcast to (...).
+        offsets: Numbers (O,) of tokens ahead.
+        inv_freq: Rotary frequencies (D / 2,).
 
     Returns:
-        (..., D), shorter than the vectors where the rotations disagree.
+        The mean (..., D), shorter than the vectors if the rotations disagree.
     """
     ahead = angles(offsets, inv_freq.to(vectors.dtype))
     return turn(rotate(vectors, position, inv_freq), ahead.cos().mean(dim=0), ahead.sin().mean(dim=0))
 
 
 def pair_lengths(vectors: Tensor) -> Tensor:
-    """(..., D / 2) length of each pair of channels, which no rotation changes."""
+    """The length (..., D / 2) of each pair of channels, which no rotation changes."""
     real, imaginary = vectors.chunk(2, dim=-1)
     return torch.hypot(real, imaginary)

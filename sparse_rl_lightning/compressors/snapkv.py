@@ -4,41 +4,39 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops import KVPools, score_importance
-from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
-from sparse_rl_lightning.ranges import check_choice
+from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.ops.window_importance import GroupReduction, Pooling, window_importance
 from sparse_rl_lightning.records import LayerState
 
 Variant = Literal["decode", "original"]
 
 
 class SnapKV(Compressor):
-    """Keep the entries that the last ``window`` queries attend to most, pooled over neighbours (arXiv 2404.14469).
+    """Keep the entries that the last ``window`` queries attend to most, pooled over neighbors (arXiv 2404.14469).
 
     ``variant="decode"`` with all defaults and ``num_sinks=0`` is the SnapKV of the R-KV repository, which Sparse-RL
-    uses: softmax over the entries outside the window, mean over the queries. ``variant="original"`` is that of the
+    uses: softmax over the entries outside the window, mean over the queries. ``variant="original"`` is the one of the
     SnapKV repository: softmax over all live entries under the causal mask, sum over the queries; its class defaults
-    are ``num_sinks=0, window=64, kernel_size=5, pooling="avg"`` (``window=32`` in its model configurations). It picks
+    are ``num_sinks=0, window=64, kernel_size=5, pooling="avg"`` (``window=32`` in its model configurations). It selects
     entries per query head, on keys repeated for each of them; here a set belongs to a KV head, so with grouped queries
     ``group_reduction`` makes one score of the group ("mean" as in kvpress). Both originals score every compression
-    with ``window`` queries; here means run over the queries there are.
+    with ``window`` queries; here means run over the queries available.
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         kernel_size: Entries that pooling looks at, an odd number; 1 pools nothing.
-        pooling: "max", "avg" or "none" over neighbouring entries.
+        pooling: "max", "avg" or "none" over neighboring entries.
         group_reduction: "max" of the logits over the query heads of a KV head before the softmax, or "mean" of their
             importance after softmax and pooling.
         variant: "decode" or "original".
-        **sizes: Those of :class:`Compressor`; ``window`` is also the number of queries that score.
+        **sizes: Arguments of :class:`Compressor`; ``window`` is also the number of queries that score.
 
     Raises:
-        ValueError: If the numbers leave nothing to choose from, or an option is none of those listed.
+        ValueError: If the numbers leave nothing to choose from, or an option is not one of those listed.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class SnapKV(Compressor):
         super().__init__(budget, **sizes)
         if kernel_size < 1 or kernel_size % 2 == 0:
             name = type(self).__name__
-            raise ValueError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
+            raise UserError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
         check_choice("pooling", pooling, Pooling, type(self).__name__)
         check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
         check_choice("variant", variant, Variant, type(self).__name__)
@@ -65,14 +63,13 @@ class SnapKV(Compressor):
 
     def score(self, layer: LayerState) -> Tensor:
         """Pooled attention of the last queries: (S, H, N), 0 in the window."""
-        pools = KVPools.from_dense(layer.keys, layer.keys, layer.valid.sum(dim=-1), layer.positions)
-        return score_importance(
-            pools,
-            torch.arange(len(layer.lengths), device=layer.keys.device),
-            layer.queries.to(layer.keys.dtype).contiguous(),
-            layer.query_positions.contiguous(),
+        return window_importance(
+            layer.queries.to(layer.keys.dtype),
+            layer.query_positions,
+            layer.keys,
+            layer.valid.sum(dim=-1),
+            layer.positions,
             layer.scale,
-            layer.keys.shape[2],
             window=self.window,
             exclude_window=self.variant == "decode",
             group_reduction=self.group_reduction,

@@ -1,4 +1,4 @@
-"""StreamingLLM: attention sinks and the most recent tokens."""
+"""StreamingLLM: keep attention sinks and the most recent tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sparse_rl_lightning.records import LayerState
 class StreamingLLM(Compressor):
     """Keep the first ``num_sinks`` tokens and the most recent ones (arXiv 2309.17453), the cheapest rule of all.
 
-    Keys keep the rotation of their true positions; the paper renumbers them inside the cache. ``window`` changes
-    nothing here, since all places that the sinks leave go to the most recent tokens.
+    Keys keep the rotation of their true positions; the paper renumbers them inside the cache. ``window`` has no effect
+    here, since the whole budget except the sinks goes to the most recent tokens.
     """
 
     num_queries = 0
 
     def score(self, layer: LayerState) -> Tensor:
-        """The position: (S, H, N)."""
+        """The position of each entry: (S, H, N)."""
         return layer.positions.to(torch.float32)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import shared_scores
-from sparse_rl_lightning.ops import KVPools, score_importance
+from sparse_rl_lightning.ops import window_importance
 from sparse_rl_lightning.records import LayerState
 
 
@@ -15,7 +14,7 @@ class TOVA(Compressor):
     """Evict what the newest token attends to least, on average over all heads of the layer (arXiv 2401.06104).
 
     All heads of a layer keep the same tokens. The paper evicts one token at every step, which is ``buffer=1``; it
-    neither protects sinks (``num_sinks=0``) nor more than the newest token (``window=1``, which the paper leaves to
+    protects neither sinks (``num_sinks=0``) nor more than the newest token (``window=1``, which in the paper depends on
     its attention to itself).
     """
 
@@ -23,13 +22,13 @@ class TOVA(Compressor):
 
     def score(self, layer: LayerState) -> Tensor:
         """Attention of the last query, a mean over the layer's query heads: (S, H, N)."""
-        attention = score_importance(
-            KVPools.from_dense(layer.keys, layer.keys, layer.lengths, layer.positions),
-            torch.arange(len(layer.lengths), device=layer.keys.device),
-            layer.queries.to(layer.keys.dtype).contiguous(),
-            layer.query_positions.contiguous(),
+        attention = window_importance(
+            layer.queries.to(layer.keys.dtype),
+            layer.query_positions,
+            layer.keys,
+            layer.lengths,
+            layer.positions,
             layer.scale,
-            layer.keys.shape[2],
             window=0,
             group_reduction="mean",
             pooling="none",

@@ -10,10 +10,10 @@ reduction ``(07+12+25+03)=`` ``19+25+3;44+3;47``          ``47``
 countdown ``12,03,07>57=``   ``7+12=19;19*3=57``          ``(7+12)*3``
 ========= ================== ============================ ============
 
-A solution is the scratchpad, ``#`` and the answer. In countdown the numbers before ``>`` are to reach the target
-behind it; the answer is one expression that uses all of them, and any other that reaches the target is as right.
+A solution is the scratchpad, ``#`` and the answer. In countdown the numbers before ``>`` must reach the target behind
+it; the answer is one expression that uses all of them, and any other that reaches the target is equally right.
 In a sum every step takes a number from the prompt. A reduction is the same sum, but every step restates what is left
-of it, so that nothing older than the last step is needed: a cache that forgets costs the first more than the second.
+of it, so nothing older than the last step is needed: a cache that forgets costs the sum more than the reduction.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row
+from sparse_rl_lightning.errors import UserError
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-_VALIDATION_SHARE = 8  # one question in so many belongs to validation
-_MAX_MISSES = 10_000  # draws in a row without a new question before the space of questions counts as used up
+_VALIDATION_SHARE = 8  # one question in eight belongs to validation
+_MAX_MISSES = 10_000  # draws in a row without a new question after which the questions count as used up
 
 
 class ArithmeticTasks(PromptDataModule):
@@ -44,11 +45,11 @@ class ArithmeticTasks(PromptDataModule):
         num_val: Validation questions.
         prompts_per_rollout: Prompts per rollout and rank.
         val_batch_size: Prompts per validation batch.
-        max_val_prompts: Validate on the first so many rows only. None takes all.
-        seed: Seed of the questions and of their order.
+        max_val_prompts: Number of rows to validate on, from the first. None takes all.
+        seed: Seed of the questions and their order.
 
     Raises:
-        ValueError: If a task is unknown, a number is out of range, or there are not so many different questions.
+        ValueError: If a task is unknown, a number is out of range, or there are too few different questions.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class ArithmeticTasks(PromptDataModule):
         self.tasks = [tasks] if isinstance(tasks, str) else list(tasks)
         unknown = [task for task in self.tasks if task not in _GENERATORS]
         if unknown or not self.tasks:
-            raise ValueError(f"tasks must be among {', '.join(_GENERATORS)}, got tasks={tasks!r}.")
+            raise UserError(f"tasks must be among {', '.join(_GENERATORS)}, got tasks={tasks!r}.")
         for name, value, low in (("num_terms", num_terms, 2), ("digits", digits, 1), ("num_train", num_train, 1)):
             if value < low:
-                raise ValueError(f"ArithmeticTasks: {name} must be at least {low}, got {name}={value}.")
+                raise UserError(f"ArithmeticTasks: {name} must be at least {low}, got {name}={value}.")
         if num_val < 0:
-            raise ValueError(f"ArithmeticTasks: num_val must not be negative, got num_val={num_val}.")
+            raise UserError(f"ArithmeticTasks: num_val must not be negative, got num_val={num_val}.")
         self.num_terms = num_terms
         self.digits = digits
         self.num_train = num_train
@@ -99,7 +100,7 @@ class ArithmeticTasks(PromptDataModule):
                 misses = 0
             elif (misses := misses + 1) == _MAX_MISSES:
                 name = "num_val" if validation else "num_train"
-                raise ValueError(
+                raise UserError(
                     f"ArithmeticTasks: {name}={count} questions were asked for, but {task} with num_terms="
                     f"{self.num_terms}, digits={self.digits} has hardly more than the {len(rows)} found for this "
                     f"part. Lower {name}, or raise num_terms or digits."

@@ -1,4 +1,4 @@
-"""What every source of prompts shares: rows in, blocks of rows out, resumable in the middle of a block."""
+"""The base of all data modules: rows in, blocks of rows out, resumable in the middle of a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
-from sparse_rl_lightning.ranges import check_number, check_seed
+from sparse_rl_lightning.errors import UserError, check_number, check_seed
 
 Row: TypeAlias = dict[str, Any]
 """A prompt (text, or a list of chat messages), its bare answer, and whatever else a reward function reads."""
@@ -28,7 +28,7 @@ class PromptDataModule(LightningDataModule):
         prompts_per_rollout: Prompts per rollout and rank. With ``num_generations`` samples each, they are split
             over ``steps_per_generation`` micro-batches.
         val_batch_size: Prompts per validation batch.
-        max_val_prompts: Validate on the first so many rows only. None takes all.
+        max_val_prompts: Number of rows to validate on, from the first. None takes all.
         seed: Seed of the order of the training prompts.
 
     Raises:
@@ -65,11 +65,11 @@ class PromptDataModule(LightningDataModule):
         return []
 
     def train_dataloader(self) -> StatefulDataLoader[list[Row]]:
-        """Blocks of training rows, each repeated for one rollout; its state resumes with the very next batch."""
+        """Blocks of training rows, each repeated for one rollout; resuming its state continues with the next batch."""
         if self._train is None:
             self._train = self.train_rows()
         if not self._train:
-            raise ValueError(f"{type(self).__name__}: the training data has no rows.")
+            raise UserError(f"{type(self).__name__}: the training data has no rows.")
         sampler = RepeatedBlockSampler(
             self._train,
             block_size=self.prompts_per_rollout,
@@ -90,12 +90,12 @@ class PromptDataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
-        """Validation rows in their own order, or no loader where there are none."""
+        """The validation rows in their own order, or an empty list without any."""
         if self._val is None:
             self._val = self.val_rows()[: self.max_val_prompts]
         if not self._val:
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:  # silence looked like success
-                raise ValueError(
+                raise UserError(
                     f"{type(self).__name__} has no validation rows, so there is nothing to evaluate on. Give it some: "
                     "data.val_path of JsonlPrompts, data.num_val of ArithmeticTasks."
                 )
@@ -112,20 +112,20 @@ class PromptDataModule(LightningDataModule):
 
 
 def _length(prompt: Any) -> int:
-    """Characters of a prompt, text or chat, to compare prompts by."""
+    """The number of characters of a prompt, text or chat, to compare prompts by."""
     return len(prompt) if isinstance(prompt, str) else sum(len(str(message)) for message in prompt)
 
 
 def in_order(rows: Sequence[Row], batch_size: int) -> DataLoader[list[Row]]:
-    """A loader of rows as they come.
+    """A loader of rows in the order given.
 
-    Like that of training it has a generator of its own. Every iterator draws a seed, and one drawn from torch's global
-    generator at the end of an epoch would be missing in a run that goes on from a checkpoint there.
+    It has a generator of its own, like the training loader. Every iterator draws a seed, and one drawn from torch's
+    global generator at the end of an epoch would be missing in a run that resumes from a checkpoint there.
     """
     dataset = cast("Dataset[list[Row]]", rows)
     return DataLoader(dataset, batch_size=batch_size, num_workers=0, collate_fn=as_list, generator=torch.Generator())
 
 
 def as_list(rows: Sequence[Row]) -> list[Row]:
-    """The collate function of rows: they stay what they are."""
+    """Collate rows into a plain list, unchanged."""
     return list(rows)

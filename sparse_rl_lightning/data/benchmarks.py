@@ -15,13 +15,14 @@ from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
 from sparse_rl_lightning.data.templates import PromptFormat, render
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
 from sparse_rl_lightning.rollout.prompts import valid_unicode
 
 
 @dataclass
 class BenchmarkReport:
-    """What was found when a benchmark was read."""
+    """Findings of reading a benchmark."""
 
     name: str
     num_rows: int
@@ -30,7 +31,7 @@ class BenchmarkReport:
     dropped: list[int] = field(default_factory=list)  # rows without a gold answer that can be checked
 
     def __str__(self) -> str:
-        """One line for the terminal."""
+        """The report in one line for the terminal."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items() if kind != "uncheckable")
         sources = {True: "published file", False: "ANOTHER file than the published one", None: "hub or own file"}
         source = sources[self.is_published]
@@ -42,20 +43,20 @@ class MathBenchmarks(PromptDataModule):
     """GSM8K, MATH500, Gaokao2023-En, Minerva, OlympiadBench, AIME24 and AMC23, each one batch of the test loader.
 
     Rows have the columns prompt, answer, question, benchmark, index (the row of the published file) and tolerance.
-    Golds that nothing can be compared with are dropped, and said. Training reads GSM8K's training part or
-    another data module, validation the first rows of ``val_benchmarks``.
+    Golds that nothing can be compared with are dropped and reported. Training reads GSM8K's training part or another
+    data module, validation the first rows of ``val_benchmarks``.
 
     Args:
         folder: Folder of the published files, named as in ``data/published.py``; null reads from the hub.
-        benchmarks: Which of the seven and of ``own`` to test on, null for all.
+        benchmarks: Names, among the seven and ``own``, of the benchmarks to test on, null for all.
         own: Further benchmarks by name: JSONL files with the columns ``problem`` or ``question``, and ``answer``.
-        prompt_format: ``plain`` as the paper evaluates, ``qwen`` or ``llama`` as it trains.
-        train: Where training prompts come from, null for GSM8K's training part.
-        max_rows: Test on the first so many rows of each benchmark only. None takes all.
-        val_benchmarks: Validate on these.
+        prompt_format: ``plain`` as in the paper's evaluation, ``qwen`` or ``llama`` as in its training.
+        train: Source of the training prompts, null for GSM8K's training part.
+        max_rows: Number of rows of each benchmark to test on, from the first. None takes all.
+        val_benchmarks: Names of the benchmarks to validate on.
         prompts_per_rollout: Prompts per rollout and rank.
         val_batch_size: Prompts per validation batch.
-        max_val_prompts: Validate on the first so many rows of each only. None takes all.
+        max_val_prompts: Number of rows of each benchmark to validate on, from the first. None takes all.
         seed: Seed of the order of the training prompts.
 
     Raises:
@@ -85,10 +86,10 @@ class MathBenchmarks(PromptDataModule):
         for argument, names in (("benchmarks", self.benchmarks), ("val_benchmarks", self.val_benchmarks)):
             unknown = [name for name in names if name not in known]
             if unknown:
-                raise ValueError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
+                raise UserError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
         if max_rows is not None and max_rows < 1:
-            raise ValueError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
-        render("", prompt_format)  # refuses an unknown one
+            raise UserError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
+        render("", prompt_format)  # raises for an unknown format
         self.folder = folder
         self.train = train
         self.prompt_format = prompt_format
@@ -131,7 +132,7 @@ class MathBenchmarks(PromptDataModule):
         return DataLoader(cast("Dataset[list[Row]]", batches), batch_size=None, num_workers=0)
 
     def predict_dataloader(self) -> DataLoader[list[Row]]:
-        """As for tests."""
+        """One batch per benchmark, the same as for tests."""
         return self.test_dataloader()
 
     def _read(self, published: Published) -> tuple[list[Row], BenchmarkReport]:
@@ -164,7 +165,7 @@ class MathBenchmarks(PromptDataModule):
             return [record for _, record in read_table(name, config, split)], None
         path = Path(self.folder).expanduser() / published.file
         if not path.is_file():
-            raise ValueError(
+            raise UserError(
                 f"There is no {path}. MathBenchmarks reads the published file {published.file} "
                 f"({published.num_rows} rows) from data.folder; give its folder, or null for the hub's "
                 f"{published.hub[0]}, or leave {published.name} out of data.benchmarks."

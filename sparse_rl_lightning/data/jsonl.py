@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import is_local, read_table
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
 
 MOST_LEVELS = 50
-"""Levels of lists and objects that a column may have: all that hold a row walk through them."""
+"""Limit on nested lists and objects in a column, because everything that reads a row recurses into them."""
 
 GSM8K_PATTERN = r"####\s*(\S.*)"
 
@@ -29,24 +30,24 @@ class JsonlPrompts(PromptDataModule):
 
     Args:
         path: A ``.jsonl``, ``.json`` (one object per line) or ``.parquet`` file, or the name of a hub dataset.
-        val_path: The same for validation; the default is ``path`` where ``val_split`` is given, else no validation.
+        val_path: The same for validation; the default is ``path`` if ``val_split`` is given, otherwise no validation.
         prompt_column: Column with the prompt.
-        answer_column: Column with the answer, text or a number; null for prompts without, to predict.
-        answer_pattern: How to find the bare answer in its column: a regular expression whose last match counts,
-            its first group if it has one. ``gsm8k`` stands for the text behind ``####`` without commas.
+        answer_column: Column with the answer, text or a number; null for prompts without answers, to predict on.
+        answer_pattern: Regular expression that finds the bare answer in its column: its last match counts, or the first
+            group of that match. ``gsm8k`` stands for the text behind ``####`` without commas.
         math_answers: Drop rows whose answer the math checker cannot compare with anything, too.
         solution_column: Column that is also passed on, whole, as ``solution``, for supervised training.
         prompt_template: Text around the prompt, for example
             ``"{prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."``. Braces are
-            doubled here, never in the data. Of chat messages the last one is rendered.
-        as_chat: Make a text prompt a chat message of the user.
+            doubled here, never in the data. In a list of chat messages it applies to the last.
+        as_chat: Turn a text prompt into a chat message of the user.
         system_prompt: System message before prompts that do not begin with one; needs chat messages.
         config: Configuration of the hub dataset.
         split: Training split of the hub dataset.
         val_split: Validation split of the hub dataset.
         prompts_per_rollout: Prompts per rollout and rank.
         val_batch_size: Prompts per validation batch.
-        max_val_prompts: Validate on the first so many rows only. None takes all.
+        max_val_prompts: Number of rows to validate on, from the first. None takes all.
         seed: Seed of the order of the training prompts.
 
     Raises:
@@ -106,7 +107,7 @@ class JsonlPrompts(PromptDataModule):
         return [] if self.val_path is None else self._rows(self.val_path, self.val_split)
 
     def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
-        """The validation rows, or those of ``path`` where there are none."""
+        """The validation rows, or the rows of ``path`` if there are none."""
         return in_order((self.val_rows() or self.train_rows())[: self.max_val_prompts], self.val_batch_size)
 
     def _rows(self, path: str, split: str) -> list[Row]:
@@ -125,7 +126,7 @@ class JsonlPrompts(PromptDataModule):
             message = f"{path}: dropped {len(dropped)} of {len(table)} rows with an empty answer"
             message += f"{uncheckable} ({how}): {named}"
             if not rows:
-                raise ValueError(f"{message}. No row is left: check answer_column and answer_pattern.")
+                raise UserError(f"{message}. No row is left: check answer_column and answer_pattern.")
             rank_zero_warn(message)
         return rows
 
@@ -139,7 +140,7 @@ class JsonlPrompts(PromptDataModule):
         }  # fmt: skip
         for argument, column in columns.items():
             if column is not None and column not in record:
-                raise ValueError(
+                raise UserError(
                     f"{where} has no column {column!r} ({argument}). Its columns are: {', '.join(map(repr, record))}."
                 )
         row = {name: _clean(value, f"{where}, column {name!r}") for name, value in record.items()}
@@ -149,10 +150,10 @@ class JsonlPrompts(PromptDataModule):
         return row | {"prompt": self._prompt(where, row[self.prompt_column]), "answer": answer}
 
     def _answer(self, where: str, value: object) -> str:
-        if value is None or value != value:  # a missing number of a parquet file is NaN
+        if value is None or value != value:  # a missing number in a parquet file is NaN
             return ""
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise ValueError(
+            raise UserError(
                 f"{where}: the answer in column {self.answer_column!r} must be text or a number, got "
                 f"{ascii(value)[:80]}."
             )
@@ -169,17 +170,17 @@ class JsonlPrompts(PromptDataModule):
         elif isinstance(value, list) and all(_is_message(item) for item in value):
             messages = value
         else:
-            raise ValueError(
+            raise UserError(
                 f"{place} must be text or a list of chat messages with role and content, got {ascii(value)[:80]}."
             )
         if not messages or not messages[-1]["content"].strip():
-            raise ValueError(f"{place} is empty. Fill it in or drop the row.")
+            raise UserError(f"{place} is empty. Fill it in or drop the row.")
         text = messages[-1]["content"]
         if self.prompt_template is not None:
             text = self.prompt_template.format(prompt=text)
         if isinstance(value, str) and not self.as_chat:
             if self.system_prompt is not None:
-                raise ValueError(f"{place} is plain text, which takes no system_prompt. Set as_chat, or leave it out.")
+                raise UserError(f"{place} is plain text, which takes no system_prompt. Set as_chat, or leave it out.")
             return text
         messages = [*messages[:-1], messages[-1] | {"content": text}]
         if self.system_prompt is not None and messages[0]["role"] != "system":
@@ -197,7 +198,7 @@ def _compile(pattern: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(GSM8K_PATTERN if pattern == "gsm8k" else pattern)
     except re.error as error:
-        raise ValueError(f"answer_pattern={pattern!r} is not a regular expression: {error}.") from error
+        raise UserError(f"answer_pattern={pattern!r} is not a regular expression: {error}.") from error
 
 
 def _check_template(template: str | None) -> None:
@@ -206,21 +207,21 @@ def _check_template(template: str | None) -> None:
     try:
         fields = [field for _, field, form, conversion in Formatter().parse(template) if form or conversion]
         if fields:
-            raise ValueError(f"{fields[0]!r} is formatted")
+            raise UserError(f"{fields[0]!r} is formatted")
         complete = "\0" in template.format(prompt="\0")
     except (LookupError, ValueError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"prompt_template={template!r} is malformed ({error}). Only {{prompt}} is filled in; double all other "
             "braces."
         ) from error
     if not complete:
-        raise ValueError(f"prompt_template={template!r} does not contain {{prompt}}.")
+        raise UserError(f"prompt_template={template!r} does not contain {{prompt}}.")
 
 
 def _clean(value: Any, where: str, level: int = 0) -> Any:
-    """The value with every text inside it turned into valid Unicode, so that it can be tokenized and printed."""
+    """The value with every text inside it made valid Unicode, so that it can be tokenized and printed."""
     if level > MOST_LEVELS:
-        raise ValueError(f"{where} is nested more than {MOST_LEVELS} levels deep. Drop it, or store it as text.")
+        raise UserError(f"{where} is nested more than {MOST_LEVELS} levels deep. Drop it, or store it as text.")
     if isinstance(value, str):
         return valid_unicode(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-r"""The published files of the paper's seven benchmarks: what they are called, hold, and hash to, and their defects.
+r"""The published files of the paper's seven benchmarks: their names, sizes, hashes, gold answers and defects.
 
 | benchmark | rows | where the gold answer is |
 |---|---|---|
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math import find_last_box
 
 Record = dict[str, Any]
@@ -36,7 +37,7 @@ class Published:
     sha256: str
     gold: Callable[[Record], str]
     hub: tuple[str, str | None, str]  # name, configuration, split
-    tolerance: float = 0.0  # relative, of numbers that are not whole
+    tolerance: float = 0.0  # relative, for numbers that are not integers
 
     @property
     def is_published(self) -> bool:
@@ -45,7 +46,7 @@ class Published:
 
 
 def question(record: Record) -> str:
-    """The problem of a row; the files call it ``question`` or ``problem``."""
+    """The problem of a row, from the column ``question`` or ``problem``."""
     return next((str(record[name]) for name in ("question", "problem") if record.get(name)), "")
 
 
@@ -129,15 +130,15 @@ GSM8K_TRAIN = replace(
 
 
 def own_benchmark(name: str, path: str) -> Published:
-    """A JSONL file of one's own, with the columns ``problem`` or ``question``, and ``answer``.
+    """A user's own JSONL file, with the columns ``problem`` or ``question``, and ``answer``.
 
     Args:
-        name: What to call it, none of the seven's.
-        path: The file.
+        name: Name of the benchmark, none of the seven published ones.
+        path: Path of the file.
 
     Raises:
         ValueError: If the name is one of the published ones.
     """
     if name in PUBLISHED:
-        raise ValueError(f"own: {name} is one of the published benchmarks, choose another name.")
+        raise UserError(f"own: {name} is one of the published benchmarks, choose another name.")
     return Published(name, path, 0, "", _answer, (path, None, "train"))

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rows
 
 
@@ -21,19 +22,19 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
     out, all are trained on. A prompt belongs to one rank only, so its group of samples stays together. Prompts that
     do not fill a block on every rank are left out of that epoch.
 
-    The sampler is one stream of epochs and remembers its place: a new iterator goes on where the last one stopped,
-    and after a finished epoch with the next one. So a block is never cut, whatever Lightning does at the end of
-    an epoch or after a restart, when its own epoch count can run ahead of the data and its iterator can be made
-    before the sampler is told the epoch. As a ``DistributedSampler`` it is not replaced by Lightning.
+    The sampler is one stream of epochs and remembers its place: a new iterator continues where the last one stopped,
+    and after a finished epoch with the next one. So a block is never cut, whatever Lightning does at the end of an
+    epoch or after a restart, when its own epoch count can run ahead of the data and its iterator can be made before
+    the sampler learns the epoch. Lightning does not replace it because it is a ``DistributedSampler``.
 
     Args:
         dataset: The prompts; only their number is read.
         block_size: Prompts per rank and rollout.
         repeats: Batches per rollout: steps_per_generation x num_iterations.
         num_replicas: Number of ranks.
-        rank: This rank.
-        seed: With the epoch it decides the order.
-        lengths: A length per prompt, by which several ranks share a block's prompts so that each gets about as much.
+        rank: Rank of this process.
+        seed: Seed that decides the order, together with the epoch.
+        lengths: Length of every prompt; several ranks share a block's prompts so that each gets about the same total.
 
     Raises:
         ValueError: If a number is out of range or the prompts do not fill one block on every rank.
@@ -51,7 +52,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
     ) -> None:
         for name, value in (("block_size", block_size), ("repeats", repeats)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {name}={value}.")
+                raise UserError(f"{name} must be at least 1, got {name}={value}.")
         super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
         self.num_rows = len(dataset)
         self.block_size = block_size
@@ -60,7 +61,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         self.position = 0  # indices already yielded in this epoch
         self._lengths = torch.zeros(self.num_rows) if lengths is None else torch.tensor(list(lengths))
         if self.num_blocks == 0:
-            raise ValueError(
+            raise UserError(
                 f"{self.num_rows} prompts do not fill one block: {block_size} prompts per rollout on each of "
                 f"{num_replicas} rank(s) are needed. Add prompts or lower prompts_per_rollout."
             )
@@ -85,7 +86,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
 
     @property
     def places(self) -> list[int]:
-        """Which prompts of the block of all ranks, in one rank's order, those last yielded on this rank are."""
+        """Positions, within the block of all ranks in one rank's order, of the prompts last yielded on this rank."""
         block = max(0, self.position - 1) // (self.block_size * self.repeats)
         own: list[int] = self._blocks(self.epoch)[1][block].tolist()
         return own
@@ -101,11 +102,11 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         return order, longest_first[:, [self._turn(turn) for turn in range(self.block_size)]]
 
     def _turn(self, turn: int) -> int:
-        """The prompt of this rank's turn, dealt out back and forth (0, 1, 2, 2, 1, 0, ...)."""
+        """The position of this rank's prompt, dealt out back and forth (0, 1, 2, 2, 1, 0, ...)."""
         return turn * self.num_replicas + (self.num_replicas - 1 - self.rank if turn % 2 else self.rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start with this epoch. A stream that has already begun goes on undisturbed."""
+        """Start with this epoch; has no effect on a stream that has already begun."""
         if self.position == 0:
             self.epoch = epoch
 
@@ -114,7 +115,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         return {"epoch": self.epoch, "position": self.position, "layout": self._layout()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the place of :meth:`state_dict`; with another number of ranks, at the next block that is whole.
+        """Continue at the place of :meth:`state_dict`; with another number of ranks, at the next whole block.
 
         Raises:
             ValueError: If it was saved with other prompts or another seed, or on as many ranks with other blocks.
@@ -127,7 +128,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
             changed = ", ".join(
                 f"{name} was {saved.get(name)} and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
             )
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint's place in the data fits another run: {changed}. Resume with the same numbers, "
                 "or start a new run from the checkpoint's weights."
             )
@@ -135,7 +136,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
             self.epoch, self.position = state["epoch"], state["position"]
 
     def _position_after(self, position: int, saved: dict[str, int]) -> int:
-        """The start of the first block all of whose prompts are new, counting a block that was begun as done."""
+        """The start of the first block whose prompts are all new; a block that was begun counts as done."""
         size = saved["prompts per rollout"]
         prompts = math.ceil(position / (size * saved["steps per rollout"])) * size * saved["ranks"]
         return math.ceil(prompts / (self.block_size * self.num_replicas)) * self.block_size * self.repeats
@@ -167,7 +168,7 @@ def rows_of(loader: Any) -> Rows:
     """
     data: Any = getattr(loader, "dataset", None)
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise ValueError(
+        raise UserError(
             "The longest training prompt must be known before the first rollout: fit with a data module of "
             f"prompts (PromptDataModule), or with a loader over a list of rows, not over {type(data).__name__}."
         )

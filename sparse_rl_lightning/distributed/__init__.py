@@ -1,1 +1,1 @@
-"""Several ranks: strategies, sharded weights, and what ranks tell each other."""
+"""Several ranks: strategies, sharded weights, and messages between ranks."""

@@ -1,4 +1,4 @@
-"""What a rank waits for: the collective it has begun and not ended, and whether the ranks can ever meet."""
+"""The collective that a rank is blocked in, and whether all ranks can still complete theirs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OTHERS = tuple(str(Path(sysconfig.get_path(name))) for name in ("purelib", "platlib", "stdlib"))
-"""Where nobody looks for the place that a rank stands in, this package apart."""
+"""Folders that do not count when the code position of a rank is looked up, except this package."""
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""Of collectives on CPUs (gloo) and on GPUs (NCCL), which torch's builds without CUDA lack."""
+"""Recorders of collectives on CPUs (gloo) and GPUs (NCCL), which torch builds without CUDA lack."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective that a rank has begun and not ended.
+    """A collective that a rank has begun and not completed.
 
     Args:
-        operation: As torch names it.
-        group: Of ranks.
-        number: Which of the group's collectives it is, counted on this rank.
-        sizes: Of what this rank gives.
-        place: The line that the main thread is in.
+        operation: Name of the operation in torch.
+        group: Group of ranks.
+        number: Index among the group's collectives, counted on this rank.
+        sizes: Sizes of this rank's inputs.
+        place: Line that the main thread is in.
     """
 
     operation: str
@@ -41,12 +41,12 @@ class Wait:
 
     @property
     def meeting(self) -> tuple[str, str, int, str]:
-        """What must be the same on all ranks for the collective to end."""
+        """The fields that must be the same on all ranks for the collective to complete."""
         sizes = "" if self.operation.endswith(":scatter") else self.sizes  # one rank gives what all get
         return self.operation, self.group, self.number, sizes
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -54,9 +54,9 @@ class Wait:
 
 
 def current_wait() -> Wait | None:
-    """The oldest collective that this process has begun and not ended, by torch's own recorders of collectives.
+    """The oldest collective that this process has begun and not completed, from torch's recorders of collectives.
 
-    None where there is none, where they are off (``TORCH_FR_BUFFER_SIZE=0``), or where torch has none.
+    None without such a collective, if the recorders are off (``TORCH_FR_BUFFER_SIZE=0``), or if torch has none.
     """
     private = getattr(torch._C, "_distributed_c10d", None)
     dumps = [getattr(private, name)(True, True) for name in RECORDERS if hasattr(private, name)]
@@ -70,10 +70,10 @@ def current_wait() -> Wait | None:
 
 
 def oldest(dumps: Iterable[str]) -> dict[str, Any] | None:
-    """What was begun first of all that has not ended, None if all has.
+    """The oldest entry that has not completed, None if all have.
 
     Args:
-        dumps: What recorders have written, as JSON. Each numbers its entries by itself, but their clock is one.
+        dumps: Output of the recorders, as JSON. Each numbers its entries by itself, but they share one clock.
     """
     entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", [])]
     begun = [entry for entry in entries if not entry["retired"] and not entry["is_p2p"]]
@@ -81,12 +81,12 @@ def oldest(dumps: Iterable[str]) -> dict[str, Any] | None:
 
 
 def conflict(waits: Mapping[int, Wait | None]) -> str | None:
-    """Why ranks that all wait, or have left, can never go on; None if they can.
+    """The reason why ranks that are all blocked, or have left, can never continue; None if they can.
 
-    Ranks in one and the same collective are no conflict: what they wait for is the network.
+    Ranks in one and the same collective are no conflict: they wait for the network.
 
     Args:
-        waits: By rank; None for one that has ended its training.
+        waits: Collective of each rank; None for a rank that has ended its training.
     """
     meetings = {None if wait is None else wait.meeting for wait in waits.values()}
     if len(meetings) < 2:
@@ -102,7 +102,7 @@ def conflict(waits: Mapping[int, Wait | None]) -> str | None:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The innermost line of a stack that is neither Python's own nor an installed package's, and where that has led."""
+    """The innermost line of a stack outside Python's own and installed packages, and the line it has called."""
     found = frame
     while found is not None and not _is_ours(found.f_code.co_filename):
         found = found.f_back

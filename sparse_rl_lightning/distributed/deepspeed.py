@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as it must be driven here: the loss divided once, CPUs allowed, checkpoints whole or not there."""
+"""DeepSpeed's ZeRO with this library's rules: loss divided once, CPUs allowed, checkpoints complete or absent."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from sparse_rl_lightning.checkpoints.sharded import load_sharded, save_sharded
+from sparse_rl_lightning.errors import UserError
 
 
 class SparseRLDeepSpeed(DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy with one division of the loss, on GPUs or (for tests and laptops) on CPUs.
 
     Lightning and DeepSpeed both divide the loss by the accumulated micro-batches; here only Lightning does. The
-    checkpoint is a folder that appears under its name when all of it has been written, see
+    checkpoint is a folder that appears under its name once all of it has been written, see
     :mod:`sparse_rl_lightning.checkpoints`. Needs ``pip install 'sparse-rl-lightning[deepspeed]'``. By name on the
-    command line: ``--trainer.strategy=sparse_rl_deepspeed_stage_2``, with stages 1 to 3 and ``_offload`` behind 2, 3.
+    command line: ``--trainer.strategy=sparse_rl_deepspeed_stage_2``, with stages 1 to 3 and ``_offload`` after 2, 3.
 
     Args:
-        stage: What is shared among ranks: 1 the optimiser's state, 2 gradients too, 3 weights too.
-        offload_optimizer: Keep the optimiser's state in the CPU's memory.
+        stage: State that is sharded over ranks: 1 the optimizer's state, 2 gradients too, 3 weights too.
+        offload_optimizer: Keep the optimizer's state in the CPU's memory.
         offload_parameters: Keep stage 3's weights there.
         config: A DeepSpeed configuration, or a JSON file with one, instead of the three above
             (``configs/deepspeed/`` has them to start from).
         **kwargs: Arguments of Lightning's DeepSpeedStrategy.
 
     Raises:
-        ValueError: If the stage is unknown, or parameters are to be offloaded that are not sharded.
+        ValueError: If the stage is unknown, or parameters that are not sharded are to be offloaded.
     """
 
     strategy_name = "sparse_rl_deepspeed"
@@ -55,15 +56,15 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
     # ---------------------------------------------------------------- CPUs
 
     def setup_environment(self) -> None:
-        """As Lightning's, without its check for a GPU.
+        """Set up the processes like Lightning, without its check for a GPU.
 
         Raises:
-            ValueError: If float16 is asked for on CPUs.
+            ValueError: If float16 is requested on CPUs.
         """
         if isinstance(self.accelerator, CPUAccelerator):
             precision = self.precision_plugin.precision
             if precision.startswith("16"):
-                raise ValueError(
+                raise UserError(
                     f"trainer.precision={precision} with trainer.strategy={type(self).__name__}: DeepSpeed has no "
                     "float16 on CPUs. Set trainer.precision to bf16-mixed or 32-true."
                 )
@@ -72,13 +73,13 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """As Lightning's; CPUs cannot be selected in a wrong order."""
+        """Set up the process group like Lightning, without selecting a device on CPUs."""
         if not isinstance(self.accelerator, CPUAccelerator):
             super().setup_distributed()
             return
         from deepspeed import ops
 
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled now; gloo will do
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled now; gloo suffices
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -88,17 +89,17 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
     def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Load models whole: Hugging Face's loading cannot fill weights that are created as shards.
 
-        DeepSpeed shards stage 3 when the engine is made; until then every rank holds the model once.
+        DeepSpeed shards stage 3 when the engine is created; until then every rank has one whole model.
         """
         self._init_config_if_needed()
         return nullcontext()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Let DeepSpeed leave the scale of the loss alone: Lightning has divided it already."""
+        """Keep DeepSpeed from scaling the loss, which Lightning has already divided."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def _initialize_deepspeed_train(self, model: Module) -> None:
-        """As Lightning's; the optimiser looks for bad gradients whatever the precision, and skips their steps."""
+        """Initialize like Lightning; in every precision the optimizer checks gradients and skips bad steps."""
         super()._initialize_deepspeed_train(model)
         optimizer = self.optimizers[0]
         if hasattr(optimizer, "check_grad_overflow"):
@@ -115,7 +116,7 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         save_sharded(self, checkpoint, Path(self.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read what :meth:`save_checkpoint` wrote on this machine's account, and nothing else.
+        """Read what :meth:`save_checkpoint` wrote under this user's account, and nothing else.
 
         Raises:
             ValueError: If the folder is incomplete, was changed, or was written by someone else.
@@ -125,19 +126,19 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         return load_sharded(self, Path(checkpoint_path), with_optimizer=fitting)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has done it."""
+        """Do nothing: :meth:`load_checkpoint` has done it."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the shards hold it."""
+        """An empty dictionary: the shards have the state."""
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: the shards hold it."""
+        """An empty dictionary: the shards have the state."""
         return {}
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make the names known to ``--trainer.strategy``."""
+        """Register the names for ``--trainer.strategy``."""
         for stage, offload in ((1, False), (2, False), (2, True), (3, False), (3, True)):
             name = f"{cls.strategy_name}_stage_{stage}{'_offload' * offload}"
             strategy_registry.register(
@@ -151,20 +152,20 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
 
 
 def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters: bool = False) -> dict[str, Any]:
-    """DeepSpeed's configuration of a ZeRO stage; accumulation, clipping and precision are Lightning's to set.
+    """DeepSpeed's configuration of a ZeRO stage; Lightning sets accumulation, clipping and precision.
 
     Args:
-        stage: 1, 2 or 3.
-        offload_optimizer: Keep the optimiser's state in the CPU's memory.
+        stage: ZeRO stage, 1, 2 or 3.
+        offload_optimizer: Keep the optimizer's state in the CPU's memory.
         offload_parameters: Keep stage 3's weights there.
 
     Raises:
-        ValueError: If the stage is unknown, or parameters are to be offloaded that are not sharded.
+        ValueError: If the stage is unknown, or parameters that are not sharded are to be offloaded.
     """
     if stage not in (1, 2, 3):
-        raise ValueError(f"stage must be 1, 2 or 3, got stage={stage}. Without sharding use --trainer.strategy=ddp.")
+        raise UserError(f"stage must be 1, 2 or 3, got stage={stage}. Without sharding use --trainer.strategy=ddp.")
     if offload_parameters and stage != 3:
-        raise ValueError(f"offload_parameters needs stage=3, which shards them; got stage={stage}.")
+        raise UserError(f"offload_parameters needs stage=3, which shards them; got stage={stage}.")
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -173,16 +174,16 @@ def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters:
     return {
         "train_micro_batch_size_per_gpu": 1,  # only DeepSpeed's own log reads it
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # any optimiser may be offloaded
+        "zero_force_ds_cpu_optimizer": False,  # any optimizer may be offloaded
         "zero_optimization": zero,
     }
 
 
 def not_deepspeed(given: str) -> str:
-    """Why Lightning's own DeepSpeed strategies are refused, and what to use.
+    """The error message for Lightning's own DeepSpeed strategies, with what to use instead.
 
     Args:
-        given: What was asked for, such as ``trainer.strategy=deepspeed_stage_2``.
+        given: Option as it was given, such as ``trainer.strategy=deepspeed_stage_2``.
     """
     wanted = f"sparse_rl_{given.rpartition('=')[2]}"
     names = [name for name in StrategyRegistry.available_strategies() if name.startswith("sparse_rl_deepspeed")]

@@ -1,4 +1,4 @@
-"""Connections between rank zero and every other rank, beside those of the collectives."""
+"""Connections between rank zero and every other rank, separate from the collectives'."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-PATIENCE = 60  # seconds until all ranks must have connected, once all are there
-SILENCE = 5  # seconds that one which has connected may take to say who it is
+PATIENCE = 60  # seconds within which all ranks must connect, once all have reached the barrier
+SILENCE = 5  # seconds within which a new connection must identify itself
 Message = dict[str, Any]
 
 
@@ -21,8 +21,8 @@ class Link:
     """A connection whose messages are lines of JSON.
 
     Args:
-        connection: To another rank that has said who it is.
-        timeout: Seconds after which a silent machine counts as gone.
+        connection: Socket to another rank that has identified itself.
+        timeout: Seconds after which an unresponsive machine counts as gone.
     """
 
     def __init__(self, connection: socket.socket, timeout: int) -> None:
@@ -32,7 +32,7 @@ class Link:
         self._keep_alive(timeout)
 
     def send(self, **message: Any) -> None:
-        """Send, unless the other has gone: whoever reads learns of that."""
+        """Send a message; errors are ignored, because the reader learns that the other has gone."""
         try:
             with self._sending:
                 self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -40,7 +40,7 @@ class Link:
             pass
 
     def receive(self) -> list[Message] | None:
-        """All messages that are there, None once the other has gone."""
+        """All messages that have arrived, None once the other has gone."""
         try:
             data = self.connection.recv(65536)
         except OSError:
@@ -49,7 +49,7 @@ class Link:
         return [json.loads(line) for line in lines] if data else None
 
     def _keep_alive(self, timeout: int) -> None:
-        """Have the system ask a silent machine three times within the timeout."""
+        """Have the system probe an unresponsive machine three times within the timeout."""
         self.connection.settimeout(None)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
@@ -60,12 +60,12 @@ class Link:
 
 
 def connect(trainer: Trainer, timeout: int) -> dict[int, Link]:
-    """Links by rank: rank zero's to all others, everyone else's to rank zero. Collective.
+    """Links by rank: rank zero's to all others, every other rank's to rank zero. Collective.
 
     Raises:
-        TimeoutError: If a rank did not come.
+        TimeoutError: If a rank did not connect.
     """
-    trainer.strategy.barrier()  # the data may be ready on one rank long before another, which is no fault
+    trainer.strategy.barrier()  # data may be ready on one rank long before another, which is not an error
     if not trainer.is_global_zero:
         host, port, token = trainer.strategy.broadcast(("", 0, ""))  # rank zero's
         connection = socket.create_connection((host, port), timeout=PATIENCE)
@@ -79,15 +79,15 @@ def connect(trainer: Trainer, timeout: int) -> dict[int, Link]:
 
 
 def accept(server: socket.socket, token: str, world_size: int) -> dict[int, socket.socket]:
-    """One connection per other rank; strangers are sent away, those that say nothing after a while.
+    """One connection per other rank; strangers are disconnected, silent ones after a while.
 
     Raises:
-        TimeoutError: If a rank did not come.
+        TimeoutError: If a rank did not connect.
     """
     deadline = time.monotonic() + PATIENCE
     found: dict[int, socket.socket] = {}
     while len(found) < world_size - 1:
-        server.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would mean not to wait at all
+        server.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would mean no waiting at all
         try:
             connection, _ = server.accept()
         except TimeoutError:

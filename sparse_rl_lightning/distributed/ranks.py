@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other beside gradients, and what must be the same on all."""
+"""Exchanges between the ranks of a run besides gradients, and checks of what must be the same on all."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch.utils.data import DistributedSampler
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import make_empty
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.sharding import of_all_ranks
 
 
 def gather_to_zero(value: Any, world_size: int) -> list[Any]:
-    """Every rank's value on rank zero, an empty list on the others; one rank gets its own back."""
+    """Every rank's value on rank zero, an empty list on the others; a single rank gets its own back."""
     if world_size == 1:
         return [value]
     is_zero = torch.distributed.get_rank() == 0
@@ -32,9 +33,9 @@ def gather_to_zero(value: Any, world_size: int) -> list[Any]:
 
 
 def mean_over_ranks(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-    """Every metric's mean over the ranks that have it, on all ranks, in one exchange. Collective.
+    """Mean of every metric over the ranks that have it, on all ranks, in one exchange. Collective.
 
-    Which names there are may depend on a rank's data, as counters of reward functions do.
+    The names may depend on a rank's data, as counters of reward functions do.
     """
     own = {name: float(value) for name, value in metrics.items()}
     ranks = of_all_ranks(own)
@@ -46,13 +47,13 @@ def mean_over_ranks(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor |
 def advantages_of_rank(
     rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards, trainer: Trainer | None
 ) -> Tensor:
-    """Advantages (B,) of this rank's rewards; a deviation over the batch is that of all ranks.
+    """Advantages (B,) of this rank's rewards; a deviation over the batch covers all ranks.
 
     Args:
-        rewards: (B,), as many on every rank.
+        rewards: Rewards (B,), with the same B on every rank.
         num_generations: Samples per prompt.
-        scale_rewards: As for :func:`~sparse_rl_lightning.advantages.group_advantages`.
-        trainer: Of several ranks, None for one.
+        scale_rewards: Scaling as for :func:`~sparse_rl_lightning.advantages.group_advantages`.
+        trainer: Trainer of several ranks, None for one.
     """
     if trainer is None or scale_rewards != "batch":
         return group_advantages(rewards, num_generations, scale_rewards)
@@ -62,32 +63,32 @@ def advantages_of_rank(
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Refuse strategies of Lightning that train something else here, whose name is close to one that does not.
+    """Refuse Lightning's strategies that would train something else here, although supported ones have similar names.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: If it is such a strategy.
     """
     if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, SparseRLDeepSpeed):
-        raise ValueError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
+        raise UserError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
     if isinstance(strategy, FSDPStrategy):
-        raise ValueError(
+        raise UserError(
             "trainer.strategy=FSDPStrategy: rollouts cannot read weights that FSDP1 has flattened. Use FSDP2: "
             "{class_path: ModelParallelStrategy, init_args: {data_parallel_size: RANKS, tensor_parallel_size: 1}}."
         )
 
 
 def check_processes(world_size: int) -> None:
-    """Refuse a trainer that does not know of the processes it was started in: each would train and save by itself.
+    """Refuse a trainer unaware of the processes it was started in: each would train and save by itself.
 
-    A launcher gives its processes their number; where only WORLD_SIZE is set, it is of a job's script or machine.
+    A launcher numbers its processes; if only WORLD_SIZE is set, it comes from a job's script or the machine.
 
     Raises:
-        ValueError: If the launcher has started another number.
+        ValueError: If the launcher has started another number of processes.
     """
     is_one_of_them = "RANK" in os.environ or "LOCAL_RANK" in os.environ
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if is_one_of_them and started > 1 and started != world_size:
-        raise ValueError(
+        raise UserError(
             f"{started} processes were started (WORLD_SIZE={started}), and the trainer is of {world_size}: each of "
             f"them would train by itself and overwrite the others' files. Let trainer.devices x trainer.num_nodes be "
             f"{started}, or start {world_size}."
@@ -95,20 +96,20 @@ def check_processes(world_size: int) -> None:
 
 
 def check_agreement(facts: dict[str, str]) -> None:
-    """Compare, once and on all ranks, what must be the same on all of them. Collective; one rank agrees with itself.
+    """Compare, once and on all ranks, what must be the same on all of them. Collective; one rank always agrees.
 
     Args:
-        facts: What this rank has, as text, by what it is.
+        facts: Values of this rank as text, by their names.
 
     Raises:
-        ValueError: On all ranks, if any has something else.
+        ValueError: On all ranks, if any has a different value.
     """
     ranks = of_all_ranks(facts)
     for name in dict.fromkeys(name for own in ranks for name in own):
         values = [own.get(name, "none") for own in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            raise ValueError(
+            raise UserError(
                 f"Ranks differ in their {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. All must "
                 "read the same files: name a folder that they share, or copy rank 0's to the others' machines."
             )
@@ -137,7 +138,7 @@ def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
 
 
 def check_shared(folders: list[Path]) -> None:
-    """See to it that a folder which all ranks write into is one and the same. Collective.
+    """Check that a folder which all ranks write into is one and the same. Collective.
 
     Raises:
         ValueError: On all ranks, if a rank does not see what rank zero has written.
@@ -155,7 +156,7 @@ def check_shared(folders: list[Path]) -> None:
         if rank == 0:
             probe.unlink()
         if not all(seen):
-            raise ValueError(
+            raise UserError(
                 f"dirpath={str(folder)!r} of ModelCheckpoint is another folder on rank {seen.index(False)} than on "
                 "rank 0, and every rank writes its part of a checkpoint there: none would be whole. Name a folder that "
                 "all machines share."
@@ -164,7 +165,7 @@ def check_shared(folders: list[Path]) -> None:
 
 def _sees(file: Path) -> bool:
     """Whether a file that another rank has just written is there."""
-    try:  # a client of NFS remembers for up to a minute that a folder was not there; making it asks the server
+    try:  # an NFS client caches a missing folder for up to a minute; creating it asks the server
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
         pass

@@ -9,9 +9,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.learner.packing import pack, token_counts, trimmed
-from sparse_rl_lightning.ops.random import hash_bits
+from sparse_rl_lightning.ops.keyed_random import hash_bits
 from sparse_rl_lightning.records import Rollout
 
 
@@ -41,13 +42,13 @@ class BlockPlan:
 
     def __post_init__(self) -> None:
         if self.sequences % self.steps_per_generation:
-            raise ValueError(
+            raise UserError(
                 f"{self.prompts} prompts x num_generations={self.num_generations} = {self.sequences} sequences cannot "
                 f"be cut into steps_per_generation={self.steps_per_generation} equal micro-batches. Change "
                 "data.prompts_per_rollout, model.sampling.num_generations or model.steps_per_generation."
             )
         if self.micro_batches % self.accumulate:
-            raise ValueError(
+            raise UserError(
                 f"steps_per_generation={self.steps_per_generation} x num_iterations={self.num_iterations} = "
                 f"{self.micro_batches} micro-batches per rollout are not a multiple of "
                 f"accumulate_grad_batches={self.accumulate}. Change trainer.accumulate_grad_batches, or "

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.acceptance import rollout_acceptance
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.learner.packing import Compute, in_parts
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.logprobs import replay_statistics
 from sparse_rl_lightning.retrieval.logprobs import RetrievalLogprobs, retrieval_logprobs

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import normalize_weights, off_policy_sequences
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.losses import (
     Denominator,
     ImportanceSamplingLevel,
@@ -21,7 +22,6 @@ from sparse_rl_lightning.losses import (
     kl_penalty,
     policy_loss,
 )
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout
 
 
@@ -88,7 +88,7 @@ class GRPOLoss:
         try:
             check_options(self.loss_type, self.importance_sampling_level, self.epsilon, self.epsilon_high, self.delta)
         except ValueError as error:
-            raise ValueError(f"loss.{error}") from error
+            raise UserError(f"loss.{error}") from error
         if self.off_policy_delta is not None:
             check_number("loss.off_policy_delta", self.off_policy_delta, least=0)
         choices = {
@@ -97,7 +97,7 @@ class GRPOLoss:
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"loss.{name} must be one of {allowed}, got {name}={getattr(self, name)!r}.")
+                raise UserError(f"loss.{name} must be one of {allowed}, got {name}={getattr(self, name)!r}.")
 
     def denominators(self, window: Rollout, max_completion_length: int | None = None) -> Denominators:
         """The divisors of one optimizer step.

@@ -1,33 +1,35 @@
-"""How much a completion repeats itself: the visible failure of sequences whose cache forgot too much."""
+"""Repetition within a completion: the visible failure of sequences whose cache forgot too much."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 NGRAM = 4
-"""Tokens that count as one phrase: short enough to catch loops of any length, long enough to spare plain grammar."""
+"""Number of tokens in a phrase: short enough to catch loops of any length, long enough to spare plain grammar."""
 
 
 def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
-    """Share of a completion's n-grams that stood in the same completion before.
+    """The share of a completion's n-grams that are repeats of earlier ones.
 
     A text without any repeated phrase has 0; one that ends in a loop approaches 1. Completions of fewer than n
     tokens have 0. Phrases are compared exactly, not by hash.
 
     Args:
-        sequences: (B, T) token ids.
-        mask: (B, T) bool, the completion of each sequence, without gaps.
-        n: Tokens per phrase.
+        sequences: Token ids (B, T).
+        mask: Completion tokens (B, T), bool, without gaps.
+        n: Number of tokens in a phrase.
 
     Returns:
-        (B,) between 0 and 1.
+        The shares (B,), between 0 and 1.
 
     Raises:
         ValueError: If ``n`` is not positive.
     """
     if n < 1:
-        raise ValueError(f"n must be at least 1 token, got n={n}.")
+        raise UserError(f"n must be at least 1 token, got n={n}.")
     if sequences.shape[1] < n or not sequences.numel():
         return torch.zeros(sequences.shape[0], device=sequences.device)
     phrases = _phrase_ids(sequences, n)  # (B, T - n + 1)
@@ -41,7 +43,7 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
 
 
 def _phrase_ids(sequences: Tensor, n: int) -> Tensor:
-    """(B, T - n + 1) a number per phrase, the same for the same n tokens: one token is added at a time."""
+    """A number for each phrase (B, T - n + 1), the same for the same n tokens; tokens are added one at a time."""
     ids, tokens = sequences, int(sequences.max()) + 1
     for offset in range(1, n):
         longer = ids[:, :-1] * tokens + sequences[:, offset:]

@@ -1,7 +1,7 @@
-"""The numbers of one rollout that are logged: what was sampled, what it cost, what rejection made of it.
+"""The numbers of one rollout that are logged: what was sampled, what it cost, and what rejection left.
 
-Names are TRL's where TRL measures the same. A rollout's numbers speak of all its B sequences; those that rejection
-drops are left out nowhere but in the two rejection rates. The table, key by key:
+Names are TRL's where TRL measures the same. A rollout's numbers cover all its B sequences; only the two rejection
+rates reflect what rejection drops. The table, key by key:
 
 =========================================== ============ =====================================================
 key                                         unit         meaning
@@ -10,19 +10,19 @@ completions/mean_length                     tokens       mean length of the comp
 completions/min_length                      tokens       shortest
 completions/max_length                      tokens       longest
 completions/clipped_ratio                   share        completions cut off by max_completion_length
-completions/mean_terminated_length          tokens       mean length of those that ended by themselves (0: none)
+completions/mean_terminated_length          tokens       mean length of those with an end token (0: none)
 completions/min_terminated_length           tokens       shortest of those
 completions/max_terminated_length           tokens       longest of those
-completions/repetition_rate                 share        4-grams that stood in the same completion before
+completions/repetition_rate                 share        repeated 4-grams
 rewards/{function}/mean                     reward       mean of one reward function where it applies
 rewards/{function}/std                      reward       its standard deviation over all completions
-rewards/{function}/{counter}                count        what a checker met: no_box, fallbacks, timeouts, crashes, ...
-rewards/{function}/failed                   samples      it raised an error for these, or took too long
+rewards/{function}/{counter}                count        counts of a checker: no_box, fallbacks, timeouts, ...
+rewards/{function}/failed                   samples      samples on which it raised an error or timed out
 reward                                      reward       mean of the weighted sum of the reward functions
-reward_std                                  reward       standard deviation within a prompt's samples, mean of it
+reward_std                                  reward       mean standard deviation within a prompt's samples
 frac_reward_zero_std                        share        prompts whose samples all have the same reward
-rejection_rate                              share        sequences of which rejection leaves no token
-token_mask_rate                             share        tokens left out, those of rejected sequences included
+rejection_rate                              share        sequences without any token left by rejection
+token_mask_rate                             share        tokens left out, including rejected sequences
 mismatch/kl_k1                              nats/token   KL(sparse || dense), unbiased, may be negative
 mismatch/kl_k3                              nats/token   the same, never negative
 mismatch/ratio_p05                          ratio        5th percentile of xi = dense / sparse probability
@@ -36,12 +36,12 @@ sampling/sampling_logp_difference/mean      nats         mean of abs(log xi)
 sampling/sampling_logp_difference/max       nats         largest abs(log xi)
 kv/saving_final                             share        KV tokens not stored at the end of the sequences
 kv/saving_integral                          share        KV tokens not stored, over all decode steps
-kv/stored_tokens                            tokens       held at the end of a sequence, mean per layer and KV head
-kv/full_tokens                              tokens       what a full cache holds there
+kv/stored_tokens                            tokens       stored at the end of a sequence, per layer and KV head
+kv/full_tokens                              tokens       stored in a full cache at that point
 kv/read_share                               share        KV tokens of a full cache that attention read
 kv/peak_bytes                               bytes        key and value pools that were allocated
 kv/full_peak_bytes                          bytes        the same slots with a full cache
-kv/prefill_peak_bytes                       bytes        staging beside the pools while prompts were read
+kv/prefill_peak_bytes                       bytes        staging besides the pools while prompts were read
 kv/record_bytes                             bytes        the record of evictions
 kv/record_dense_bytes                       bytes        the same with a number for every token
 time/rollout                                seconds      sampling under the compressed cache
@@ -50,7 +50,7 @@ time/rewards                                seconds      reward functions and ad
 time/tokens_per_second                      tokens/s     completion tokens over time/rollout
 =========================================== ============ =====================================================
 
-The ``mismatch/`` and ``sampling/`` keys need dense rescoring and are absent without it; they see the completions
+The ``mismatch/`` and ``sampling/`` keys need dense rescoring and are absent without it; they cover the completions
 before any rejection. Standard deviations are Bessel-corrected. Shares lie between 0 and 1.
 """
 
@@ -66,13 +66,13 @@ from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 
 def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
-    """Everything worth logging about a scored rollout; the module's docstring has the table of keys and units.
+    """All numbers to log about a scored rollout; the module's docstring has the table of keys and units.
 
     Args:
-        scored: A rollout after all callbacks that edit it.
+        scored: Rollout after all callbacks that edit it.
 
     Returns:
-        Scalars by name. Which names there are depends on what the rollout carries, never on its values.
+        Scalars by name. The names depend on which fields the rollout has, never on its values.
     """
     rollout = scored.rollout
     metrics: dict[str, Tensor | float] = {**_completions(rollout), **_rewards(scored), **_rejection(rollout)}
@@ -103,11 +103,11 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
 
 
 def rejection_rate(keep: Tensor, mask: Tensor) -> Tensor:
-    """Share of sequences of which no token is left.
+    """The share of sequences without any token left.
 
     Args:
-        keep: (B, T) bool, what rejection leaves.
-        mask: (B, T) bool, the completions.
+        keep: Tokens (B, T) that rejection leaves, bool.
+        mask: Completion tokens (B, T), bool.
 
     Returns:
         A scalar between 0 and 1.
@@ -117,11 +117,11 @@ def rejection_rate(keep: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_mask_rate(keep: Tensor, mask: Tensor) -> Tensor:
-    """Share of completion tokens that are left out, those of rejected sequences included.
+    """The share of completion tokens that are left out, including rejected sequences.
 
     Args:
-        keep: (B, T) bool, what rejection leaves.
-        mask: (B, T) bool, the completions.
+        keep: Tokens (B, T) that rejection leaves, bool.
+        mask: Completion tokens (B, T), bool.
 
     Returns:
         A scalar between 0 and 1.
@@ -167,7 +167,7 @@ def _rejection(rollout: Rollout) -> dict[str, Tensor]:
 
 
 def _nanstd(rows: Tensor) -> Tensor:
-    """(rows,) Bessel-corrected deviation of the values that are not NaN, 0 for fewer than two of them."""
+    """Bessel-corrected deviation (rows,) of the values that are not NaN, 0 for fewer than two of them."""
     squares = (rows - rows.nanmean(dim=1, keepdim=True)) ** 2
     count = (~torch.isnan(rows)).sum(dim=1)
     return (squares.nansum(dim=1) / (count - 1).clamp(min=1)).sqrt()

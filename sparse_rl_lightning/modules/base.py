@@ -22,6 +22,7 @@ from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.resuming import (
     KEY,
@@ -37,7 +38,6 @@ from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
-from sparse_rl_lightning.ranges import check_number
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
@@ -158,7 +158,7 @@ class PolicyModule(LightningModule):
     def _shard_fully(self) -> None:
         assert self.device_mesh is not None
         if self.device_mesh["tensor_parallel"].size() > 1:
-            raise ValueError(
+            raise UserError(
                 "ModelParallelStrategy: tensor parallelism is not supported. Set tensor_parallel_size to 1 and "
                 "data_parallel_size to the number of ranks."
             )
@@ -199,7 +199,7 @@ class PolicyModule(LightningModule):
         try:
             optimizer = self.optimizer_factory(groups)
         except ValueError as error:
-            raise ValueError(f"model.optimizer: {error}") from error
+            raise UserError(f"model.optimizer: {error}") from error
         check_numbers(optimizer)
         return optimizer, None if self.lr_scheduler_factory is None else self.lr_scheduler_factory(optimizer)
 
@@ -261,7 +261,7 @@ class PolicyModule(LightningModule):
         shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
         if unknown or missing or shapes:
             example = shapes[0] if shapes else (unknown or missing)[0]
-            raise ValueError(
+            raise UserError(
                 f"ckpt_path: this checkpoint is of another model: {len(unknown)} unknown, {len(missing)} missing and "
                 f"{len(shapes)} weights of another shape, for example {example!r}. Give the checkpoint of the policy "
                 "named under model.policy, or change model.policy."

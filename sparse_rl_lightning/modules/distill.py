@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.modules.replay_grpo import check_attention, check_partial, replay_old
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.policies.lora import add_adapter, check_adapter, without_adapters
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
 
@@ -50,7 +50,7 @@ class SparseAdapter:
             check_number("adapter.lr", self.lr, least=0)
         check_number("adapter.kl_coef", self.kl_coef, least=0)
         if self.kl_coef == 0 and not self.policy_gradient:
-            raise ValueError(
+            raise UserError(
                 "adapter.kl_coef must not be 0 without the policy gradient, or the adapter learns nothing; got "
                 f"kl_coef={self.kl_coef}, policy_gradient={self.policy_gradient}."
             )
@@ -88,13 +88,13 @@ class DistillSparse(SparseGRPO):
         super().__init__(*args, **kwargs)
         compressor, retriever = self.generator.compressor, self.generator.retriever
         if retriever is not None and compressor.evicts:
-            raise ValueError(
+            raise UserError(
                 f"DistillSparse follows either evictions or a retriever: {type(compressor).__name__} moves "
                 f"entries between the pages that {type(retriever).__name__} chooses from. Set model.retriever to "
                 "null, or model.compressor to FullKV."
             )
         if not self.learner.options.rescore:
-            raise ValueError(
+            raise UserError(
                 "DistillSparse corrects the policy by its dense log-probs: set model.learner.rescore to true."
             )
         check_partial(self)
@@ -111,7 +111,7 @@ class DistillSparse(SparseGRPO):
         super().on_policy_loaded()
         check_attention(self, self.policy.config._attn_implementation)
         if getattr(self.policy, "peft_config", None):
-            raise ValueError("DistillSparse trains the policy's own weights: give a policy without adapters.")
+            raise UserError("DistillSparse trains the policy's own weights: give a policy without adapters.")
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         options = {"r": self.adapter.r, "lora_alpha": self.adapter.lora_alpha, "lora_dropout": 0.0}
         add_adapter(self.policy, self.adapter.target_modules, **options)
@@ -152,7 +152,7 @@ class DistillSparse(SparseGRPO):
             ValueError: If the numbers do not divide evenly.
         """
         if self.steps_per_generation % self._accumulate:
-            raise ValueError(
+            raise UserError(
                 f"DistillSparse: accumulate_grad_batches={self._accumulate} must divide steps_per_generation="
                 f"{self.steps_per_generation}, or an optimizer step would mix the policy's and the adapter's micro-"
                 "batches. Change trainer.accumulate_grad_batches or model.steps_per_generation."
@@ -214,7 +214,7 @@ class DistillSparse(SparseGRPO):
             ValueError: If there are several.
         """
         if self._world_size > 1:
-            raise ValueError(
+            raise UserError(
                 "DistillSparse trains one part of the policy at a time, which works in one process so far: set "
                 "trainer.devices and trainer.num_nodes to 1."
             )

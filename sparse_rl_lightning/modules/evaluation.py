@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import (
@@ -121,13 +122,13 @@ class Evaluation(PolicyModule):
         super().__init__(policy)
         self.caches = name_caches([*([FullKV()] if dense else []), *(compressors or []), *(retrievers or [])])
         if not self.caches or batch_size < 1:
-            raise ValueError(
+            raise UserError(
                 "Evaluation needs dense: true, compressors or retrievers, and batch_size of at least 1; got "
                 f"{len(self.caches)} caches and batch_size={batch_size}."
             )
         samples = {"num_samples": num_samples, **{f"num_samples_of[{k}]": n for k, n in (num_samples_of or {}).items()}}
         if too_many := {name: number for name, number in samples.items() if number > MAX_SAMPLES}:
-            raise ValueError(f"Evaluation draws at most {MAX_SAMPLES} samples per problem, got {too_many}: lower them.")
+            raise UserError(f"Evaluation draws at most {MAX_SAMPLES} samples per problem, got {too_many}: lower them.")
         self.sampling = SamplingParams(
             num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
             top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
@@ -165,9 +166,7 @@ class Evaluation(PolicyModule):
         """Find out now that results can be written."""
         super().on_test_start()
         if self.trainer.world_size > 1:
-            raise ValueError(
-                f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1."
-            )
+            raise UserError(f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1.")
         writable_folder(self.folder.path, "trainer.default_root_dir")
         self.trainer.test_loop.verbose = False  # Lightning's own table would say the same again, less readably
         self.results, self._problems = [], []
@@ -176,7 +175,7 @@ class Evaluation(PolicyModule):
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """Evaluate one benchmark under every cache."""
         if "benchmark" not in batch[0]:
-            raise ValueError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
+            raise UserError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
         problems = self._encoded(batch)
         name = problems.name
         self.log(f"test/{name}/too_long", len(problems.too_long), batch_size=1)
@@ -207,7 +206,7 @@ class Evaluation(PolicyModule):
         try:
             say(f"Written: {', '.join(map(str, self._write(text)))}")
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"trainer.default_root_dir: the results cannot be written to {self.folder.path}: {error}. The table "
                 "above is what there is of them."
             ) from error

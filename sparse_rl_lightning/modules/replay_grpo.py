@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
@@ -46,20 +47,20 @@ class ReplayGRPO(SparseGRPO):
     ) -> None:
         super().__init__(*args, **kwargs)
         if replay_objective not in get_args(ReplayObjective):
-            raise ValueError(
+            raise UserError(
                 f"replay_objective must be one of {get_args(ReplayObjective)}, got "
                 f"replay_objective={replay_objective!r}."
             )
         retriever = self.generator.retriever
         if retriever is not None:
-            raise ValueError(
+            raise UserError(
                 f"ReplayGRPO replays evictions, and {type(retriever).__name__} evicts nothing: which pages a "
                 "query reads changes with every query. Set model.retriever to null, or train with SparseGRPO."
             )
         if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
+            raise UserError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
         if replay_objective != "sparse" and not self.learner.options.rescore:
-            raise ValueError(
+            raise UserError(
                 f"replay_objective={replay_objective!r} needs the log-probs of the dense policy: set "
                 "model.learner.rescore to true, or choose replay_objective='sparse'."
             )
@@ -110,7 +111,7 @@ def check_partial(module: SparseGRPO) -> None:
         ValueError: If the module's rollouts are partial.
     """
     if module.generator.partial is not None:
-        raise ValueError(
+        raise UserError(
             f"rollout.partial_rollout_steps={module.generator.partial.max_steps} does not work with "
             f"{type(module).__name__}: no replay reproduces a sequence that several versions of the policy drew. Use "
             "SparseGRPO, or model.rollout.partial_rollout_steps to null."
@@ -128,7 +129,7 @@ def check_attention(module: SparseGRPO, name: str | None) -> None:
         ValueError: If it takes no mask.
     """
     if name is not None and "flash" in name:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} attends under the sampler's evictions, and attn_implementation={name!r} takes "
             "no such mask (and dense log-probs of other kernels would bring rounding back into xi). Set the "
             "policy's attn_implementation to 'sdpa', or train with SparseGRPO."

@@ -28,6 +28,7 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
 from sparse_rl_lightning.distributed import ranks
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evaluation.evaluate import evaluate
 from sparse_rl_lightning.evaluation.validation import ValidationLog
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
@@ -38,7 +39,6 @@ from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.policies.source import PolicySource
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.scoring import Rewards
@@ -420,12 +420,12 @@ class SparseGRPO(PolicyModule):
     def _check_ranks(self) -> None:
         """Refuse, by name, what several ranks cannot do."""
         if self._world_size > 1 and self.generator.partial is not None:
-            raise ValueError(
+            raise UserError(
                 "rollout.partial_rollout_steps works in one process so far: set model.rollout.partial_rollout_steps to "
                 "null, or trainer.devices and trainer.num_nodes to 1."
             )
         if self.learner.options.packs and is_sharded(self.policy):
-            raise ValueError(
+            raise UserError(
                 "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
                 "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
             )
@@ -438,7 +438,7 @@ class SparseGRPO(PolicyModule):
         needing += ["loss.off_policy_delta"] if self.loss.off_policy_delta is not None else []
         steps = self.steps_per_rollout // self.trainer.accumulate_grad_batches
         if needing or steps > 1:
-            raise ValueError(
+            raise UserError(
                 f"rescore=False leaves no dense log-probs, but {', '.join(needing) or f'{steps} optimizer steps'} "
                 f"{'need' if needing else 'per rollout need'} them. Set model.learner.rescore to true."
             )

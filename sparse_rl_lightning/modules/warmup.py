@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.rollout.prompts import encode_prompt
@@ -66,7 +67,7 @@ class SupervisedWarmup(PolicyModule):
         ids, targets = [], []
         for row in rows:
             if self.solution_column not in row:
-                raise ValueError(
+                raise UserError(
                     f"solution_column={self.solution_column!r} is not among the columns of the data: {sorted(row)}."
                 )
             prompt = encode_prompt(tokenizer, row["prompt"], self.chat_template_kwargs)

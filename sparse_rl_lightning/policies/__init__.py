@@ -1,4 +1,4 @@
-"""Where weights come from, and what a model must be to be served."""
+"""Sources of a policy's weights, and the requirements on its model."""
 
 from sparse_rl_lightning.policies.lora import LoraPolicy
 from sparse_rl_lightning.policies.source import LoadedPolicy, PolicySource, PretrainedPolicy

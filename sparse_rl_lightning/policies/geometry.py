@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache, and which models this library serves."""
+"""The shape of a model's KV cache, and which models this library supports."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.output_head import output_head
 from sparse_rl_lightning.policies.replaced import check_reachable
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose every layer this library knows to reproduce."""
+"""Model types of which this library can reproduce every layer."""
 
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """What a cache must know of a model: sizes, type, and the rotary frequencies for compressors."""
+    """The properties of a model that its cache depends on: sizes, types, and the rotary frequencies for compressors."""
 
     num_layers: int
     num_heads: int
@@ -28,13 +29,13 @@ class CacheGeometry:
     scale: float
     inv_freq: Tensor = field(compare=False)  # (D / 2,)
     attention_scaling: float
-    dtype: torch.dtype  # what the model computes in
-    kv_dtype: torch.dtype  # what keys and values are kept in
+    dtype: torch.dtype  # type that the model computes in
+    kv_dtype: torch.dtype  # type that keys and values are stored in
     device: torch.device
 
     @property
     def query_dtype(self) -> torch.dtype:
-        """What queries meet the keys in, and compressors see: the keys' type, but eight bits are for storage only."""
+        """The type of queries for attention and compressors: the keys' type, but 8-bit types are storage only."""
         return self.dtype if self.kv_dtype == FLOAT8 else self.kv_dtype
 
     @property
@@ -44,11 +45,11 @@ class CacheGeometry:
 
     @classmethod
     def of(cls, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> CacheGeometry:
-        """Read the geometry off a transformers causal language model.
+        """Read the geometry from a transformers causal language model.
 
         Args:
-            model: The policy.
-            kv_dtype: What keys and values are kept in, by default what the model computes in.
+            model: Policy to read.
+            kv_dtype: Type to store keys and values in, by default the type that the model computes in.
 
         Raises:
             ValueError: If the model is not a full-attention decoder with rotary positions.
@@ -79,36 +80,36 @@ def check_supported(model: PreTrainedModel) -> None:
         ValueError: For hybrid models, and for models without weights, an output head or a plain rotary decoder.
     """
     if not hasattr(model, "get_output_embeddings"):
-        raise ValueError(f"model must be a causal language model of transformers, got {type(model)}.")
+        raise UserError(f"model must be a causal language model of transformers, got {type(model)}.")
     check_reachable(model)
     output_head(model)
     config, name = model.config, type(model).__name__
     if model.device.type == "meta":
-        raise ValueError(f"The weights of this {name} are on the meta device: they hold no numbers. Load them first.")
+        raise UserError(f"The weights of this {name} are on the meta device: they hold no numbers. Load them first.")
     if config.model_type not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"{name} (model_type {config.model_type!r}) is not supported: other families may scale logits or attention "
             f"in ways that this library does not reproduce. Supported: {', '.join(FAMILIES)}."
         )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
-        raise ValueError(
+        raise UserError(
             f"{name} has rope_type={rope!r}, whose frequencies change with the length of the sequence, so cached keys "
             "would not fit. Use rope_type 'default', 'linear', 'llama3' or 'yarn'."
         )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if not layer_types <= {"full_attention", "sliding_attention"}:
-        raise ValueError(
+        raise UserError(
             f"{name} has layers of type {sorted(layer_types)}, only 'full_attention' layers can be evicted from. "
             "Choose a full-attention model such as Qwen2, Qwen3 or Llama."
         )
 
 
 def context_length(config: Any) -> int | None:
-    """Tokens of the longest sequence that a model is made for; None where its configuration does not say.
+    """The number of tokens of the longest sequence that a model is made for; None if its configuration lacks it.
 
-    Scaled rotary positions reach further than ``max_position_embeddings``, which model cards leave as it was:
-    ``factor`` times as far as the original context. Llama 3's scaling is part of its own number already.
+    Scaled rotary positions reach further than ``max_position_embeddings``, which model cards leave unchanged:
+    ``factor`` times as far as the original context. Llama 3's scaling is already part of its own number.
     """
     own: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -120,25 +121,25 @@ def context_length(config: Any) -> int | None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Tokens that a query sees at most, itself among them, in layers that slide; None where none does."""
+    """The number of tokens that a query sees at most in sliding layers, itself included; None without such layers."""
     types = getattr(config, "layer_types", None)
     slides = getattr(config, "use_sliding_window", True) if types is None else "sliding_attention" in types
     return getattr(config, "sliding_window", None) if slides else None
 
 
 def check_window(model: PreTrainedModel, longest: int) -> None:
-    """Refuse sequences that a sliding window would cut: eviction and replay know full attention only.
+    """Refuse sequences that a sliding window would cut: eviction and replay support full attention only.
 
     Args:
-        model: The policy.
-        longest: Tokens of the longest sequence, prompt and completion.
+        model: Policy to check.
+        longest: Number of tokens of the longest sequence, prompt and completion.
 
     Raises:
         ValueError: If it exceeds the model's sliding window.
     """
     window = sliding_window(model.config)
     if window is not None and longest > window:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} uses sliding-window attention (sliding_window={window}), and sequences of up to "
             f"{longest} tokens exceed the window: only full attention can be evicted from. Keep prompt and completion "
             "within the window, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
@@ -146,6 +147,6 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """What keys and values come in: the weights' type, or autocast's where it is on."""
+    """The type that keys and values come in: the weights' type, or autocast's when it is on."""
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -1,4 +1,4 @@
-"""LoraPolicy: train low-rank adapters on a frozen policy; with the adapters switched off it is its own reference."""
+"""LoraPolicy: train low-rank adapters on a frozen policy, which is its own reference with the adapters off."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
-from sparse_rl_lightning.ranges import check_number
 
 
 class LoraPolicy(PolicySource):
     """A policy whose weights are frozen under low-rank adapters (LoRA, arXiv 2106.09685), through peft.
 
-    The reference policy of the KL penalty is the same model with its adapters switched off: no second copy. Export
-    writes a plain model with the adapters added to its weights. Needs ``pip install 'sparse-rl-lightning[lora]'``.
+    The reference policy of the KL penalty is the same model with its adapters switched off, without a second copy.
+    Export writes a plain model with the adapters merged. Needs ``pip install 'sparse-rl-lightning[lora]'``.
 
     Args:
-        policy: The policy below: a Hugging Face folder or hub name, or a source of models.
+        policy: Base policy: a Hugging Face folder or hub name, or a source of models.
         r: Rank of the adapters.
-        lora_alpha: The adapters' output is multiplied by lora_alpha / r.
-        lora_dropout: Dropout on the adapters' input; without effect under the module's ``disable_dropout``.
+        lora_alpha: Numerator of the factor lora_alpha / r on the adapters' output.
+        lora_dropout: Dropout on the adapters' input; has no effect with the module's ``disable_dropout``.
         target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head.
 
     Raises:
-        ValueError: If a number is out of range, peft is missing, or the adapters would train nothing or not all that is
-            named.
+        ValueError: If a number is out of range, peft is missing, or the adapters would train nothing or only some of
+            the layers named.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LoraPolicy(PolicySource):
         self._model: PreTrainedModel | None = None
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The policy below with fresh adapters, whose output is zero until they are trained."""
+        """The base policy with fresh adapters, whose output is zero until they are trained."""
         model, tokenizer = self.base.load()
         add_adapter(model, self.target_modules, **self.options)
         self._model = model
@@ -61,12 +61,12 @@ class LoraPolicy(PolicySource):
         return cast(PreTrainedModel, _AdaptersOff(model))
 
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
-        """A copy with the adapters added to the weights and gone."""
+        """A copy with the adapters merged into the weights and removed."""
         return without_adapters(model, merge=True)
 
 
 class _AdaptersOff:
-    """What log-probs need of a model, without its adapters and without dropout."""
+    """The interface of a model that log-probs need, without its adapters and without dropout."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -77,7 +77,7 @@ class _AdaptersOff:
         return self.model.config
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        """Those of the model, for whoever changes their attention."""
+        """The model's modules, for code that changes their attention."""
         return self.model.modules()
 
     def get_decoder(self) -> Any:
@@ -90,7 +90,7 @@ class _AdaptersOff:
         return cast(torch.nn.Module, getattr(head, "base_layer", head))
 
     def to(self, **_: Any) -> _AdaptersOff:
-        """Itself: it is where the policy is."""
+        """The object itself, which is always on the policy's device."""
         return self
 
     def _decode(self, **inputs: Any) -> Any:
@@ -116,17 +116,17 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **optio
     """Freeze a model under fresh adapters, the same in every call, whose output is zero until they are trained.
 
     Args:
-        model: Changed in place.
-        target_modules: As in :class:`LoraPolicy`.
+        model: Policy, changed in place.
+        target_modules: Names of the layers, as in :class:`LoraPolicy`.
         **options: ``r``, ``lora_alpha`` and ``lora_dropout``, as in :class:`LoraPolicy`.
 
     Raises:
-        ValueError: If peft is missing, or the adapters would train nothing or not all that is named.
+        ValueError: If peft is missing, or the adapters would train nothing or only some of the layers named.
     """
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ValueError("Adapters (LoRA) need peft: pip install 'sparse-rl-lightning[lora]'") from error
+        raise UserError("Adapters (LoRA) need peft: pip install 'sparse-rl-lightning[lora]'") from error
     _check_targets(model, target_modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -138,8 +138,8 @@ def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:
     """A copy of the model without its adapters.
 
     Args:
-        model: Left as it is.
-        merge: Add the adapters to the weights before they go.
+        model: Policy with adapters, which stays unchanged.
+        merge: Whether to add the adapters to the weights first.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -155,30 +155,30 @@ def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:
-    """Every name must be some module's: peft leaves out the ones that are not without a word."""
+    """Refuse names that match no module, which peft would silently skip."""
     if isinstance(targets, str):
-        return  # "all-linear" or a pattern, which peft refuses if nothing fits
+        return  # "all-linear" or a pattern, which peft refuses if nothing matches
     names = [name for name, _ in model.named_modules()]
     unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
     if unknown or not targets:
         linear = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-        raise ValueError(
+        raise UserError(
             f"target_modules: {unknown or 'an empty list'} would train nothing. This policy's linear layers are "
             f"{linear}; give some of them, or 'all-linear'."
         )
 
 
 def _check_trainable(model: PreTrainedModel) -> None:
-    """Adapters, and nothing else, must be able to change the policy, and export must be able to add them."""
+    """Refuse if anything but adapters could change the policy, or export could not merge them."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not any(bool(p.any()) for p in trainable.values()) or any("lora_" not in name for name in trainable):
-        raise ValueError(
+        raise UserError(
             f"LoRA would train {len(trainable)} of the policy's tensors, but every one must be an adapter's and some "
             "must not be zero. Check target_modules, and that the policy below has no adapters of its own."
         )
     heads = (model.get_output_embeddings(), model.get_input_embeddings())
     if model.config.tie_word_embeddings and any(hasattr(head, "base_layer") for head in heads):
-        raise ValueError(
+        raise UserError(
             "target_modules: embedding and output head share one weight in this policy, so an adapter on one of them "
             "cannot be added to it. Leave them out."
         )

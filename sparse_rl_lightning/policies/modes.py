@@ -1,4 +1,4 @@
-"""Modes of a policy: frozen, without dropout, and evaluation for a while."""
+"""Modes of a policy: frozen, without dropout, and temporary evaluation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without gradients and dropout."""
+    """Freeze the model: no gradients, evaluation mode."""
     model.requires_grad_(False)
     model.eval()
     return model
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability to zero, those that are plain attributes of attention layers too."""
+    """Set every dropout probability to zero, including plain attributes of attention layers."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -27,7 +27,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No dropout and no gradient checkpointing while sampling; the training flag comes back afterwards."""
+    """Switch off dropout and gradient checkpointing while sampling; training flags are restored afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Hugging Face folders as they come: loaded whole, with finite weights and a tokenizer, or refused in one line."""
+"""Loading of Hugging Face folders: complete, with finite weights and a tokenizer, or refused in one line."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import FAMILIES
 
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
-"""What transformers says of a ``model_type`` that is no causal language model of its."""
+"""Phrases of transformers' errors about a ``model_type`` that is not one of its causal language models."""
 
 
 def load_pretrained(
     path: str, dtype: str | torch.dtype = "auto", attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model and its tokenizer, from safetensors only and without any code of the folder's.
+    """A causal language model and its tokenizer, from safetensors only and without running code from the folder.
 
     Args:
         path: Folder or hub name.
         dtype: Type of the weights, ``auto`` for the folder's.
-        attn_implementation: The model's attention, None for transformers' choice.
+        attn_implementation: Attention of the model, None for transformers' choice.
 
     Raises:
         ValueError: If it cannot be loaded, a weight is missing, of another shape, NaN or infinite, or there is no
@@ -43,47 +44,47 @@ def load_pretrained(
                 trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
         except Exception as error:  # foreign data: nearly every class of errors has been seen
-            raise ValueError(f"{where} cannot be loaded. {_reason(path, error)}") from error
+            raise UserError(f"{where} cannot be loaded. {_reason(path, error)}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except Exception as error:
-            raise ValueError(f"{where}: its tokenizer cannot be loaded. {_reason(path, error)}") from error
+            raise UserError(f"{where}: its tokenizer cannot be loaded. {_reason(path, error)}") from error
     model, found = loaded
     _check_whole(found, where)
     check_finite(model.named_parameters(), where)
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-        raise ValueError(
+        raise UserError(
             f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
         )
     return model, tokenizer
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Refuse weights that hold NaN or infinity: every number computed from them is none.
+    """Refuse weights with NaN or infinity, which would spoil every number computed from them.
 
     Args:
         weights: Names and tensors.
-        where: What they are of, the beginning of the error.
+        where: Origin of the weights, which begins the error message.
 
     Raises:
-        ValueError: If one does.
+        ValueError: If a weight has one.
     """
     broken = [name for name, value in weights if value.is_floating_point() and not bool(value.isfinite().all())]
     if broken:
-        raise ValueError(
+        raise UserError(
             f"{where}: {len(broken)} weights hold NaN or infinity, for example {broken[0]!r}. They are of a run that "
             "diverged, or damaged: give others."
         )
 
 
 def _check_whole(found: dict[str, Any], where: str) -> None:
-    """A weight that was not found would be random, and the run would go on."""
+    """Refuse missing weights, which would be random, and warn about unused ones."""
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     mismatched = sorted(found["mismatched_keys"], key=lambda entry: str(entry[0]))
     if missing or mismatched:
         shapes = "".join(f", {name!r} is {[*there]} and must be {[*ours]}" for name, there, ours in mismatched[:1])
         names = f", there is no {missing[0]!r}" if missing else ""
-        raise ValueError(
+        raise UserError(
             f"{where} does not hold this model: {len(missing)} weights are missing, {len(mismatched)} of another shape "
             f"and {len(unexpected)} unknown{names}{shapes}. Its config.json and its weights must be of one model."
         )
@@ -120,7 +121,7 @@ def _broken_file(path: str) -> str | None:
 
 @contextmanager
 def _without_reports() -> Iterator[None]:
-    """Of what was found where, transformers prints a table; here it becomes an error or a warning."""
+    """Silence the table that transformers prints about missing weights; it becomes an error or a warning here."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

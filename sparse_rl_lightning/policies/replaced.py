@@ -1,7 +1,7 @@
-"""What a model does that its class does not say: a ``forward`` replaced on the object, and soft prompts.
+"""Changes to a model that its class does not show: a ``forward`` replaced on the object, and soft prompts.
 
-Rollouts and log-probabilities call a model's parts themselves. A part is called as it is, whatever its ``forward`` has
-become; what stands above the parts that are called would be passed over without a word, so it is refused.
+Rollouts and log-probabilities call a model's parts themselves. A part is called as it is, even with a replaced
+``forward``; a change above the parts that are called would be bypassed silently, so it is refused.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from sparse_rl_lightning.errors import UserError
+
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether somebody has set this object's own ``forward``, as accelerate's hooks, Liger and others do.
+    """Whether this object's own ``forward`` was set, as accelerate's hooks, Liger and others do.
 
-    Compiling it, by ``torch.compile(module)`` or ``module.forward = torch.compile(module.forward)``, changes no number
+    Compilation, by ``torch.compile(module)`` or ``module.forward = torch.compile(module.forward)``, changes no number
     and does not count.
     """
     module = uncompiled(module)
@@ -25,13 +27,13 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether calling the module may do more than its class says: forward hooks, or a replaced forward."""
+    """Whether calling the module may do more than its class shows: forward hooks, or a replaced forward."""
     both = (module, uncompiled(module))
     return any(one._forward_hooks or one._forward_pre_hooks for one in both) or is_replaced(module)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """What ``torch.compile(module)`` was made of; the module itself where it is not compiled."""
+    """The module that ``torch.compile(module)`` was made from, or the module itself if it is not compiled."""
     return module._modules.get("_orig_mod") or module
 
 
@@ -39,25 +41,25 @@ def check_reachable(model: Any) -> None:
     """Refuse a causal language model whose own forward does more than its decoder and its output head.
 
     Args:
-        model: Of transformers, or one wrapped by peft.
+        model: Model of transformers, or one wrapped by peft.
 
     Raises:
         ValueError: For soft prompts (prefix, prompt and p-tuning), which peft adds there, and a replaced ``forward``.
     """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         if getattr(config, "is_prompt_learning", False):
-            raise ValueError(
+            raise UserError(
                 f"The adapter {name!r} of {type(model).__name__} is a soft prompt ({config.peft_type}), which rollouts "
                 "and log-probabilities would pass over. Use LoRA, or another adapter that lives in the layers."
             )
     wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
     for module in (model, wrapped):
         if isinstance(module, nn.Module) and is_replaced(module):
-            raise ValueError(refusal(module))
+            raise UserError(refusal(module))
 
 
 def refusal(module: nn.Module) -> str:
-    """The message where a replaced forward would be passed over."""
+    """The error message for a replaced forward that would be bypassed."""
     return (
         f"The forward of this {type(module).__name__} has been replaced (accelerate, Liger, a patch of your own), and "
         "rollouts or log-probabilities would pass over it. Take it off again, e.g. with `del model.forward` or "

@@ -1,6 +1,6 @@
 """Whole weights of a policy that is sharded over ranks (DeepSpeed's ZeRO-3, FSDP2), one layer at a time.
 
-Everything here that gathers is collective: all ranks must call it at the same point.
+All functions that gather are collective: all ranks must call them at the same point.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.replaced import is_replaced, refusal
 
 _Found = TypeVar("_Found")
@@ -24,12 +25,12 @@ _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a rank holds only parts of the weights."""
+    """Whether a rank has only parts of the weights."""
     return any(_is_part(parameter) for parameter in model.parameters())
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by name, whole, valid until the next is asked for; go through to the end on all ranks."""
+    """Every weight by name, whole and valid until the next one; iterate to the end on all ranks."""
     for unit in _units(model):
         with gathered([parameter for _, parameter in unit]):
             for name, parameter in unit:
@@ -37,7 +38,7 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> AbstractContextManager[Any]:
-    """Hold parameters of ZeRO-3 whole inside, and share what rank ``modifier`` wrote into them afterwards."""
+    """Keep ZeRO-3 parameters whole inside the context, and afterwards share what rank ``modifier`` wrote into them."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     from deepspeed import zero
@@ -47,7 +48,7 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """Every rank's value, on all ranks and in their order; its own alone where there is no group. Collective."""
+    """Every rank's value on all ranks, in rank order; only its own without a process group. Collective."""
     if not torch.distributed.is_initialized():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -58,21 +59,21 @@ def of_all_ranks(value: Any) -> list[Any]:
 def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Tensor) -> _Found:
     """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
 
-    It takes the place of the module's forward. Calling the module itself would gather in every call, and ranks that
-    call it a different number of times wait for each other for ever.
+    It replaces the module's forward. Calling the module itself would gather in every call, and ranks that call it a
+    different number of times would wait for each other forever.
 
     Args:
-        module: Whose weights the function multiplies with.
-        function: Reads the weights and does not call the module.
-        *inputs: Of the function; the first that carries gradient ends the weights' stay in backward.
+        module: Module whose weights the function multiplies with.
+        function: Function that reads the weights and does not call the module.
+        *inputs: Arguments of the function; in backward the weights are released at the first that carries gradient.
 
     Raises:
-        ValueError: If the weights are sharded by ZeRO-3, and the module is no plain ``nn.Linear``.
+        ValueError: If the weights are sharded by ZeRO-3, and the module is not a plain ``nn.Linear``.
     """
     if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         return function(*inputs)
     if type(module) is not nn.Linear or has_own_hooks(module) or is_replaced(module):
-        raise ValueError(
+        raise UserError(
             f"The policy's output head is a {type(module).__name__} with hooks or a forward of its own: ZeRO-3 knows "
             "plain nn.Linear heads only. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
         )
@@ -85,7 +86,7 @@ def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Ten
 
 
 def has_own_hooks(module: nn.Module) -> bool:
-    """Whether calling the module calls hooks, ZeRO-3's not counted."""
+    """Whether calling the module calls hooks other than ZeRO-3's."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(
         not getattr(hook, "__module__", "").startswith("deepspeed.") for hooks in kinds for hook in hooks.values()
@@ -96,9 +97,9 @@ def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) ->
     """Shard a module's policy with FSDP2: decoder layers one by one, everything else when a step of the module runs.
 
     Args:
-        module: Holds the policy and the steps that use it, ``training_step`` and the like.
-        policy: A causal language model of transformers.
-        mesh: One-dimensional, of the ranks that share the weights.
+        module: Module with the policy and the steps that use it, ``training_step`` and the like.
+        policy: Causal language model of transformers.
+        mesh: One-dimensional mesh of the ranks that share the weights.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -111,46 +112,46 @@ def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) ->
 
 
 def own_bytes(model: nn.Module) -> int:
-    """Bytes of weights that this rank holds between two steps."""
+    """The number of bytes of weights that this rank keeps between two steps."""
     return sum(_part(parameter).nbytes for parameter in model.parameters())
 
 
 class ShadowPolicy:
     """A whole copy of a sharded policy that rollouts read, filled once per rollout.
 
-    Filling goes layer by layer, so that beside the copy no more than one layer is whole. The copy keeps its memory's
+    Filling goes layer by layer, so that besides the copy at most one layer is whole. The copy keeps its memory
     addresses, on which CUDA graphs and weights packed for decoding rely, unless it is released in between.
 
     Args:
-        policy: The sharded policy. All ranks make their shadow at the same point.
+        policy: Sharded policy. All ranks must create the shadow at the same point.
         dtype: Type of the copy, None for the policy's own.
 
     Raises:
-        ValueError: If the policy has adapters, or modules with a ``forward`` of somebody else's, which a copy has not.
+        ValueError: If the policy has adapters, or modules with a replaced ``forward``, which a copy would lack.
     """
 
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         if getattr(policy, "peft_config", None):
-            raise ValueError(
+            raise UserError(
                 "LoraPolicy is not supported where weights are sharded (ZeRO-3, FSDP2): few weights are trained, so "
                 "ZeRO-2 shards all that is large. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
             )
         for module in policy.modules():
             if is_replaced(module):
-                raise ValueError(f"{refusal(module)} Where weights are sharded no module's forward may be replaced.")
+                raise UserError(f"{refusal(module)} Where weights are sharded no module's forward may be replaced.")
         self.policy = policy
-        self.version: int | None = None  # of the weights inside, None when there are none
+        self.version: int | None = None  # version of the weights inside, None without any
         self.model = _twin(policy, dtype)
         self._shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy's weights."""
+        """The number of bytes of the copy's weights."""
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
     @torch.no_grad()
     def fill(self, version: int) -> None:
-        """Take over the policy's weights; nothing happens if ``version`` is inside already."""
+        """Copy the policy's weights; does nothing if ``version`` is inside already."""
         if self.version == version:
             return
         own = dict(self.model.named_parameters())
@@ -162,18 +163,18 @@ class ShadowPolicy:
         self.version = version
 
     def release(self) -> None:
-        """Give the weights' memory back."""
+        """Free the weights' memory."""
         self.version = None
         for parameter in self.model.parameters():
             parameter.data = parameter.data.new_empty(0)
 
 
 def _twin(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """A model of the same kind with weights that mean nothing yet, frozen."""
+    """A frozen model of the same kind with uninitialized weights."""
     with torch.device("meta"):
         twin: PreTrainedModel = type(policy)(copy.deepcopy(policy.config))
     first = next(policy.parameters())
-    nn.Module.to(twin, dtype or first.dtype)  # transformers wraps the signature of its own away
+    nn.Module.to(twin, dtype or first.dtype)  # transformers' wrapper hides the signature
     twin.to_empty(device=first.device)
     twin.tie_weights()
     buffers = dict(policy.named_buffers())
@@ -186,7 +187,7 @@ def _twin(policy: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel
 
 
 def _units(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-    """Named parameters, those of a decoder layer together."""
+    """Named parameters, grouped by decoder layer."""
     units: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         layer = _LAYER.match(name)

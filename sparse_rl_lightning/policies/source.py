@@ -1,4 +1,4 @@
-"""Where a policy and its tokenizer come from."""
+"""Sources of a policy and its tokenizer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import freeze
 from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained
 
 
 class PolicySource(ABC):
-    """Loads a policy; every load gives the same weights."""
+    """The base of all sources of policies; every load gives the same weights."""
 
     attn_implementation: str | None = None
-    """The learner's attention, where the source chooses it."""
+    """The learner's attention, if the source chooses it."""
 
     @abstractmethod
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -50,17 +51,17 @@ class PretrainedPolicy(PolicySource):
         self.attn_implementation = attn_implementation
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load from safetensors only.
+        """Load the model and its tokenizer, from safetensors only.
 
         Raises:
-            ValueError: If the path does not hold a model, whole, with finite weights and a tokenizer, the hub does not
+            ValueError: If the path has no complete model with finite weights and a tokenizer, the hub does not
                 have it, or its attention needs a package that is missing.
         """
         check_attention(self.attn_implementation)
         looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
         path = os.path.expanduser(self.path)
         if looks_local and not (Path(path) / "config.json").is_file():
-            raise ValueError(
+            raise UserError(
                 f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "
                 "such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run configs/warmup.yaml first."
             )
@@ -68,11 +69,11 @@ class PretrainedPolicy(PolicySource):
 
 
 class LoadedPolicy(PolicySource):
-    """A model and tokenizer that are in memory already, for notebooks and scripts.
+    """A model and tokenizer that are already in memory, for notebooks and scripts.
 
     Args:
-        model: Trained in place.
-        tokenizer: Its tokenizer.
+        model: Policy, trained in place.
+        tokenizer: Tokenizer of the policy.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -80,7 +81,7 @@ class LoadedPolicy(PolicySource):
         self.tokenizer = tokenizer
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The objects given.
+        """The given objects.
 
         Raises:
             ValueError: If a weight is NaN or infinite.
@@ -97,23 +98,23 @@ FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "pip install 'sparse-rl-lightning[flash-attn]'"),
     "flash_attention_3": ("flash_attn_interface", "build it from the folder hopper of the flash-attention sources"),
 }
-"""By ``attn_implementation``: the module that it imports, and where that comes from."""
+"""The module that each ``attn_implementation`` imports, and how to install it."""
 
 
 def check_attention(name: str | None) -> None:
-    """Refuse flash attention whose package is missing; transformers would look for kernels on its hub instead.
+    """Refuse flash attention without its package; transformers would look for kernels on its hub instead.
 
     Raises:
         ValueError: If it is not installed.
     """
     module, remedy = FLASH_PACKAGES.get(name or "", ("", ""))
     if module and importlib.util.find_spec(module) is None:
-        raise ValueError(
+        raise UserError(
             f"attn_implementation={name!r} needs the package {module}, which is not installed: {remedy} (with nvcc, on "
             "a machine with an NVIDIA GPU), or set the policy's attn_implementation to 'sdpa'."
         )
 
 
 def resolve_policy(policy: str | PolicySource) -> PolicySource:
-    """A path becomes a :class:`PretrainedPolicy`."""
+    """The policy itself, or a :class:`PretrainedPolicy` for a path."""
     return PretrainedPolicy(policy) if isinstance(policy, str) else policy

@@ -1,4 +1,4 @@
-"""Tiny policies and tokenizers: real models, nothing downloaded."""
+"""Tiny policies and tokenizers: real models without any download."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.source import PolicySource
 
-ARCHITECTURES: dict[str, tuple[Any, Any]] = {  # configuration and model class; their arguments differ
+ARCHITECTURES: dict[str, tuple[Any, Any]] = {  # configuration and model classes, whose arguments differ
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -38,17 +39,17 @@ CHAT_TEMPLATE = (
 
 
 class TinyPolicy(PolicySource):
-    """A randomly initialised model of 0.6 million parameters with a character tokenizer.
+    """A randomly initialized model of 0.6 million parameters with a character tokenizer.
 
     Args:
         architecture: ``llama``, ``qwen2`` or ``qwen3``.
         alphabet: Characters of the vocabulary.
-        hidden_size: Width.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: KV heads.
+        hidden_size: Width of the model.
+        num_layers: Number of decoder layers.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of KV heads.
         max_position_embeddings: Context length in tokens.
-        seed: Of the initial weights.
+        seed: Seed of the initial weights.
     """
 
     def __init__(
@@ -114,18 +115,18 @@ def tiny_model(
     initializer_range: float = 0.02,
     eos_token_id: int | list[int] | None = 1,
 ) -> PreTrainedModel:
-    """A randomly initialised causal language model that fits a test: float32, CPU, reproducible.
+    """A randomly initialized causal language model small enough for a test: float32, CPU, reproducible.
 
     Args:
         architecture: ``llama``, ``qwen2`` or ``qwen3``.
-        vocab_size: Tokens.
-        hidden_size: Width.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
-        num_kv_heads: KV heads.
+        vocab_size: Number of tokens.
+        hidden_size: Width of the model.
+        num_layers: Number of decoder layers.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of KV heads.
         intermediate_size: Width of the feed-forward layer, default four times the width.
         max_position_embeddings: Context length in tokens.
-        seed: Of the initial weights; the global random state is left alone.
+        seed: Seed of the initial weights; the global random state is left alone.
         initializer_range: Standard deviation of the initial weights; a large one gives peaked distributions.
         eos_token_id: Tokens that end a completion.
 
@@ -133,7 +134,7 @@ def tiny_model(
         ValueError: If the architecture is unknown.
     """
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")
+        raise UserError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")
     config_class, model_class = ARCHITECTURES[architecture]
     config = config_class(
         vocab_size=vocab_size,

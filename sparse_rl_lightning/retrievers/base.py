@@ -1,4 +1,4 @@
-"""What a retriever is: what to keep of a page, and how much a query wants it. The rest is written once, elsewhere."""
+"""Retriever: summaries of the pages of a cache, and scores of pages for a query."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
-from sparse_rl_lightning.ops.pages import PageReduction
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.select_pages import PageReduction
 
 
 class Retriever(Budgeted):
     """Decides which ``budget`` tokens of the cache each query reads; subclasses write :meth:`summarize`, :meth:`score`.
 
-    Nothing is deleted: retrieval saves the time to read keys and values, not the memory that holds them, which even
-    grows by what is kept of each page. A sequence's entries are cut into pages of ``page_size``. At every decode step
+    Nothing is deleted: retrieval saves time for reading keys and values, not their memory, which even grows by the
+    summary of each page. A sequence's entries are cut into pages of ``page_size``. At every decode step
     and for every KV head the first ``num_first_pages``, the last ``num_last_pages`` and the best scores among the
     others are attended to; the query heads of a group read the same pages. Prompts attend to everything. A retriever
     keeps no state: one instance serves all layers, slots and ranks.
 
     Args:
-        budget: Tokens that a query reads per layer and KV head, first and last pages included (Sparrow counts its
-            chosen pages only: its 1024 tokens are ``1024 + 3 * 16`` here); a number, or a schedule by the length of
+        budget: Number of tokens that a query reads per layer and KV head, first and last pages included (Sparrow counts
+            only its chosen pages: its 1024 tokens are ``1024 + 3 * 16`` here); a number, or a schedule by the length of
             the sequence.
         page_size: Entries of a page.
         num_first_pages: Pages at the beginning that are always read.
         num_last_pages: Pages at the end that are always read, the incomplete one with the query's own token first.
         num_dense_layers: First layers whose queries read everything.
-        budget_rule: How the other layers share the budget, null for equally; a layer reads whole pages. All heads of a
-            layer read as much, so rules that split heads are refused.
+        budget_rule: Rule by which the other layers share the budget, null for equally; a layer reads whole pages. All
+            heads of a layer read as much, so rules that split heads are refused.
 
     Raises:
-        ValueError: If the rule splits heads, a budget is no whole number of pages, or leaves nothing to choose.
+        ValueError: If the rule splits heads, a budget is not a whole number of pages, or leaves nothing to choose.
     """
 
     num_vectors = 1
-    """Vectors of the head size that are kept of a page, in the type of the keys."""
+    """Number of vectors of the head size per page summary, in the type of the keys."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Retriever(Budgeted):
     ) -> None:
         name = type(self).__name__
         if page_size < 1 or num_first_pages < 0 or num_last_pages < 1 or num_dense_layers < 0:
-            raise ValueError(
+            raise UserError(
                 f"{name}: page_size and num_last_pages must be at least 1, num_first_pages and num_dense_layers at "
                 f"least 0, got page_size={page_size}, num_first_pages={num_first_pages}, "
                 f"num_last_pages={num_last_pages}, num_dense_layers={num_dense_layers}."
@@ -59,7 +60,7 @@ class Retriever(Budgeted):
         self.num_last_pages = num_last_pages
         self.num_dense_layers = num_dense_layers
         if budget_rule is not None and budget_rule.splits_heads:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all heads of a layer read as many pages, but {type(budget_rule).__name__} splits heads. "
                 "Set budget_rule to Uniform or Pyramid."
             )
@@ -70,81 +71,81 @@ class Retriever(Budgeted):
         broken = [tokens for tokens in schedule.budgets if tokens % page_size]
         if broken:
             near = [tokens for tokens in (broken[0] // page_size, -(-broken[0] // page_size)) if tokens]
-            raise ValueError(
+            raise UserError(
                 f"{name}: page_size={page_size} does not divide budget={broken[0]}. Take "
                 f"{' or '.join(str(pages * page_size) for pages in near)} tokens, or another page_size."
             )
         reserved = self.num_first_pages + self.num_last_pages
         if schedule.minimum < reserved * page_size:
-            raise ValueError(
+            raise UserError(
                 f"{name}: budget={schedule.minimum} is smaller than the pages that are always read: "
                 f"(num_first_pages + num_last_pages) x page_size = ({self.num_first_pages} + {self.num_last_pages}) x "
                 f"{page_size} = {reserved * page_size} tokens. Raise budget or lower one of them."
             )
 
     def raised(self, steps: int) -> LengthSchedule:
-        """The schedule that :meth:`raise_budget` sets, in whole pages."""
+        """The schedule that ``raise_budget`` sets, in whole pages."""
         raised, page = super().raised(steps), self.page_size
         return LengthSchedule(list(raised.starts), [-(-budget // page) * page for budget in raised.budgets])
 
-    # ---------------------------------------------------------------- what a method declares
+    # ---------------------------------------------------------------- declarations of a method
 
     @abstractmethod
     def summarize(self, keys: Tensor) -> Tensor:
-        """What is kept of complete pages: (..., page_size, D) post-RoPE keys to (..., num_vectors, D) of their type."""
+        """Summaries of complete pages: (..., page_size, D) post-RoPE keys to (..., num_vectors, D) of their type."""
 
     @abstractmethod
     def score(self, queries: Tensor, summaries: Tensor) -> Tensor:
-        """How much queries want pages, higher is read.
+        """Scores of pages for queries, higher is read.
 
-        The engine asks for one query at a time and the learner for many, so no query may see another.
+        The engine scores one query at a time and the learner many, so no query may affect another.
 
         Args:
             queries: (..., G, Q, D) post-RoPE, G query heads of a group.
-            summaries: (..., num_vectors, P, D), what :meth:`summarize` kept of P pages.
+            summaries: (..., num_vectors, P, D) of P pages, from :meth:`summarize`.
 
         Returns:
-            (..., Q, P).
+            The scores (..., Q, P).
         """
 
-    # ---------------------------------------------------------------- what the engine asks
+    # ---------------------------------------------------------------- calls of the engine
 
     @property
     def kernel(self) -> PageReduction | None:
-        """The reduction over a group with which the ops ``summarize_pages`` and ``select_pages`` do the same.
+        """The reduction over a group with which the ops ``summarize_pages`` and ``select_pages`` compute the same.
 
-        None runs :meth:`summarize` and :meth:`score` in PyTorch, as a subclass of one's own does.
+        None runs :meth:`summarize` and :meth:`score` in PyTorch, as for a subclass of your own.
         """
         return None
 
     def layer_pages(self, num_layers: int, budget: int) -> list[int]:
-        """Pages that a query reads in each of the layers that retrieve, under one budget of the schedule.
+        """The number of pages that a query reads in each retrieving layer, under one budget of the schedule.
 
         Raises:
-            ValueError: If a layer would read less than the pages that are always read.
+            ValueError: If a layer would read fewer pages than are always read.
         """
         reserved = self.num_first_pages + self.num_last_pages
         shares = self.budget_rule.layer_budgets(budget, num_layers, reserved * self.page_size)
         return [max(round(share / self.page_size), reserved) for share in shares]
 
     def page_limits(self, num_layers: int, device: torch.device | str) -> PageLimits:
-        """How many pages a sequence of a length reads in each of the layers that retrieve, for tensors of lengths."""
+        """Pages that a sequence reads in each of the layers that retrieve, as a function of tensors of lengths."""
         starts = torch.tensor(self.schedule.starts, dtype=torch.int64, device=device)
         pages = [self.layer_pages(num_layers, budget) for budget in self.schedule.budgets]
         return PageLimits(starts, torch.tensor(pages, dtype=torch.int32, device=device).T.contiguous())
 
 
 class PageLimits:
-    """A schedule in pages, as tensors made once, so that a decode step does not copy numbers to the device.
+    """A schedule in pages, as tensors created once, so that a decode step does not copy numbers to the device.
 
     Args:
-        starts: (n,) int64, lengths at which a limit begins, ascending from 0.
-        limits: (L, n) int32, pages of each layer that retrieves.
+        starts: Lengths (n,) int64 at which a limit begins, ascending from 0.
+        limits: Pages (L, n) int32 of each retrieving layer.
     """
 
     def __init__(self, starts: Tensor, limits: Tensor) -> None:
         self.starts, self.limits = starts, limits
 
     def __call__(self, lengths: Tensor) -> Tensor:
-        """Pages that sequences of these lengths read: (L, ...) int32."""
+        """The number of pages (L, ...) int32 that sequences of these lengths read."""
         return self.limits[:, torch.bucketize(lengths, self.starts, right=True) - 1]

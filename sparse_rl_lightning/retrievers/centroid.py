@@ -1,4 +1,4 @@
-"""Centroid: pages whose mean key points where the query does."""
+"""Centroid: read pages whose mean key points where the query does."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.ops.pages import PageReduction, page_means, page_scores
-from sparse_rl_lightning.ranges import check_choice
+from sparse_rl_lightning.errors import check_choice
+from sparse_rl_lightning.ops.select_pages import PageReduction, page_scores
+from sparse_rl_lightning.ops.summarize_pages import page_means
 from sparse_rl_lightning.retrievers.base import Retriever
 
 
 class Centroid(Retriever):
     """Read the pages with the largest product of mean key and mean query of the group (Sparrow, arXiv 2606.08446).
 
-    Keeps one vector per page, 1/32 of the memory of keys and values with pages of 16.
+    It keeps one vector per page, 1/32 of the memory of keys and values with pages of 16.
 
     Args:
         budget: Tokens that a query reads per layer and KV head.
         group_reduction: Scores of the query heads of a group are averaged (``mean``, as Sparrow does) or the largest
             counts (``max``).
-        **sizes: Those of :class:`Retriever`.
+        **sizes: Arguments of :class:`Retriever`.
 
     Raises:
         ValueError: If the numbers do not fit, or the reduction is unknown.
@@ -39,7 +40,7 @@ class Centroid(Retriever):
         return page_means(keys)
 
     def score(self, queries: Tensor, summaries: Tensor) -> Tensor:
-        """Products of query and mean key: (..., Q, P)."""
+        """The products of query and mean key: (..., Q, P)."""
         return page_scores(queries, summaries, self.group_reduction)
 
     @property

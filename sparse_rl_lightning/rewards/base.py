@@ -1,4 +1,4 @@
-"""What a reward function is, and calling several of them so that every failure names its function and sample."""
+"""Reward functions: their type, and calls whose failures name the function and the sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -28,17 +28,17 @@ RewardFunction: TypeAlias = Callable[..., Sequence[float | None]]
 The arguments are lists with one entry per sample, passed by name: the prompt as the data module gave it, the
 completion's text, its token ids, and every other column of the row (``answer``, ...). A function takes the columns it
 needs by name and the rest as ``**columns``. None means that it does not apply to a sample. The signature is TRL's, so
-its reward functions fit. (A plain callable type, because the command line holds a protocol to the letter of its
-signature and would refuse every function that names a column.)
+its reward functions fit. (This is a plain callable type, because the command line matches a protocol's signature
+exactly and would refuse every function that names a column.)
 """
 
 
-class RewardMistake(ValueError):
-    """What a reward function returned cannot be read, or it cannot be called: no sample is at fault, the code is."""
+class RewardMistake(UserError):
+    """A mistake in a reward function's code: it cannot be called, or its result cannot be read, for any sample."""
 
 
 class RewardFailure(Exception):
-    """A reward function gave no rewards for a batch; the text goes on after its name: ``raised KeyError('x')``."""
+    """A reward function gave no rewards for a batch; the text continues after its name: ``raised KeyError('x')``."""
 
 
 def compute_rewards(
@@ -54,26 +54,26 @@ def compute_rewards(
     A function that does not apply to a sample is left out of its sum. Where none applies the reward is NaN.
 
     Args:
-        functions: F reward functions.
-        weights: F factors, or None for ones.
-        prompts: B prompts.
-        completions: B texts.
-        completion_ids: B lists of token ids.
+        functions: Reward functions, F of them.
+        weights: Factors of the functions, or None for ones.
+        prompts: Prompts of the B samples.
+        completions: Texts of the samples.
+        completion_ids: Token ids of the samples.
         columns: Further columns of the rows, B entries each.
 
     Returns:
         Rewards (B,) and the unweighted reward of each function (B, F), both float32, NaN where None was returned.
 
     Raises:
-        ValueError: If lengths do not fit, a column is missing, or a reward is no finite number.
+        ValueError: If lengths do not fit, a column is missing, or a reward is not a finite number.
         RuntimeError: If a reward function raises.
     """
     if weights is not None and len(weights) != len(functions):
-        raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
+        raise UserError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
     for place, weight in enumerate(weights or ()):
         check_number(f"reward_weights[{place}]", weight)
     if not functions:
-        raise ValueError("At least one reward function is needed.")
+        raise UserError("At least one reward function is needed.")
     batch = reward_batch(prompts, completions, completion_ids, columns)
     names = reward_names(functions)
     table = reward_table([_strictly(function, name, batch) for function, name in zip(functions, names, strict=True)])
@@ -86,48 +86,48 @@ def reward_batch(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> dict[str, Sequence[Any]]:
-    """What reward functions get of B samples, by name.
+    """The arguments of reward functions for B samples, by name.
 
     Raises:
         ValueError: If a column has the name of an argument, or another number of entries.
     """
     reserved = [name for name in (*_ARGUMENTS, "self") if name in columns]
     if reserved:
-        raise ValueError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
+        raise UserError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
     named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
     for name, values in named.items():
         if len(values) != len(completions):
-            raise ValueError(f"{name} has {len(values)} entries for {len(completions)} completions.")
+            raise UserError(f"{name} has {len(values)} entries for {len(completions)} completions.")
     return named
 
 
 def reward_table(per_function: Sequence[Sequence[float | None]]) -> Tensor:
-    """(B, F) float32 of F lists of B rewards, NaN for None."""
+    """The table (B, F) float32 of F lists of B rewards, NaN for None."""
     rows = [[math.nan if reward is None else reward for reward in rewards] for rewards in per_function]
     return torch.tensor(rows, dtype=torch.float32).T.contiguous()
 
 
 def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
-    """(B,) sums over the functions of a table (B, F) times their weights, NaN where none of them applies."""
+    """The sums (B,) over the functions of a table (B, F) times their weights, NaN if none of them applies."""
     factors = torch.ones(table.shape[1]) if weights is None else torch.tensor(weights, dtype=torch.float32)
     rewards = (table.nan_to_num() * factors).sum(dim=1)
     return rewards.masked_fill(table.isnan().all(dim=1), math.nan)
 
 
 def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
-    """One function's rewards of a batch, read to the last of them here, whatever lazy thing it returns.
+    """One function's rewards of a batch, read completely, whatever lazy object it returns.
 
-    The function gets lists of its own, so that what it does to them is nobody else's business. The folder that the
-    process works in, torch's default type and whether gradients are on are put back after the call.
+    The function gets copies of the lists, so that its changes to them affect nobody else. The working directory,
+    torch's default type and gradient mode are restored after the call.
 
     Args:
-        function: The reward function.
-        name: What it is called in errors.
-        batch: Its arguments, one entry per sample each.
+        function: Reward function to call.
+        name: Name of the function in errors.
+        batch: Arguments of the function, one entry per sample each.
 
     Raises:
-        RewardMistake: If the columns do not fit its signature, or what it returns is no list of finite numbers.
-        RewardFailure: If it raises anything, be it meant to end the program; KeyboardInterrupt goes through.
+        RewardMistake: If the columns do not fit its signature, or it does not return a list of finite numbers.
+        RewardFailure: If it raises anything, even to end the program; KeyboardInterrupt passes through.
     """
     _check_columns(function, name, batch)
     try:
@@ -156,25 +156,25 @@ def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -
     given = [*_ARGUMENTS, *columns]
     for function, name in zip(functions, reward_names(functions), strict=True):
         if any(map(_is_async, (function, getattr(function, "__call__", None)))):  # noqa: B004  # of a class
-            raise ValueError(_ASYNC.format(name))
+            raise UserError(_ASYNC.format(name))
         _check_columns(function, name, given)
 
 
 def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
-    """Decorator of a reward function that counts things: ``take()`` gives the counts since its last call."""
+    """Decorate a reward function that counts things: ``take()`` returns the counts since its last call."""
 
     def mark(function: _F) -> _F:
-        setattr(function, "take_counters", take)  # noqa: B010  # a function declares no attributes
+        setattr(function, "take_counters", take)  # noqa: B010  # functions declare no attributes
         return function
 
     return mark
 
 
 def reward_counters(functions: Sequence[Any]) -> dict[str, float]:
-    """What reward functions have counted since the last call, as ``{function}/{counter}``.
+    """The counts of reward functions since the last call, as ``{function}/{counter}``.
 
     Args:
-        functions: Reward functions, guarded or not; those with a method ``take_counters() -> dict[str, float]`` count.
+        functions: Reward functions, guarded or not; only those with ``take_counters() -> dict[str, float]`` count.
     """
     return {
         f"{called}/{name}": float(value)
@@ -185,7 +185,7 @@ def reward_counters(functions: Sequence[Any]) -> dict[str, float]:
 
 
 def reward_name(function: Any) -> str:
-    """The name of a reward function by itself."""
+    """The name of a single reward function."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -196,25 +196,25 @@ def reward_names(functions: Sequence[Any]) -> list[str]:
     for own in map(reward_name, functions):
         seen[own] += 1
         name = own if seen[own] == 1 else f"{own}_{seen[own]}"
-        while name in names:  # the own name of another one
+        while name in names:  # another function's own name
             name += "_"
         names.append(name)
     return names
 
 
 def describe_sample(sample: int, completion: str) -> str:
-    """Which sample: its index and its text, shortened, nothing in it able to steer a terminal or break a log."""
+    """The index and shortened text of a sample, unable to steer a terminal or break a log."""
     text = completion if len(completion) <= 120 else f"{completion[:60]} [...] {completion[-60:]}"
     return f"sample {sample}, completion {text!a}"
 
 
 def one_sample(batch: Mapping[str, Sequence[Any]], sample: int) -> dict[str, Sequence[Any]]:
-    """The batch that has this sample alone."""
+    """The batch with this sample alone."""
     return {name: [values[sample]] for name, values in batch.items()}
 
 
 def _strictly(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
-    """The rewards of a batch; whatever is wrong ends it and names the first sample that is to blame."""
+    """The rewards of a batch; any failure raises and names the first sample that causes it."""
     try:
         return attempt(function, name, batch)
     except RewardFailure as failure:
@@ -224,7 +224,7 @@ def _strictly(function: RewardFunction, name: str, batch: Mapping[str, Sequence[
 
 
 def _first_failure(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> int | None:
-    """The first sample on which the function fails alone."""
+    """The first sample on which the function fails when called with it alone."""
     for sample in range(len(batch["completions"])):
         try:
             attempt(function, name, one_sample(batch, sample))
@@ -252,7 +252,7 @@ def _is_async(function: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """The same with lists, tuples and dictionaries of its own; what is in them is shared."""
+    """A copy of lists, tuples and dictionaries; their other contents are shared."""
     if isinstance(value, list):
         return value[:] if value and type(value[0]) is int else [_copied(entry) for entry in value]  # token ids: many
     if isinstance(value, dict):
@@ -262,9 +262,9 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Puts back what code that is not ours may leave changed in this process."""
+    """Restore the state of this process that foreign code may have changed."""
     dtype, folder = torch.get_default_dtype(), None
-    with suppress(OSError):  # removed meanwhile
+    with suppress(OSError):  # the folder was removed meanwhile
         folder = os.getcwd()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -277,10 +277,10 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _read(name: str, returned: Any, completions: Sequence[str]) -> list[float | None]:
-    """What a function returned, as plain numbers."""
+    """The result of a reward function as plain numbers."""
     if inspect.isawaitable(returned) or hasattr(returned, "__aiter__"):
         if inspect.iscoroutine(returned):
-            returned.close()  # or Python complains that nobody waited for it
+            returned.close()  # otherwise Python warns that it was never awaited
         raise RewardMistake(_ASYNC.format(name))
     count = len(completions)
     try:
@@ -292,7 +292,7 @@ def _read(name: str, returned: Any, completions: Sequence[str]) -> list[float | 
             f"The reward function {name} returned {_brief(returned)}, of type {type(returned).__name__}; it must "
             f"return a list with one number per sample, here {count}, in their order."
         )
-    rewards = list(islice(values, count + 1))  # no more: it may be endless
+    rewards = list(islice(values, count + 1))  # at most one more: it may be endless
     if len(rewards) != count:
         given = f"more than {count}" if len(rewards) > count else len(rewards)
         raise RewardMistake(f"The reward function {name} returned {given} rewards for {count} samples.")

@@ -1,6 +1,6 @@
-r"""Exact values of numbers as mathematics writes them, without ever computing a large power.
+r"""Exact values of numbers in mathematical notation, without ever computing a large power.
 
-Read are integers, decimals, thousands commas, leading zeros, signs, ``a/b``, ``\frac{a}{b}``, mixed numbers
+Supported are integers, decimals, thousands commas, leading zeros, signs, ``a/b``, ``\frac{a}{b}``, mixed numbers
 (``3\frac{1}{2}`` and ``3 1/2`` are seven halves), repeating decimals (``0.1\overline{6}``), ``1.5e-3``,
 ``1.5\times10^{-3}`` and ``10^{5}``. Digits are ASCII.
 """
@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 MAX_LENGTH = 512
-"""Characters a number may have; longer text is no number."""
+"""Largest number of characters in a number; longer text is not a number."""
 
 _DECIMAL = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _TEN = r"10\^(?:([0-9])|\{([+-]?[0-9]+)\})"
@@ -35,7 +35,7 @@ def parse_number(text: str) -> Number | None:
     """The value of a text that is a number and nothing else, or None.
 
     Args:
-        text: As :func:`~sparse_rl_lightning.rewards.math.normalize_answer` leaves it: no spaces but between digits.
+        text: Text normalized by :func:`~sparse_rl_lightning.rewards.math.normalize_answer`: spaces only between digits.
     """
     if len(text) > MAX_LENGTH:
         return None
@@ -53,12 +53,12 @@ def parse_number(text: str) -> Number | None:
 
 
 def same_number(first: Number, second: Number, tolerance: float = 0.0) -> bool:
-    """Whether two numbers are exactly equal.
+    """Whether two numbers are exactly equal, or within a tolerance.
 
     Args:
-        first: One.
-        second: The other.
-        tolerance: Largest relative difference that counts as equal where one of the two is no whole number.
+        first: First number.
+        second: Second number.
+        tolerance: Largest relative difference that counts as equal if one of the two is not an integer.
     """
     if first.mantissa == 0 or second.mantissa == 0:
         return first.mantissa == second.mantissa
@@ -72,7 +72,7 @@ def same_number(first: Number, second: Number, tolerance: float = 0.0) -> bool:
 
 
 def is_whole(number: Number) -> bool:
-    """Whether a number is a whole one written out, without an exponent."""
+    """Whether a number is an integer written without an exponent."""
     return number.exponent == 0 and number.mantissa.denominator == 1
 
 
@@ -84,7 +84,7 @@ def _quotient(sign: str, whole: str | None, sign_above: str, above: str, sign_be
 
 
 def _repeating(sign: str, whole: str, once: str, again: str, dotted: str) -> Number:
-    r"""``0.1\overline{6}`` as the fraction that it is."""
+    r"""The fraction that ``0.1\overline{6}`` stands for."""
     again = again or dotted
     fixed = int(f"0{whole}{once}")
     repeated = Fraction(int(again), 10 ** len(again) - 1)

@@ -1,4 +1,4 @@
-"""Values of small arithmetic expressions, read by a parser of their own: nothing is ever evaluated as code."""
+"""Values of small arithmetic expressions, read by a parser of our own: nothing is ever evaluated as code."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 from fractions import Fraction
 
 MAX_LENGTH = 256
-"""Characters an expression may have; it bounds the size of the numbers too, as there are no powers."""
+"""Largest number of characters in an expression; it bounds the numbers too, as there are no powers."""
 MAX_DEPTH = 20
-"""Parentheses that may be nested."""
+"""Largest number of nested parentheses."""
 
 _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an expression and the whole numbers in it, in order.
+    """The exact value of an expression and the integers in it, in order.
 
-    Allowed are whole numbers in ASCII digits, ``+ - * /`` between them, and parentheses; no signs and no spaces.
+    Allowed are integers in ASCII digits, ``+ - * /`` between them, and parentheses; no signs and no spaces.
 
     Returns:
-        None where the text is anything else, too long, too deeply nested, or divides by zero.
+        None if the text is anything else, too long, too deeply nested, or divides by zero.
     """
     tokens = _TOKEN.findall(text) if len(text) <= MAX_LENGTH else []
     if not tokens or "".join(tokens) != text:

@@ -1,4 +1,4 @@
-r"""Reward functions for configurations, named there by their import path.
+r"""Reward functions for configurations, given there by their import path.
 
 All are 0 or 1, so that nothing is gained by hedging, padding or half an answer.
 """
@@ -17,22 +17,22 @@ from sparse_rl_lightning.rewards.math import TAIL, MathChecker, answer_kind, ext
 from sparse_rl_lightning.rewards.math.checker import Convention, known_convention
 
 _MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
-"""What may stand behind the final box: the end of a formula and of a sentence."""
+"""Characters allowed after the final box: the end of a formula and of a sentence."""
 
 
 class MathReward:
-    r"""1 where the last ``\boxed{}`` of the completion is the answer; None where the row has none that can be checked.
+    r"""1 if the last ``\boxed{}`` of the completion is the answer; None if the row has none that can be checked.
 
-    A row may have a ``tolerance``: the largest relative difference of a number that is not whole. Whatever goes wrong
-    pays 0; how often is logged under ``rewards/MathReward/``.
+    A row may have a ``tolerance``: the largest relative difference of a number that is not an integer. Any failure of
+    the check pays 0; the number of failures is logged under ``rewards/MathReward/``.
 
     Args:
-        num_workers: Processes for the few answers that only math-verify can compare.
+        num_workers: Number of processes for the few answers that only math-verify can compare.
         timeout: Seconds such a comparison may take before its process is killed.
-        answers: ``strict``, or ``lenient`` to pay as well what graders of papers do, such as ``2+3`` for 5.
+        answers: Convention, ``strict``, or ``lenient`` to also pay what papers' graders do, such as ``2+3`` for 5.
 
     Raises:
-        ValueError: If a number is out of range, or no such answers are known.
+        ValueError: If a number is out of range, or the convention is unknown.
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, answers: Convention = "strict") -> None:
@@ -49,13 +49,13 @@ class MathReward:
         **_: Any,
     ) -> list[float | None]:
         """The rewards of a batch."""
-        golds = ["" if gold is None else str(gold) for gold in answer]  # files have numbers too
+        golds = ["" if gold is None else str(gold) for gold in answer]  # files may contain numbers
         right = self.checker.check_by(self.answers, completions, golds, tolerance)
         usable = {gold: bool(gold) and answer_kind(gold) != "uncheckable" for gold in set(golds)}
         return [float(paid) if usable[gold] else None for paid, gold in zip(right, golds, strict=True)]
 
     def take_counters(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         return self.checker.take_counters()
 
 
@@ -69,14 +69,14 @@ def boxed_math_reward(
     prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], answer: Sequence[str],
     tolerance: Sequence[float] | None = None, **_: Any,
 ) -> list[float | None]:  # fmt: skip
-    """As ``MathReward`` with its defaults."""
+    """The reward of ``MathReward`` with its defaults."""
     return _default_reward()(prompts, completions, completion_ids, answer, tolerance)
 
 
 def boxed_format_reward(
     prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    r"""1 where the completion has exactly one ``\boxed{}``, filled, and ends with it."""
+    r"""1 if the completion has exactly one ``\boxed{}``, not empty, and ends with it."""
     return [float(_ends_with_its_only_box(completion)) for completion in completions]
 
 
@@ -88,7 +88,7 @@ def arithmetic_reward(
     task: Sequence[str] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """1 where the text behind the last ``#`` is the answer; for ``ArithmeticTasks``.
+    """1 if the text after the last ``#`` is the answer; for ``ArithmeticTasks``.
 
     In countdown any expression counts that reaches the target with the given numbers, each used at most once. Both
     are read from the row's own answer, which uses every given number.
@@ -103,10 +103,10 @@ def arithmetic_reward(
 def worked_steps_reward(
     prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], solution: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """Share of the worked solution's steps that the completion takes, up to its first other step.
+    """The share of the worked solution's steps that the completion takes, up to its first different step.
 
-    For ``ArithmeticTasks``. Pays for a right beginning and so tells a lucky answer from a reasoned one. Nothing can
-    be won by repeating or skipping steps.
+    For ``ArithmeticTasks``. It pays for a right beginning and so distinguishes a lucky answer from a reasoned one.
+    Nothing is gained by repeating or skipping steps.
     """
     return [_share_of_steps(text, worked) for text, worked in zip(completions, solution, strict=True)]
 

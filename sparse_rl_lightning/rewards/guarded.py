@@ -1,4 +1,4 @@
-"""GuardedReward: a reward function that fails on a sample costs that sample, not the run."""
+"""GuardedReward: a reward function whose failure on a sample costs that sample, not the run."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from sparse_rl_lightning.rewards.base import (
 from sparse_rl_lightning.rewards.process import LostProcess, RewardProcess
 
 LOST = 3
-"""Samples without an answer, before any other outcome, that make a function one that never answers."""
+"""Number of samples without an answer, before any other outcome, after which a function counts as hanging."""
 
 
 class GuardedReward:
-    """Calls a reward function; samples on which it raises or does not return in time get None, and are counted.
+    """Calls a reward function; samples on which it raises or times out get None, and are counted.
 
-    After a failure every sample is judged by itself. If none can be judged, the function is at fault and not the
+    After a failure every sample is scored by itself. If none can be scored, the function is at fault and not the
     samples: the error is raised. With a timeout the function runs in a process of its own (``RewardProcess``), which is
     killed when its time is up. A function that always hangs is given up after ``(LOST + 1) * timeout`` seconds, as soon
     as it has answered for none of ``LOST`` samples in a row taken from all over the batch. One that answers for some
     takes at most ``samples + 1`` times the timeout.
 
     Args:
-        function: The reward function.
-        timeout: Seconds that a call for a batch or a sample may take; None for any time, in this process.
-        name: What it is called in metrics and errors, its own name by default.
+        function: Reward function to guard.
+        timeout: Seconds that a call for a batch or a sample may take; None for no limit, in this process.
+        name: Name in metrics and errors, the function's own by default.
     """
 
     def __init__(self, function: RewardFunction, timeout: float | None = None, name: str | None = None) -> None:
         self.function = function
         self.timeout = timeout
         self.__name__ = name or reward_name(function)
-        self.failed = 0  # samples of the last batch
-        self.first = ""  # the first of them and what happened
+        self.failed = 0  # number of failed samples in the last batch
+        self.first = ""  # the first of them and its error
         self._process = RewardProcess(function, self.__name__)
 
     def judge(self, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
-        """Rewards of a batch as ``reward_batch`` gives it.
+        """The rewards of a batch from ``reward_batch``.
 
         Raises:
-            ValueError: If the function cannot be called or what it returns cannot be read.
+            ValueError: If the function cannot be called or its result cannot be read.
             RuntimeError: If it fails on every sample.
         """
         self.failed, self.first = 0, ""
@@ -56,7 +56,7 @@ class GuardedReward:
             return self._one_by_one(batch, failure)
 
     def take_counters(self) -> Mapping[str, float]:
-        """What the function has counted since the last call, wherever it runs."""
+        """The function's counts since the last call, wherever it runs."""
         if self.timeout is not None:
             return self._process.take_counters()
         counts: Mapping[str, float] = getattr(self.function, "take_counters", dict)()

@@ -1,8 +1,8 @@
 """RewardProcess: a reward function in a process of its own, which can be killed whatever it is doing.
 
-A thread cannot be ended from outside, and a regular expression that backtracks does not even let another one run. The
+A thread cannot be stopped from outside, and a backtracking regular expression does not even let another one run. The
 process is a fork, because reward functions are lambdas, closures and objects that cannot be pickled. It gets batches as
-pickles of ours and answers with JSON; nothing that it writes is unpickled.
+our pickles and answers with JSON; nothing that it writes is unpickled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ import torch
 from sparse_rl_lightning.rewards.base import RewardFailure, RewardFunction, RewardMistake, attempt
 
 START_SECONDS = 60.0
-"""How long a fork may take to be ready on a busy machine."""
+"""Seconds a fork may take to be ready on a busy machine."""
 LAST_SECONDS = 1.0
-"""How long a process that has hung up may take to end, until it is killed."""
+"""Seconds a process may take to end after closing its connection, before it is killed."""
 LONGEST = 1e6
-"""Seconds that a socket can wait, or nearly; longer limits are as good as this one."""
+"""Seconds that a socket can wait, approximately; longer limits are cut to this."""
 
 _LENGTH = struct.Struct("!Q")
 _PR_SET_PDEATHSIG = 1
@@ -46,14 +46,14 @@ class LostProcess(RewardFailure):
 
 
 class RewardProcess:
-    """Calls a reward function in a fork of this process, made when it is first needed and after each that was lost.
+    """Calls a reward function in a fork of this process, created on first use and after each that was lost.
 
-    What the function keeps, draws and caches stays in that process from call to call, and goes with it. It has one
-    thread for torch and no GPU, as CUDA does not survive a fork. It ends with this process, however that ends.
+    The function's state, random numbers and caches stay in that process between calls, and are lost with it. It has one
+    thread for torch and no GPU, as CUDA does not survive a fork. It ends whenever and however this process ends.
 
     Args:
-        function: The reward function.
-        name: What it is called in errors.
+        function: Reward function to call.
+        name: Name of the function in errors.
     """
 
     def __init__(self, function: RewardFunction, name: str) -> None:
@@ -68,14 +68,14 @@ class RewardProcess:
         """The rewards of a batch.
 
         Raises:
-            RewardMistake: As :func:`attempt`, and if a column cannot be pickled.
-            RewardFailure: As :func:`attempt`; ``LostProcess`` if there is no answer within ``timeout`` seconds.
+            RewardMistake: For the reasons of :func:`attempt`, and if a column cannot be pickled.
+            RewardFailure: For the reasons of :func:`attempt`; ``LostProcess`` without an answer in ``timeout`` seconds.
         """
         data = self._pickled(batch)
         child = self._running()
         try:
             answer = child.ask(data, len(batch["completions"]), timeout)
-        except BaseException:  # an interrupted one would give its answer to the next question
+        except BaseException:  # the answer to an interrupted call would go to the next one
             self.close()
             raise
         self._counts.update(answer.get("counts", {}))
@@ -87,7 +87,7 @@ class RewardProcess:
         return rewards
 
     def take_counters(self) -> dict[str, float]:
-        """What the function has counted there since the last call."""
+        """The function's counts since the last call."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 
@@ -116,11 +116,11 @@ class RewardProcess:
 
 
 class _RemoteTraceback(Exception):
-    """Where a function failed in its process, as text."""
+    """The traceback of a function that failed in its process, as text."""
 
 
 class _Child:
-    """This side of a process."""
+    """Our side of a process."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
@@ -128,7 +128,7 @@ class _Child:
         self.status: int | None = None
 
     def ask(self, data: bytes, count: int, timeout: float) -> dict[str, Any]:
-        """Hand a batch of so many samples over and wait for what becomes of it."""
+        """Send a batch of ``count`` samples and wait for the answer."""
         deadline = time.monotonic() + timeout
         try:
             self._wait_until(deadline)
@@ -142,7 +142,7 @@ class _Child:
             raise LostProcess("wrote into its process's connection to us") from None
 
     def line(self, deadline: float) -> bytes:
-        """What it says next."""
+        """The next line that the process writes."""
         said = bytearray()
         while not said.endswith(b"\n"):
             self._wait_until(deadline)
@@ -153,19 +153,19 @@ class _Child:
         return bytes(said)
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is still running."""
         if self.status is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has waited for it
+            except ChildProcessError:  # someone else has waited for it
                 pid, status = self.pid, 0
             self.status = status if pid else None
         return self.status is None
 
     def kill(self) -> None:
-        """End it, and what it has started."""
+        """Kill the process and everything it has started."""
         if self.is_alive():
-            for end in (os.killpg, os.kill):  # it may hang in another's hook of forks, with no group of its own yet
+            for end in (os.killpg, os.kill):  # it may hang in a fork hook, without a group yet
                 with suppress(ProcessLookupError):
                     end(self.pid, signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -190,10 +190,10 @@ class _Child:
 
 
 def _checked(answer: Any, count: int) -> dict[str, Any]:
-    """What :func:`_answer` gives; a function that runs foreign code may have let that write something else.
+    """An answer of :func:`_answer`, checked: foreign code in the process may have written something else.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If it is anything else.
     """
     match answer:
         case {"rewards": list(rewards), "counts": dict(counts)}:
@@ -211,12 +211,12 @@ def _checked(answer: Any, count: int) -> dict[str, Any]:
 
 def _start(function: RewardFunction, name: str) -> _Child:
     ours, theirs = socket.socketpair()
-    for stream in (sys.stdout, sys.stderr):  # what they hold back would be written twice
+    for stream in (sys.stdout, sys.stderr):  # buffered output would be written twice
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     parent, libc = os.getpid(), ctypes.CDLL(None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: they are not used there
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads, which the child does not use
         try:
             pid = os.fork()
         except OSError as error:
@@ -227,7 +227,7 @@ def _start(function: RewardFunction, name: str) -> _Child:
             _leave(libc, parent)
             _serve(function, name, theirs)
         finally:
-            os._exit(1)  # nothing of the parent's is cleaned up here
+            os._exit(1)  # the child must not run the parent's cleanup
     theirs.close()
     child = _Child(pid, ours)
     try:
@@ -247,30 +247,30 @@ def _end(children: list[_Child], owner: int) -> None:
 
 
 def _leave(libc: ctypes.CDLL, parent: int) -> None:
-    """Become a process of its own: after a fork, in the child."""
-    if sys.platform == "linux":  # with the parent: it has copies of its locks, and of its connections to other ranks
+    """Detach the child from its parent after a fork."""
+    if sys.platform == "linux":  # die with the parent, whose locks and rank connections it has
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    os.setsid()  # a Ctrl-C is for the trainer; killed with all that it has started
+    os.setsid()  # Ctrl-C goes to the trainer only; kill the group as a whole
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # a scheduler sends them to everybody, the trainer acts on them
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # schedulers send them to all processes, the trainer handles them
         signal.signal(number, _ignore)
-    gc.freeze()  # what it collects might have finalizers for a GPU
+    gc.freeze()  # collected objects might have finalizers for a GPU
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    torch.set_num_threads(1)  # the others were not forked
+    torch.set_num_threads(1)  # other threads were not forked
 
 
 def _ignore(*_: Any) -> None:
-    """Unlike SIG_IGN, not passed on to programs that are started."""
+    """Do nothing; programs started from here do not inherit this, unlike SIG_IGN."""
 
 
 def _serve(function: RewardFunction, name: str, connection: socket.socket) -> None:
-    """Answer batch after batch, until the parent hangs up."""
+    """Answer batch after batch, until the parent closes the connection."""
     connection.sendall(b"ready\n")
     with connection.makefile("rb") as questions:
         while len(length := questions.read(_LENGTH.size)) == _LENGTH.size:
-            batch = pickle.loads(questions.read(_LENGTH.unpack(length)[0]))  # of the process that we are a fork of
+            batch = pickle.loads(questions.read(_LENGTH.unpack(length)[0]))  # from the process that we are a fork of
             answer = _answer(function, name, batch)
             for stream in (sys.stdout, sys.stderr):
                 with suppress(AttributeError, OSError, ValueError):

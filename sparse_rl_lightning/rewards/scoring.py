@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rewards.base import (
     RewardFunction,
@@ -43,10 +43,10 @@ class Rewards:
     ) -> None:
         self.functions = list(functions) if isinstance(functions, Sequence) else [functions]
         if not self.functions:
-            raise ValueError("reward_funcs is empty: at least one reward function is needed.")
+            raise UserError("reward_funcs is empty: at least one reward function is needed.")
         self.weights = [1.0] * len(self.functions) if weights is None else list(weights)
         if len(self.weights) != len(self.functions):
-            raise ValueError(
+            raise UserError(
                 f"reward_weights has {len(self.weights)} numbers for {len(self.functions)} reward_funcs: "
                 "give one number per function."
             )

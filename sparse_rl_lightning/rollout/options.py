@@ -9,7 +9,7 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.engine.memory import check_limit
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
@@ -72,7 +72,7 @@ class RolloutOptions:
         if self.reward_timeout is not None:
             check_number("rollout.reward_timeout", self.reward_timeout, above=0)
         if self.partial_checkpoint not in ("store", "restart"):
-            raise ValueError(
+            raise UserError(
                 f"rollout.partial_checkpoint must be 'store' or 'restart', got {self.partial_checkpoint!r}."
             )
         if self.partial_rollout_steps is not None:
@@ -86,13 +86,13 @@ class RolloutOptions:
         """
         sampling = with_generation_kwargs(sampling, self.generation_kwargs)
         if sampling.num_generations < 2:
-            raise ValueError(
+            raise UserError(
                 "sampling.num_generations must be at least 2, because a sample is judged against the others of its "
                 f"prompt; got num_generations={sampling.num_generations}. In Python SamplingParams has 1 unless it is "
                 "given: write sampling=SamplingParams(num_generations=8, ...)."
             )
         if sampling.temperature == 0:
-            raise ValueError(
+            raise UserError(
                 "sampling.temperature must be above 0 in training: greedy samples of a prompt are all the same."
             )
         return sampling
@@ -112,7 +112,7 @@ class RolloutOptions:
         vocabulary = tokenizer.get_vocab()
         unknown = [token for token in self.end_tokens if token not in vocabulary]
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"rollout.end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them."
             )
         sampler = RolloutSampler(
@@ -132,7 +132,7 @@ class RolloutOptions:
     def _check_partial(self, steps: int) -> None:
         """Refuse, by name, settings that partial rollouts cannot work with."""
         if steps < 1:
-            raise ValueError(f"rollout.partial_rollout_steps must be at least 1 or null (off), got {steps}.")
+            raise UserError(f"rollout.partial_rollout_steps must be at least 1 or null (off), got {steps}.")
         reasons = {
             "num_slots=null": (
                 self.num_slots is None,
@@ -150,7 +150,7 @@ class RolloutOptions:
         }
         for setting, (given, why) in reasons.items():
             if given:
-                raise ValueError(
+                raise UserError(
                     f"rollout.partial_rollout_steps={steps} does not work with {setting}: {why}, or "
                     "model.rollout.partial_rollout_steps to null."
                 )
@@ -163,5 +163,5 @@ def as_texts(texts: Sequence[str] | None, name: str) -> tuple[str, ...]:
         ValueError: If a single text is given, which would be split into its characters.
     """
     if isinstance(texts, str):
-        raise ValueError(f"{name} is a list of texts, got the text {texts!r}: write [{texts!r}].")
+        raise UserError(f"{name} is a list of texts, got the text {texts!r}: write [{texts!r}].")
     return tuple(texts or ())

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout, Rows
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
@@ -147,7 +148,7 @@ class PartialRollouts:
         names = list(own) if saved["session"]["slots"] else ["num_generations"]
         changed = [f"{n} was {saved['settings'][n]}, is {own[n]}" for n in names if saved["settings"][n] != own[n]]
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint's unfinished sequences were drawn under other settings: {'; '.join(changed)}. Resume "
                 "with the same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
             )
@@ -162,7 +163,7 @@ def check_storable(rows: Rows) -> None:
     for row in rows:
         for name, value in row.items():
             if (foreign := _foreign(value)) is not None:
-                raise ValueError(
+                raise UserError(
                     f"partial_rollout_steps keeps rows in checkpoints, but column {name!r} of the training data holds "
                     f"a {foreign}. Make it text, a number, or a list or dictionary of them, or drop the column."
                 )

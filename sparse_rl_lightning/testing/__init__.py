@@ -1,4 +1,4 @@
-"""For tests, notebooks and the quickstart: tiny policies and tokenizers, and the contract of compressors."""
+"""Tools for tests, notebooks and the quickstart: tiny policies and tokenizers, and the contract of compressors."""
 
 from sparse_rl_lightning.policies.tiny import ARCHITECTURES, CHAT_TEMPLATE, character_tokenizer, tiny_model
 from sparse_rl_lightning.testing.contract import ContractError, check_compressor

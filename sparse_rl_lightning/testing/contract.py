@@ -1,4 +1,4 @@
-"""The contract of a compressor, and a check of all of it with messages that say what to change."""
+"""The contract of a compressor, and a complete check whose messages explain what to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.testing import rules
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
-"""What a class is built with: small, so that tiny sequences are evicted from."""
+"""Default arguments of a checked class: small, so that tiny sequences are evicted from."""
 
 MAX_CAPACITY = 64
 
@@ -26,8 +26,8 @@ class Rule:
     """One promise of every compressor."""
 
     name: str
-    change: str  # what to do where it is broken
-    find: Callable[[Compressor], str | None]  # what is wrong, None for nothing
+    change: str  # what to do if it is broken
+    find: Callable[[Compressor], str | None]  # what is wrong, None if nothing is
 
 
 RULES = (
@@ -55,7 +55,7 @@ RULES = (
     Rule(
         "determinism",
         "Draw random numbers as a function of layer.sequence_keys, layer.layer_index and layer.positions, with "
-        "sparse_rl_lightning.ops.random.hash_uniform.",
+        "sparse_rl_lightning.ops.keyed_random.hash_uniform.",
         rules.determinism,
     ),
     Rule(
@@ -122,14 +122,14 @@ RULES = (
 
 
 def check_compressor(compressor: Compressor | type[Compressor], **arguments: Any) -> None:
-    """Check that a compressor keeps the whole contract, in less than a second; wrong ones are told what to change.
+    """Check that a compressor keeps the whole contract, in less than a second; failures explain what to change.
 
     Random layers of two heads and 16 channels are scored in every way that a rollout does, and a rollout of
     ``tiny_model()`` is sampled and replayed. Statistics and networks of a compressor must therefore fit it.
 
     Args:
-        compressor: A class, which is built with small sizes, or a small instance (``budget + buffer`` up to 64).
-        **arguments: Of the class, beside or in place of ``budget=10, buffer=4, num_sinks=2, window=3``.
+        compressor: Class, which is built with small sizes, or small instance (``budget + buffer`` up to 64).
+        **arguments: Arguments of the class, besides or instead of ``budget=10, buffer=4, num_sinks=2, window=3``.
 
     Raises:
         ContractError: At the first rule that is broken.

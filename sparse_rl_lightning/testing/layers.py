@@ -1,4 +1,4 @@
-"""A layer's cache as a compressor sees it, made of random numbers: ragged, and NaN wherever nobody may look."""
+"""Random layer caches for compressors: ragged, and NaN wherever a compressor must not look."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from sparse_rl_lightning.records import LayerState
 
 NUM_LAYERS, NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 2, 2, 16
-"""The sizes of ``tiny_model()``; statistics of one serve the other."""
+"""The sizes of ``tiny_model()``, so that statistics fit both."""
 
 PER_SLOT = [
     f.name for f in fields(LayerState)
     if f.name not in ("layer_index", "scale", "inv_freq", "attention_scaling", "state", "head_state")
 ]  # fmt: skip
-"""The fields of a LayerState whose first dimension is the slot, running state apart."""
+"""The fields of a LayerState whose first dimension is the slot, except running state."""
 
 
 def random_layer(
@@ -35,22 +35,22 @@ def random_layer(
     head_state_fields: Mapping[str, int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> LayerState:
-    """Three sequences that compressions have already thinned out, in two heads that hold different tokens.
+    """Three sequences, already thinned out by compressions, in two heads with different tokens.
 
     The first sequence is as long as its longer head, the others are longer than their slots. Sinks and most recent
-    tokens are held, any others may be missing. Some keys are alike. Free memory is NaN, its positions are -1.
+    tokens are present, any others may be missing. Some keys are alike. Free memory is NaN, its positions are -1.
 
     Args:
-        seed: Of all numbers.
-        capacity: Entries of a slot, N.
+        seed: Seed of all numbers.
+        capacity: Number of entries in a slot, N.
         lengths: Live entries of the three sequences in both heads. Default is a prompt of 3 tokens, and full and
             part-filled heads.
-        num_sinks: First positions that are held.
-        window: Most recent tokens that are held.
-        num_queries: Queries in the ring, A.
+        num_sinks: Number of first positions that are present.
+        window: Number of most recent tokens that are present.
+        num_queries: Number of queries in the ring, A.
         state_fields: Names of running numbers, drawn from (0, 1).
-        head_state_fields: Those per head, and how many of each.
-        dtype: Of keys, values and queries.
+        head_state_fields: Names of running numbers per head, with the width of each.
+        dtype: Type of keys, values and queries.
     """
     g = torch.Generator().manual_seed(seed)
     short = min(3, capacity)
@@ -100,7 +100,7 @@ def random_layer(
 
 
 def fill_free_memory(layer: LayerState, garbage: float) -> LayerState:
-    """The same layer with other content where there is no token."""
+    """The same layer with other content in free memory."""
     free, index = ~layer.valid, 0 if garbage == 0 else 10**6
     layer = _change(layer, lambda t: t.masked_fill(free.unsqueeze(-1), garbage), ("keys", "values"))
     layer = _change(layer, lambda t: t.masked_fill(free, index), ("positions", "token_ids"))
@@ -108,14 +108,14 @@ def fill_free_memory(layer: LayerState, garbage: float) -> LayerState:
 
 
 def take_slots(layer: LayerState, order: list[int]) -> LayerState:
-    """Some slots of a layer, in this order."""
+    """Some slots of a layer, in the given order."""
     head_state = {name: numbers[order] for name, numbers in layer.head_state.items()}
     taken = _change_state(_change(layer, lambda t: t[order], PER_SLOT), lambda t: t[order])
     return replace(taken, head_state=head_state)
 
 
 def resize(layer: LayerState, more: int) -> LayerState:
-    """The same layer with more free places at the end of each slot, or with fewer."""
+    """The same layer with more free entries at the end of each slot, or with fewer."""
     layer = _change(layer, lambda t: F.pad(t, (0, 0, 0, more)), ("keys", "values"))
     layer = _change(layer, lambda t: F.pad(t, (0, more)), ("valid", "positions", "token_ids"))
     return _change_state(layer, lambda t: F.pad(t, (0, more)))
@@ -136,7 +136,7 @@ def _change_state(layer: LayerState, function: Callable[[Tensor], Tensor]) -> La
 
 
 def _positions(length: int, seen: int, num_sinks: int, window: int, g: torch.Generator) -> Tensor:
-    """Which tokens a head holds: sinks and window first of all, then any others, in order."""
+    """The tokens in a head: sinks and window first, then any others, in order."""
     recent = torch.arange(seen - min(window, length), seen)
     sinks = torch.arange(min(num_sinks, length - len(recent)))
     num_others = length - len(recent) - len(sinks)

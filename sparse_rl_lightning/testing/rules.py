@@ -1,4 +1,4 @@
-"""The rules behind check_compressor: each function says what it found wrong with a compressor, None for nothing."""
+"""The rules behind check_compressor: each function returns what is wrong with a compressor, or None."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.combined import Combined
-from sparse_rl_lightning.ops.select import pinned_entries
+from sparse_rl_lightning.ops.selection import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
@@ -31,7 +31,7 @@ from sparse_rl_lightning.testing.updates import RandomPrompts
 
 
 def declarations(compressor: Compressor) -> str | None:
-    """Attributes that the cache reads."""
+    """The attributes that the cache reads must exist and have the right types."""
     for name in ("budget", "buffer", "num_sinks", "window", "budget_rule"):
         if not hasattr(compressor, name):
             return f"the instance has no attribute {name!r}"
@@ -46,13 +46,13 @@ def declarations(compressor: Compressor) -> str | None:
     if not isinstance(by_head, dict) or any(not isinstance(width, int) or width < 1 for width in by_head.values()):
         return f"head_state_fields returned {by_head!r}"
     if not fields and not by_head and type(compressor).update_state is not Compressor.update_state:
-        if not isinstance(compressor, Combined):  # has fields if its parts do
+        if not isinstance(compressor, Combined):  # it has fields if its parts do
             return "update_state is written, but state_fields is empty, so nobody calls it"
     return None
 
 
 def shape(compressor: Compressor) -> str | None:
-    """One floating-point number per entry."""
+    """The score must be one floating-point number per entry."""
     layer = fill_free_memory(_layer(compressor), 0.0)
     scores = compressor.score(layer)
     if not isinstance(scores, Tensor):
@@ -63,7 +63,7 @@ def shape(compressor: Compressor) -> str | None:
 
 
 def numbers(compressor: Compressor) -> str | None:
-    """No NaN where there is a token, even for keys and values that are all the same."""
+    """Live entries must not score NaN, even if all keys and values are the same."""
     for layer in _layers(compressor):
         filled = fill_free_memory(layer, 0.0)
         constant = replace(filled, keys=torch.ones_like(layer.keys), values=torch.ones_like(layer.values))
@@ -75,7 +75,7 @@ def numbers(compressor: Compressor) -> str | None:
 
 
 def free_memory(compressor: Compressor) -> str | None:
-    """The same scores whatever memory without a token holds."""
+    """Scores must not depend on the content of free memory."""
     for layer in _layers(compressor):
         clean = _scores(compressor, fill_free_memory(layer, 0.0))
         for garbage in (torch.nan, torch.inf, 1e30):
@@ -85,7 +85,7 @@ def free_memory(compressor: Compressor) -> str | None:
 
 
 def read_only(compressor: Compressor) -> str | None:
-    """The layer is as it was."""
+    """Scoring must not change the layer."""
     for layer in _layers(compressor):
         before = copy.deepcopy(layer)
         compressor.score(layer)
@@ -99,7 +99,7 @@ def read_only(compressor: Compressor) -> str | None:
 
 
 def determinism(compressor: Compressor) -> str | None:
-    """The same scores for the same layer, whatever was scored in between."""
+    """Scores of the same layer must be the same, whatever was scored in between."""
     first, *others = _layers(compressor)
     scores = _scores(compressor, first)
     for layer in others:
@@ -109,7 +109,7 @@ def determinism(compressor: Compressor) -> str | None:
 
 
 def no_state(compressor: Compressor) -> str | None:
-    """Scoring leaves the instance as it was."""
+    """Scoring must not change the instance."""
     before = copy.deepcopy(vars(compressor))
     for layer in _layers(compressor):
         compressor.score(layer)
@@ -118,7 +118,7 @@ def no_state(compressor: Compressor) -> str | None:
 
 
 def batch_independence(compressor: Compressor) -> str | None:
-    """A sequence scores the same alone, and in any slot."""
+    """Scores of a sequence must be the same alone, and in any slot."""
     for layer in _layers(compressor):
         together = _scores(compressor, layer)
         for order in ([0], [1], [2], [2, 0, 1], [1, 1]):
@@ -128,7 +128,7 @@ def batch_independence(compressor: Compressor) -> str | None:
 
 
 def ragged_lengths(compressor: Compressor) -> str | None:
-    """A sequence scores the same whatever memory follows its entries."""
+    """Scores of a sequence must not depend on the amount of memory after its entries."""
     for layer in _layers(compressor):
         scores = _scores(compressor, layer)
         width = scores.shape[-1]
@@ -144,7 +144,7 @@ def ragged_lengths(compressor: Compressor) -> str | None:
 
 
 def selection(compressor: Compressor) -> str | None:
-    """Kept are sinks, window and the best of the rest, as many as the budget allows."""
+    """Sinks, window and the best of the rest must be kept, as many as the budget allows."""
     if not compressor.evicts:
         return None
     for layer in _layers(compressor):
@@ -165,7 +165,7 @@ def selection(compressor: Compressor) -> str | None:
 
 
 def half_precision(compressor: Compressor) -> str | None:
-    """Nearly the scores that the same numbers get in float32."""
+    """Scores in half precision must be close to those of the same numbers in float32."""
     for dtype in (torch.bfloat16, torch.float16):
         for layer in _layers(compressor, dtype):
             full = cast(layer, torch.float32)
@@ -181,7 +181,7 @@ def half_precision(compressor: Compressor) -> str | None:
 
 
 def running_state(compressor: Compressor) -> str | None:
-    """update_state writes its own numbers, slot by slot."""
+    """update_state must write its own numbers, slot by slot."""
     if not _has_state(compressor):
         return None
     prompts = RandomPrompts(compressor)
@@ -204,7 +204,7 @@ def running_state(compressor: Compressor) -> str | None:
 
 
 def reading(compressor: Compressor) -> str | None:
-    """The same running numbers wherever a prompt is cut while it is read."""
+    """Running numbers must not depend on where a prompt is cut while it is read."""
     if not _has_state(compressor):
         return None
     prompts = RandomPrompts(compressor)
@@ -217,7 +217,7 @@ def reading(compressor: Compressor) -> str | None:
 
 
 def copies(compressor: Compressor) -> str | None:
-    """Copies score alike."""
+    """Copies must score alike."""
     layer = _layer(compressor)
     ways: dict[str, Callable[[Compressor], Compressor]] = {"copy.deepcopy": copy.deepcopy, "pickle": _pickled}
     for name, way in ways.items():
@@ -231,7 +231,7 @@ def copies(compressor: Compressor) -> str | None:
 
 
 def replay(compressor: Compressor) -> str | None:
-    """The learner finds the log-probs of a rollout again under its record of evictions."""
+    """The learner must reproduce the log-probs of a rollout under its record of evictions."""
     model = tiny_model(initializer_range=0.2, eos_token_id=None)
     length = compressor.budget + compressor.buffer + 20
     params = SamplingParams(num_generations=2, max_completion_length=length, seed=1)
@@ -269,14 +269,14 @@ def _scores(compressor: Compressor, layer: LayerState) -> Tensor:
 
 
 def _pickled(compressor: Compressor) -> Compressor:
-    """A copy with pickled attributes; pickle does not find a class that was typed in, but needs it only elsewhere."""
+    """A copy with pickled attributes; pickle cannot find a class from an interactive session, which does not matter."""
     duplicate = copy.copy(compressor)
     vars(duplicate).update(pickle.loads(pickle.dumps(vars(compressor))))
     return duplicate
 
 
 def _changed(compressor: Compressor, before: dict[str, Any]) -> str | None:
-    """Attributes that are no longer as they were."""
+    """The attributes that have changed."""
     after = vars(compressor)
     names = [n for n in sorted(before.keys() | after.keys()) if not _equal(before.get(n), after.get(n))]
     return ", ".join(f"self.{name}" for name in names) or None
@@ -287,7 +287,7 @@ def _live(tensor: Tensor, layer: LayerState) -> Tensor:
 
 
 def _difference(a: Tensor, b: Tensor) -> str | None:
-    """How far apart two tensors of scores are, None if not at all."""
+    """The difference between two tensors of scores, None if there is none."""
     wrong = ~torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
     if not bool(wrong.any()):
         return None
@@ -297,8 +297,8 @@ def _difference(a: Tensor, b: Tensor) -> str | None:
 
 
 def _equal(a: Any, b: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """The same content; NaN equals NaN. Objects, torch's modules among them, are compared by what they hold."""
-    if id(a) in seen:  # a part that leads back to the whole
+    """Whether the content is the same; NaN equals NaN. Objects, including torch modules, are compared by attributes."""
+    if id(a) in seen:  # a part that contains the whole
         return True
     inner = seen | {id(a)}
     if isinstance(a, Tensor) and isinstance(b, Tensor):

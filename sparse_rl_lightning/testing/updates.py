@@ -1,4 +1,4 @@
-"""Prompts of random numbers as a compressor with running state reads them: in blocks, in slots with garbage behind."""
+"""Random prompts for compressors with running state: in blocks, in slots with garbage after them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sparse_rl_lightning.records import StateUpdate
 from sparse_rl_lightning.testing.layers import GROUP_SIZE, HEAD_DIM, NUM_HEADS
 
 HIDDEN_SIZE = 64
-"""Of ``tiny_model()``."""
+"""The hidden size of ``tiny_model()``."""
 
 
 class RandomPrompts:
     """Three prompts of equal length in one layer of ``tiny_model()``'s sizes.
 
     Args:
-        compressor: Whose running numbers they are read for.
-        seed: Of all numbers.
+        compressor: Compressor whose running numbers are updated.
+        seed: Seed of all numbers.
     """
 
     LENGTH: ClassVar[int] = 9
-    FREE: ClassVar[int] = 2  # places behind the prompt
+    FREE: ClassVar[int] = 2  # free entries after the prompt
 
     def __init__(self, compressor: Compressor, seed: int = 0) -> None:
         normal = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
@@ -45,7 +45,7 @@ class RandomPrompts:
         }
 
     def read(self, cuts: Sequence[int], slots: Sequence[int] = (0, 1, 2)) -> dict[str, Tensor]:
-        """All running numbers after the prompts of these slots were read in blocks of so many tokens.
+        """All running numbers after the prompts in ``slots`` were read in blocks of ``cuts`` tokens.
 
         Returns:
             ``update.state['name']`` (S, H, T) and ``update.head_state['name']`` (S, H, C).

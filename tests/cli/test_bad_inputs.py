@@ -61,7 +61,7 @@ PYTHON = """
 
 `grpo(...)` is `SparseGRPO` with a tiny policy, `model` a tiny model, `sampler` one of it, `mask` and `logprobs` of
 shape (2, 3). Where a number belongs, NaN and infinity are refused for every class that a configuration names
-(`tests/test_ranges.py`).
+(`tests/test_errors.py`).
 
 | input | message |
 |---|---|

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.data.sampler import rows_of
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
@@ -121,7 +122,7 @@ def _try(module: RolloutModule, name: str, work: Callable[[], None], advice: str
             raise
         total = f" of {torch.cuda.mem_get_info(device)[1] / GIB:,.2f} GiB" if device.type == "cuda" else ""
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"DryRun: out of memory on {device} in the worst case, {name}; {before / GIB:,.2f} GiB{total} were in use "
             f"before it. {advice}. ({reason})"
         ) from error

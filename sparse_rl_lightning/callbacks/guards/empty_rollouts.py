@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 REJECTED = (
@@ -43,9 +44,9 @@ class EmptyRollouts(RolloutCallback):
 
     def __init__(self, warn_after: int = 3, few: float = 0.5) -> None:
         if warn_after < 1:
-            raise ValueError(f"EmptyRollouts: warn_after must be at least 1, got warn_after={warn_after}.")
+            raise UserError(f"EmptyRollouts: warn_after must be at least 1, got warn_after={warn_after}.")
         if not 0 <= few <= 1:
-            raise ValueError(f"EmptyRollouts: few must be between 0 and 1, got few={few}.")
+            raise UserError(f"EmptyRollouts: few must be between 0 and 1, got few={few}.")
         self.warn_after, self.few = warn_after, few
         self.count = 0
         self.in_a_row = 0

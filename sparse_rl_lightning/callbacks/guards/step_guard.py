@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from sparse_rl_lightning.callbacks.base import warn_of_run
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder
 
 
@@ -35,7 +36,7 @@ class StepGuard(Callback):
 
     def __init__(self, max_in_a_row: int = 3) -> None:
         if max_in_a_row < 1:
-            raise ValueError(f"StepGuard: max_in_a_row must be at least 1, got max_in_a_row={max_in_a_row}.")
+            raise UserError(f"StepGuard: max_in_a_row must be at least 1, got max_in_a_row={max_in_a_row}.")
         self.max_in_a_row = max_in_a_row
         self.skipped = 0  # since the start of the run
         self.in_a_row = 0
@@ -101,7 +102,7 @@ class StepGuard(Callback):
             kept = f"are in {path}"
         except OSError as error:
             kept = f"could not be written ({error})"
-        raise ValueError(
+        raise UserError(
             f"{said}, as the {self.in_a_row - 1} before it. The sequences of this step {kept}. Lower the "
             "learning rate or gradient_clip_val, bound the weights (ImportanceReweighting.clip_max), or check the "
             "reward functions and the policy's weights; --ckpt_path=last goes back to the last checkpoint."

@@ -15,6 +15,7 @@ from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import Rows, ScoredRollout
@@ -72,11 +73,11 @@ class TailGuard(RolloutCallback):
     ) -> None:
         mode = "off" if mode is False else mode  # YAML reads the word off as false
         if mode not in MODES:
-            raise ValueError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
+            raise UserError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
         if target is not None and not 0 <= target <= 1:
-            raise ValueError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
+            raise UserError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
         if max_raises < 0:
-            raise ValueError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
+            raise UserError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
         self.mode = mode
         self.target = target
         self.max_raises = max_raises
@@ -98,10 +99,10 @@ class TailGuard(RolloutCallback):
             return
         monitors = [c for c in trainer.callbacks if isinstance(c, AcceptanceMonitor)]  # type: ignore[attr-defined]
         if not monitors:
-            raise ValueError("TailGuard reads what AcceptanceMonitor measures: add it to trainer.callbacks.")
+            raise UserError("TailGuard reads what AcceptanceMonitor measures: add it to trainer.callbacks.")
         self._monitor = monitors[0]
         if self.target is None and not self._monitor.ceiling_prompts:
-            raise ValueError(
+            raise UserError(
                 "TailGuard: without a ceiling (AcceptanceMonitor.ceiling_prompts=0) there is no target. Give "
                 "TailGuard.target, or let the ceiling be measured."
             )
@@ -120,12 +121,12 @@ class TailGuard(RolloutCallback):
 
     def _check_raisable(self, generator: Generator) -> None:
         if not _limited(generator):
-            raise ValueError(
+            raise UserError(
                 f"TailGuard: mode='raise' needs a compressor that evicts or a retriever, {generator.compressor} keeps "
                 "and reads everything. Use mode='warn' or 'stop'."
             )
         if generator.partial is not None:
-            raise ValueError(
+            raise UserError(
                 "TailGuard: mode='raise' does not work with partial rollouts, whose unfinished sequences stay in slots "
                 "of the old size. Use mode='warn' or 'stop', or set model.rollout.partial_rollout_steps to null."
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparse_rl_lightning.acceptance import BIN_SIZE, NUM_BINS, AcceptanceTail, sampled_acceptance, tail_target
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
 
@@ -84,7 +85,7 @@ class AcceptanceMonitor(RolloutCallback):
             ("ceiling_every_n_rollouts", ceiling_every_n_rollouts, 1),
         ):  # fmt: skip
             if value < least:
-                raise ValueError(f"AcceptanceMonitor: {name} must be at least {least}, got {name}={value}.")
+                raise UserError(f"AcceptanceMonitor: {name} must be at least {least}, got {name}={value}.")
         self.every_n_rollouts = every_n_rollouts
         self.top_k = top_k
         self.bin_size = bin_size

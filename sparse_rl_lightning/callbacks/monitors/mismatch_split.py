@@ -10,8 +10,8 @@ from torch import Tensor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.replay.logprobs import drawn_by_several
 
@@ -53,7 +53,7 @@ class MismatchSplit(RolloutCallback):
         if scored.index % self.every_n_rollouts:
             return
         if scored.rollout.evictions is None:
-            raise ValueError(
+            raise UserError(
                 "MismatchSplit replays evictions, and this rollout has no record of any: a retriever reads other pages "
                 "at every query. Remove the callback, or set model.retriever to null."
             )

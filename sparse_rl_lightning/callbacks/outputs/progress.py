@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.metrics import rejection_rate
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Progress
 from sparse_rl_lightning.text import say

@@ -26,10 +26,10 @@ from sparse_rl_lightning.callbacks.outputs.run_facts import (
 )
 from sparse_rl_lightning.callbacks.outputs.worst_completions import LONGEST_TEXT, WorstCompletions
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
 from sparse_rl_lightning.text import prompt_text, say, shortened

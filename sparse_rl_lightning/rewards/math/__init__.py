@@ -1,31 +1,30 @@
 r"""Whether the last ``\boxed{}`` of a completion is the gold answer: exactly, in bounded time, whatever the text.
 
-Three layers, each asked only where the one before cannot tell: numbers and normalised text; expressions, whose values
-are compared at exact points of their letters; and math-verify for sums, integrals and limits, in processes of its own
-that are killed when they take too long. Conventions, where mathematics leaves a choice:
+There are three layers, each used only if the one before cannot decide: numbers and normalized text; expressions, whose
+values are compared exactly at points for their letters; and math-verify for sums, integrals and limits, in processes
+that are killed when they take too long. These are the conventions where mathematics leaves a choice:
 
-- ``%``, ``\$`` and degree signs are dropped: ``50\%`` is 50, not one half. Between digits they part two numbers.
+- ``%``, ``\$`` and degree signs are dropped: ``50\%`` is 50, not one half. Between digits they separate two numbers.
   So are the marks of a formula, ``$``, ``\( \)`` and ``\[ \]``, and the second of doubled backslashes.
-- Words behind a number (``5\text{ cm}^2``, ``5 meters``) are its unit. A unit may be left out, but two units must
+- Words after a number (``5\text{ cm}^2``, ``5 meters``) are its unit. A unit may be left out, but two units must
   agree: ``\text{m}`` with ``\text{meters}``, not with ``\text{cm}``. ``5\text{ squared}`` has no unit.
-- ``x=5`` is 5 where the other side has no equation, and so is ``f(x)=2x`` the same as ``2x``, ``AB=5`` and
-  ``\angle A=5^\circ`` as 5, ``(x,y)=(1,2)`` as ``(1,2)``; names are also powers and ratios of segments
+- ``x=5`` is 5 if the other side has no equation, and likewise ``f(x)=2x`` is ``2x``, ``AB=5`` and
+  ``\angle A=5^\circ`` are 5, ``(x,y)=(1,2)`` is ``(1,2)``; names are also powers and ratios of segments
   (``BC^2=5``, ``\frac{XY}{YZ}=5``), probabilities and expected values, but no expressions: ``x^2=5`` is not 5.
 - ``2^n\text{ for all }n\ge2`` is ``2^n``, but two such conditions must agree.
-- ``1,234`` is 1234, and so is ``1\,234``. A comma with a space behind it parts two numbers: ``48, 384`` is never 48384.
-  Of golds without the space, all of the benchmarks are thousands; so ``70,110`` is 70110, but beside a list it is one
-  too: ``110, 70``. ``70 000`` is a number; ``1 234`` is not, as spaces begin at five digits.
+- ``1,234`` is 1234, and so is ``1\,234``. A comma with a space after it separates numbers: ``48, 384`` is never 48384.
+  Without the space, every gold of the benchmarks means thousands; so ``70,110`` is 70110, but compared to a list it is
+  one too: ``110, 70``. ``70 000`` is a number; ``1 234`` is not, as spaces begin at five digits.
 - ``(E)`` is E and ``(5)`` is 5, but ``[5]`` is not. Words may begin with a capital. ``1:2`` is not one half. A number
   base belongs to the number: ``52_8`` is neither 52 nor ``52_5``.
 - A list without brackets is a set: its order does not matter, ``1,2`` is ``\{2,1\}``. Neither is the tuple ``(1,2)``.
   An inequality is its interval: ``x>2`` is ``(2,\infty)``.
   ``or`` and ``and`` separate like commas (``or`` of inequalities is their union), ``1\pm\sqrt{2}`` is a list of two.
-- Numbers are compared exactly, unless a relative tolerance is given, and then only where one of them is not whole.
-- Where the gold answer is a number, so must the answer be: ``2+3`` is not 5. Elsewhere values count, not their form:
-  a gold answer that is a product or a power, ``7^6`` and ``10^5`` too, wants its value.
-- Letters stand for positive numbers, where ``|x|`` is written for numbers of any sign, and for whole ones in the
-  exponent of a negative number; ``e``, ``i`` and ``\pi`` for the constants. Words are never read as products of
-  letters.
+- Numbers are compared exactly, unless a relative tolerance is given, and then only if one of them is not an integer.
+- If the gold answer is a number, so must the answer be: ``2+3`` is not 5. Otherwise values count, not their form:
+  a gold answer that is a product or a power, ``7^6`` and ``10^5`` too, may be given by its value.
+- Letters stand for positive numbers, with ``|x|`` for numbers of any sign, and for integers in the exponent of a
+  negative number; ``e``, ``i`` and ``\pi`` stand for the constants. Words are never read as products of letters.
 """
 
 from sparse_rl_lightning.rewards.math.boxes import MAX_BOX, MAX_NESTING, TAIL, extract_boxed, find_last_box

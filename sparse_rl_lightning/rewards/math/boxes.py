@@ -1,15 +1,15 @@
-r"""Finding the last ``\boxed{}`` of a text by one scan of its end."""
+r"""Search for the last ``\boxed{}`` of a text in one scan of its end."""
 
 from __future__ import annotations
 
 import re
 
 TAIL = 8_000
-"""Characters at the end of a completion that are searched for a box."""
+"""Number of characters at the end of a completion that are searched for a box."""
 MAX_BOX = 512
-"""Characters a boxed answer may have; benchmark golds have at most 210."""
+"""Largest number of characters in a boxed answer; benchmark golds have at most 210."""
 MAX_NESTING = 20
-"""Braces that a boxed answer may nest."""
+"""Largest depth of nested braces in a boxed answer."""
 
 _BRACE = re.compile(r"(\\{1,2}boxed\s*\{)|\\.|([{}])", re.DOTALL)  # two backslashes: escaped once too often
 _ANNOUNCED = re.compile(
@@ -18,9 +18,9 @@ _ANNOUNCED = re.compile(
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{}``, or None where there is none that counts.
+    r"""The content of the last ``\boxed{}``, or None if there is none that counts.
 
-    A box inside another is part of it, and all of it where only words announce it. A box that is empty, longer than
+    A box inside another is part of it, and all of it if only words announce it. A box that is empty, longer than
     ``MAX_BOX``, nested deeper than ``MAX_NESTING`` or not closed does not count, and neither does any box before it.
     """
     tail = text[-TAIL:]
@@ -32,7 +32,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def announced_box(answer: str) -> str:
-    r"""The content of the inner box of ``\text{The answer is }\boxed{5}``; any other answer as it is."""
+    r"""The content of the inner box of ``\text{The answer is }\boxed{5}``; any other answer unchanged."""
     span = find_last_box(answer) if "boxed" in answer else None
     if span is None or answer[span[2] + 1 :].strip(" \n$.)"):
         return answer
@@ -42,13 +42,13 @@ def announced_box(answer: str) -> str:
 
 
 def find_last_box(text: str) -> tuple[int, int, int] | None:
-    r"""Where the last ``\boxed{}`` begins, its content begins and its content ends; None if it is not closed."""
+    r"""The start of the last ``\boxed{}``, and the start and end of its content; None if it is not closed."""
     open_braces: list[tuple[int, int] | None] = []  # None for a brace that is not a box's
     last: tuple[int, int, int] | None = None
     first = text.find("\\boxed")
     while first > 0 and text[first - 1] == "\\":
         first -= 1  # the backslashes before it may be pairs
-    for match in _BRACE.finditer(text, first) if first >= 0 else ():  # braces before all boxes say nothing of them
+    for match in _BRACE.finditer(text, first) if first >= 0 else ():  # braces before all boxes do not matter
         if match.lastindex == 1:
             open_braces.append(match.span())
         elif match.lastindex and match[2] == "{":
@@ -60,7 +60,7 @@ def find_last_box(text: str) -> tuple[int, int, int] | None:
 
 
 def is_within_limits(answer: str) -> bool:
-    """Whether an answer is short enough and its braces are nested flat enough to be looked at."""
+    """Whether an answer is short enough and its braces are nested shallowly enough to be read."""
     if len(answer) > MAX_BOX:
         return False
     depth = deepest = 0

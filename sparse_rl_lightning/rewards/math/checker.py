@@ -1,4 +1,4 @@
-"""Checking completions against gold answers, one or many at a time, and counting what went wrong."""
+"""Comparison of completions with gold answers, one or many at a time, with counts of what went wrong."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math.boxes import extract_boxed, is_within_limits
 from sparse_rl_lightning.rewards.math.compare import Comparison, Pair, read_atom
 from sparse_rl_lightning.rewards.math.lenient import LenientComparison, extract_answer
@@ -16,20 +17,20 @@ from sparse_rl_lightning.rewards.math.symbolic import SymbolicPool
 from sparse_rl_lightning.rewards.math.text import plain_text, tidy
 
 COUNTERS = ("checks", "no_box", "fallbacks", "unparsed", "timeouts", "crashes", "errors")
-"""What a checker counts: completions, those without a box that counts, those that math-verify was asked about, and of
-its answers those it did not understand, that took too long, and in which its process died; comparisons that raised."""
+"""The counts of a checker: completions, completions without a valid box, comparisons that needed math-verify, of
+these the unparsed, the timed out and those in which its process died; and comparisons that raised."""
 
 Convention: TypeAlias = Literal["strict", "lenient"]
-"""What counts as the answer: what this package takes for the same, or also what graders of papers do."""
+"""What counts as the answer: what this package considers the same, or also what graders of papers pay."""
 AnswerKind: TypeAlias = Literal["number", "expression", "parts", "text", "uncheckable"]
-"""What a gold answer is to the checker."""
+"""The kind of a gold answer, which decides how it is compared."""
 CONVENTIONS: tuple[Convention, ...] = ("strict", "lenient")
 
 _FAILURES = {"unparsed": "unparsed", "timeout": "timeouts", "crash": "crashes"}
 
 
 def known_convention(answers: str) -> Convention:
-    """The convention of that name.
+    """The convention with the given name.
 
     Raises:
         ValueError: If there is none.
@@ -37,18 +38,18 @@ def known_convention(answers: str) -> Convention:
     for convention in CONVENTIONS:
         if answers == convention:
             return convention
-    raise ValueError(f"answers must be one of {', '.join(CONVENTIONS)}, got answers={answers!r}.")
+    raise UserError(f"answers must be one of {', '.join(CONVENTIONS)}, got answers={answers!r}.")
 
 
 class MathChecker:
-    r"""Compares the last ``\boxed{}`` of completions with bare gold answers; whatever goes wrong is a wrong answer.
+    r"""Compares the last ``\boxed{}`` of completions with bare gold answers; any failure counts as a wrong answer.
 
-    Numbers, expressions, lists, intervals and matrices are decided in this process, within milliseconds. Sums,
-    integrals and limits go to math-verify, in processes that are started when they are first needed.
+    Numbers, expressions, lists, intervals and matrices are compared in this process, within milliseconds. Sums,
+    integrals and limits go to math-verify, in processes that start on first use.
 
     Args:
-        num_workers: Processes for math-verify.
-        timeout: Seconds after which a comparison by math-verify is ended and counts as wrong.
+        num_workers: Number of processes for math-verify.
+        timeout: Seconds after which a comparison by math-verify is stopped and counts as wrong.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -64,9 +65,9 @@ class MathChecker:
         """Whether each completion has its gold answer in its last box.
 
         Args:
-            completions: B texts, hostile ones too.
-            golds: B bare answers.
-            tolerances: B relative tolerances of numbers, default none.
+            completions: Texts (B), hostile ones too.
+            golds: Bare answers (B).
+            tolerances: Relative tolerances of numbers (B), default none.
         """
         boxed = [extract_boxed(completion) for completion in completions]
         self._counts.update(checks=len(boxed), no_box=boxed.count(None))
@@ -75,12 +76,12 @@ class MathChecker:
     def check_both(
         self, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
     ) -> dict[Convention, list[bool]]:
-        """Whether each completion has its gold answer, by either convention: lenient pays all that strict pays.
+        """Whether each completion has its gold answer, by both conventions: lenient pays all that strict pays.
 
         Args:
-            completions: B texts, hostile ones too.
-            golds: B bare answers.
-            tolerances: B relative tolerances of numbers, default none.
+            completions: Texts (B), hostile ones too.
+            golds: Bare answers (B).
+            tolerances: Relative tolerances of numbers (B), default none.
         """
         strict = self.check(completions, golds, tolerances)
         wrong = [place for place, is_right in enumerate(strict) if not is_right]
@@ -128,16 +129,16 @@ class MathChecker:
         return [verdict is True for verdict in verdicts]
 
     def take_counters(self) -> dict[str, int]:
-        """What was counted since the last call, every name of ``COUNTERS``."""
+        """The counts since the last call, for every name of ``COUNTERS``."""
         counts, self._counts = self._counts, Counter()
         return {name: counts[name] for name in COUNTERS}
 
     def close(self) -> None:
-        """End the processes; they are started again when they are needed."""
+        """End the processes; they start again on the next use."""
         self.pool.close()
 
     def _compare(self, comparison: Comparison, answer: str, gold: str) -> bool | None:
-        """As the comparison says; one that raises is a wrong answer and not the end of the batch."""
+        """The verdict of the comparison; one that raises is a wrong answer and does not end the batch."""
         try:
             return comparison.same(answer, gold)
         except (RecursionError, TypeError, ArithmeticError, ValueError):
@@ -158,12 +159,12 @@ def default_checker() -> MathChecker:
 
 
 def verify(completion: str, gold: str, answers: Convention = "strict") -> bool:
-    r"""Whether the last balanced ``\boxed{}`` of a completion holds the gold answer.
+    r"""Whether the last balanced ``\boxed{}`` of a completion is the gold answer.
 
     Args:
-        completion: What the policy wrote; hostile text of any length is fine.
-        gold: The bare answer, without a box. An empty gold matches nothing.
-        answers: What counts, ``strict`` or ``lenient``.
+        completion: Text of the policy; hostile text of any length is fine.
+        gold: Bare answer, without a box. An empty gold matches nothing.
+        answers: Convention, ``strict`` or ``lenient``.
     """
     return default_checker().check_by(answers, [completion], [gold])[0]
 
@@ -175,14 +176,14 @@ def same_answer(answer: str, gold: str) -> bool:
 
 @dataclass
 class GoldAudit:
-    """What was found: how many golds of each kind, and those that nothing can be compared with."""
+    """The number of golds of each kind, and the golds that nothing can be compared with."""
 
     kinds: dict[AnswerKind, int] = field(default_factory=dict)
-    uncheckable: list[int] = field(default_factory=list)  # their places
+    uncheckable: list[int] = field(default_factory=list)  # their indices
 
 
 def audit_golds(golds: Sequence[str]) -> GoldAudit:
-    """Look at every gold answer once.
+    """Classify every gold answer once.
 
     Args:
         golds: Bare answers.
@@ -197,9 +198,9 @@ def audit_golds(golds: Sequence[str]) -> GoldAudit:
 
 
 def answer_kind(gold: str) -> AnswerKind:
-    r"""How an answer is compared: as a number, an expression, several parts, or letter by letter as text.
+    r"""How an answer is compared: as a number, an expression, several parts, or character by character as text.
 
-    Uncheckable is one that is empty, too long, nested too deep, or that does not come back out of a ``\boxed{}``.
+    An answer is uncheckable if it is empty, too long, nested too deeply, or changed by a ``\boxed{}`` around it.
     """
     boxed = extract_boxed(f"\\boxed{{{gold}}}")
     if not is_within_limits(gold) or not plain_text(without_braces(tidy(gold))) or boxed != gold.strip():

@@ -1,4 +1,4 @@
-"""Whether two bare answers are the same, part by part; what only math-verify can tell is collected, not asked."""
+"""Comparison of two bare answers, part by part; pairs that only math-verify can decide are collected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sparse_rl_lightning.rewards.math.units import split_unit
 from sparse_rl_lightning.rewards.math.values import product_of_letters, readable, same_equation, same_expression
 
 MAX_PAIRS = 4
-"""Pairs of expressions that one answer may send to math-verify."""
+"""Largest number of pairs of expressions that one answer may send to math-verify."""
 
 _WORDS = re.compile(r"(?=.{5})(?:[A-Z][a-z]|[a-z]{2})[a-z]*(?:[A-Z][a-z]+)*")
 _TEXT_WORDS = re.compile(rf"[A-Z]?[a-z]{{2,4}}|{_WORDS.pattern}")
@@ -42,20 +42,20 @@ Pair: TypeAlias = tuple[str, str]
 
 
 class Reading(NamedTuple):
-    """What a single expression is."""
+    """The parsed forms of a single expression."""
 
-    plain: str  # normalised text
+    plain: str  # normalized text
     number: Number | None
     unit: str
-    tree: Node | None  # None where it cannot be read
+    tree: Node | None  # None if it cannot be read
 
 
 class Comparison:
     """Compares one answer with one gold answer.
 
     Args:
-        tolerance: Largest relative difference of two numbers of which one is not whole.
-        known: What math-verify has said about pairs of expressions.
+        tolerance: Largest relative difference of two numbers if one is not an integer.
+        known: Verdicts of math-verify on pairs of expressions.
     """
 
     def __init__(self, tolerance: float = 0.0, known: Mapping[Pair, bool] | None = None) -> None:
@@ -64,7 +64,7 @@ class Comparison:
         self.missing: list[Pair] = []
 
     def same(self, answer: str, gold: str) -> bool | None:
-        """Whether they are the same; None where math-verify must be asked about the pairs in ``missing``."""
+        """Whether they are the same; None if math-verify must decide the pairs in ``missing``."""
         if not (is_within_limits(answer) and is_within_limits(gold)):
             return False
         first, second = without_braces(tidy(answer)), without_braces(tidy(gold))
@@ -72,7 +72,7 @@ class Comparison:
             return False
         (value, condition), (other, same_condition) = split_condition(first), split_condition(second)
         if not (condition and same_condition):
-            first, second = value, other  # one may leave it out
+            first, second = value, other  # either may leave it out
         if has_relation(first) != has_relation(second):
             first, second = without_variable(first), without_variable(second)
         if plain_text(first) == plain_text(second):
@@ -83,7 +83,7 @@ class Comparison:
     def _same(self, first: Answer, second: Answer) -> bool | None:
         if isinstance(first, Atom) and isinstance(second, Atom):
             return self._same_atom(first.text, second.text)
-        first, second = as_list(first), as_list(second)  # 70,110 beside 110, 70
+        first, second = as_list(first), as_list(second)  # 70,110 compared to 110, 70
         if isinstance(first, Atom) or isinstance(second, Atom):
             return False
         first, second = _alike(first, second)
@@ -113,7 +113,7 @@ class Comparison:
             return False
         one, two, three, four = (tree for tree in trees if tree is not None)
         if {three.kind, four.kind} == {"var", "num"}:
-            return False  # x=5 wants x=5
+            return False  # x=5 requires x=5
         return same_equation((one, two), (three, four)) or False
 
     def _same_atom(self, first: str, second: str) -> bool | None:
@@ -138,23 +138,23 @@ class Comparison:
         return self.known.get(pair)
 
     def _wants_number(self, gold: Reading) -> bool:
-        """Whether a gold answer is a number, which the calculation that ends in it is not."""
+        """Whether a gold answer is a number, so that a calculation with that result does not match it."""
         return gold.number is not None and not _is_product(gold.plain)
 
 
 @lru_cache(maxsize=4096)
 def read_atom(text: str) -> Reading:
-    """What a tidied expression is, with its unit split off where a number or a constant stands before it."""
+    """The parsed forms of a tidied expression, with its unit split off after a number or a constant."""
     value, unit = split_unit(text)
     number, tree = _read(value)
     if unit and number is None and (tree is None or has_letters(tree)):
-        value, unit = text, ""  # no quantity with a unit, but a product or a phrase
+        value, unit = text, ""  # not a quantity with a unit, but a product or a phrase
         number, tree = _read(text)
     return Reading(plain_text(value), number, unit, tree)
 
 
 def _alike(first: Group, second: Group) -> tuple[Group, Group]:
-    """Both answers as intervals where one is an interval and the other an inequality, or two kinds of inequality.
+    """Both answers as intervals if one is an interval and the other an inequality, or two kinds of inequality.
 
     Inequalities in a list may be meant as a union.
     """
@@ -180,7 +180,7 @@ def _is_interval(answer: Answer) -> bool:
 
 
 def _same_words(first: str, second: str, is_text: bool) -> bool:
-    """Whether two words differ in nothing but their capitals; ``AB`` and ``ab`` are no words, ``Abc`` only as text."""
+    """Whether two words differ only in capitals; ``AB`` and ``ab`` are not words, ``Abc`` only as text."""
     if first.casefold() != second.casefold():
         return False
     if first.casefold() in _TRUTHS:
@@ -190,7 +190,7 @@ def _same_words(first: str, second: str, is_text: bool) -> bool:
 
 
 def _is_product(text: str) -> bool:
-    """Whether a number is written as a power or a product, such as ``10^5``, whose value any calculation may have."""
+    """Whether a number is written as a power or a product, such as ``10^5``, so that any calculation may match it."""
     return any(sign in text for sign in ("^", *TIMES))
 
 

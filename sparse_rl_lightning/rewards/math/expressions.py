@@ -1,6 +1,6 @@
-r"""Reading a single LaTeX expression as a tree, or refusing it: nothing is guessed and nothing is evaluated here.
+r"""A parser from a single LaTeX expression to a tree, or to a refusal: nothing is guessed and nothing is evaluated.
 
-What mathematics leaves open is refused: ``x^53`` (is the exponent 5?), ``a/bc``, ``1\frac{1}{2}x``, ``\sin x/2``,
+Ambiguous notation is refused: ``x^53`` (is the exponent 5?), ``a/bc``, ``1\frac{1}{2}x``, ``\sin x/2``,
 ``f(x+1)``, words. A refused expression is still compared as text.
 """
 
@@ -31,19 +31,19 @@ GREEK = frozenset(
         *("Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega"),
     )
 )
-"""Letters; pi is a number."""
+"""Greek letters; pi is a number."""
 
 MARKS = frozenset(
     f"\\{name}"
     for name in ("vec", "overrightarrow", "dot", "ddot", "bar", "overline", "hat", "tilde", "mathbb", "mathcal")
 )
-"""Commands that make a name out of a letter."""
+"""Commands that turn a letter into a name."""
 
 PRIMARY = frozenset({"\\frac", "\\sqrt", "\\binom", "\\pi", "\\lfloor", "\\lceil"}) | FUNCTIONS | GREEK | MARKS
-"""Commands that begin an operand."""
+"""Commands that can begin an operand."""
 
 MAX_DEPTH = 24
-"""Brackets and functions that may be nested."""
+"""Largest depth of nested brackets and functions."""
 
 _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[a-zA-Z]|'+|[-+*/^_(){}\[\]|!]|\s+", re.DOTALL)
 _ROMAN = re.compile(r"\\(?:text|textit|mathrm|mathbf|mathit|boldsymbol|bm)\{([a-zA-Z])\}")
@@ -62,17 +62,17 @@ class Node(NamedTuple):
 
 
 class Unreadable(ValueError):
-    """An expression that this reader refuses."""
+    """An expression that this parser refuses."""
 
 
 def read_expression(text: str) -> Node:
     """The tree of an expression.
 
     Args:
-        text: As :func:`~sparse_rl_lightning.rewards.math.text.tidy` leaves it.
+        text: Text tidied by :func:`~sparse_rl_lightning.rewards.math.text.tidy`.
 
     Raises:
-        Unreadable: If anything in it is unknown or may be read in two ways.
+        Unreadable: If anything in it is unknown or ambiguous.
     """
     text = _ROMAN.sub(r"\1", text)
     if _WORD.fullmatch(text):
@@ -88,12 +88,12 @@ def read_expression(text: str) -> Node:
 
 
 class _Reader:
-    """Recursive descent; every method reads what its name says and leaves ``token`` at what follows."""
+    """A recursive descent parser; every method reads what it is named after and leaves ``token`` at the next one."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
         self.place = self.depth = self.bars = 0
-        self.raised = -1  # where the last exponent ended: a digit behind it is another factor, as in 2^6 3^5
+        self.raised = -1  # end of the last exponent: a digit after it is another factor, as in 2^6 3^5
 
     @property
     def token(self) -> str:
@@ -154,7 +154,7 @@ class _Reader:
         is_fraction = self.token == "\\frac"
         factor = self.factor()
         if after_literal and is_fraction and factor.kind == "product" and _is_number(factor):
-            self.refuse()  # a mixed number inside of an expression
+            self.refuse()  # a mixed number inside an expression
         return factor
 
     def starts_factor(self) -> bool:
@@ -177,7 +177,7 @@ class _Reader:
         return node
 
     def primes(self) -> str:
-        r"""The primes of ``x^{\prime\prime}``, "" where another exponent follows."""
+        r"""The primes of ``x^{\prime\prime}``, "" if another exponent follows."""
         end = self.place + 1
         while end < len(self.tokens) and self.tokens[end] == "\\prime":
             end += 1
@@ -191,7 +191,7 @@ class _Reader:
         return "'" * count
 
     def script(self) -> Node:
-        """An exponent: a group, or one token of one character."""
+        """Read an exponent: a group, or one token of one character."""
         if self.token == "{":
             return self.bracketed()
         if self.token.isdigit() and len(self.token) > 1:
@@ -221,7 +221,7 @@ class _Reader:
     def number(self) -> Node:
         token = self.take()
         if self.token == "_" or not (token[:1].isdigit() or token[-1].isdigit()):
-            self.refuse()  # a number base
+            self.refuse()  # the subscript is a number base
         return Node("num", value=Fraction(token.rstrip(".")))
 
     def bracketed(self) -> Node:
@@ -256,7 +256,7 @@ class _Reader:
         return Node("product", (above, Node("inverse", (below,))))
 
     def derivative(self) -> Node | None:
-        r"""``\frac{dy}{dt}`` is a name of its own."""
+        r"""The name that ``\frac{dy}{dt}`` stands for, None for a plain fraction."""
         start = self.place
         raw = [self.raw_group(), self.raw_group()]
         if _ABOVE.fullmatch(raw[0]) and _BELOW.fullmatch(raw[1]):
@@ -270,7 +270,7 @@ class _Reader:
         return self.bracketed()
 
     def raw_group(self) -> str:
-        """The tokens of a group as they stand, or one token."""
+        """The tokens of a group unchanged, or one token."""
         start, depth = self.place, 0
         while True:
             token = self.take()
@@ -318,7 +318,7 @@ class _Reader:
         return node if exponent is None else Node("power", (node, exponent))
 
     def argument(self) -> Node:
-        """One bracket, or the factors up to the next operator or function."""
+        """Read one bracket, or the factors up to the next operator or function."""
         if self.token in BRACKETS or self.token == "|":
             return self.primary()
         factors = [self.factor()]

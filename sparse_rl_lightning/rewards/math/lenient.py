@@ -1,11 +1,11 @@
-r"""What graders of papers pay beyond the conventions of this package, so that accuracies can be compared with theirs.
+r"""The lenient convention of papers' graders, so that accuracies can be compared with theirs.
 
 - An equation is its last side (``5\times3\times12=180``), unless two of its sides are numbers that differ.
-- Arithmetic need not be done: ``2+3`` is 5, ``\binom{5}{2}`` is 10, ``\sqrt{4}`` is 2.
-- A decimal of at least two digits behind the point and two that count is the gold answer, unless that is a whole
-  number, where it rounds to these digits: ``0.33`` is one third.
+- Arithmetic need not be carried out: ``2+3`` is 5, ``\binom{5}{2}`` is 10, ``\sqrt{4}`` is 2.
+- A decimal with at least two decimal places and two significant digits is the gold answer if that rounds to it,
+  unless the gold answer is an integer: ``0.33`` is one third.
 - ``50\%`` is one half as well as 50, in the answer or in the gold answer.
-- Where no ``\boxed`` is written, the end of the sentence behind the last "the answer is" is the answer.
+- Without any ``\boxed``, the end of the sentence after the last "the answer is" is the answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROUNDED = re.compile(r"[+-]?([0-9,]*)\.([0-9]{2,})(?:(?:[eE]|\\times|\\cdot|\*)
 
 
 def extract_answer(completion: str) -> str | None:
-    r"""The content of the last ``\boxed{}``, or where none is written, what is said to be the answer."""
+    r"""The content of the last ``\boxed{}``, or without any, the text after "the answer is"."""
     tail = completion[-TAIL:]
     if "\\boxed" in tail:
         return extract_boxed(completion)
@@ -41,10 +41,10 @@ def extract_answer(completion: str) -> str | None:
 
 
 class LenientComparison(Comparison):
-    """Compares as graders of papers do; what :class:`Comparison` pays has to be asked of it."""
+    """A comparison by the rules of papers' graders, beyond what :class:`Comparison` pays."""
 
     def same(self, answer: str, gold: str) -> bool | None:
-        """As the base class says, for any of the readings of both."""
+        """Whether they are the same, by the base class, for any of the readings of both."""
         verdicts = [super(LenientComparison, self).same(*pair) for pair in _readings(answer, gold)]
         return True if True in verdicts else None if None in verdicts else False
 
@@ -57,7 +57,7 @@ class LenientComparison(Comparison):
 
 
 def _readings(answer: str, gold: str) -> list[tuple[str, str]]:
-    """What may be compared: as it is, the ends of a chain, and a percentage as the number that it is."""
+    """The pairs to compare: as given, the ends of a chain, and a percentage as its value."""
     if not (is_within_limits(answer) and is_within_limits(gold)):
         return [(answer, gold)]
     ends = [] if has_relation(tidy(gold)) else _ends(tidy(answer))
@@ -71,7 +71,7 @@ def _readings(answer: str, gold: str) -> list[tuple[str, str]]:
 
 
 def _ends(text: str) -> list[str]:
-    r"""The last side of a chain of equations, and the one before ``\approx``; none of a chain that is wrong."""
+    r"""The last side of a chain of equations, and the one before ``\approx``; none if the chain is wrong."""
     if len(split_outside(text, frozenset(",;"))[0]) > 1:
         return []
     sides, signs = split_outside(text, _EQUALS | _NEARLY)
@@ -84,14 +84,14 @@ def _ends(text: str) -> list[str]:
 
 
 def _differ(first: Node | None, second: Node | None, tolerance: float) -> bool:
-    """Whether both are numbers and not the same."""
+    """Whether both are numbers and differ."""
     if first is None or second is None or has_letters(first) or has_letters(second):
         return False
     return same_expression(first, second, tolerance) is not True
 
 
 def _is_rounded(answer: Reading, gold: Reading) -> bool:
-    """Whether a decimal is what a number that is not whole rounds to."""
+    """Whether a decimal is the rounded value of a number that is not an integer."""
     decimal = _ROUNDED.fullmatch(answer.plain)
     if answer.number is None or decimal is None or gold.tree is None or has_letters(gold.tree):
         return False

@@ -1,4 +1,4 @@
-"""What an answer is made of: lists, sets, tuples, intervals, matrices and relations of single expressions."""
+"""The structure of an answer: lists, sets, tuples, intervals, matrices and relations of single expressions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse_rl_lightning.rewards.exact_numbers import parse_number
 from sparse_rl_lightning.rewards.math.units import split_unit
 
 MAX_ITEMS = 64
-"""Parts an answer may have; a longer one is compared as text."""
+"""Largest number of parts in an answer; a longer one is compared as text."""
 
 _TOKEN = re.compile(r"\\(?:begin|end)\{[a-z]*\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -21,7 +21,7 @@ _LESS = frozenset({"<", "\\leq"})
 _LETTER = r"(?:[a-zA-Z]|\\(?!frac|sqrt|text|pi)[a-zA-Z]+)"
 _SCRIPT = r"_(?:[0-9a-zA-Z]|\{[^{}]*\})"
 _PLAIN_NAME = rf"{_LETTER}(?:{_SCRIPT})?(?:(?:\^\{{-1\}})?\([0-9a-zA-Z,]+\))?"
-_OTHERWISE = (  # \text{not }=5 is no name of five
+_OTHERWISE = (  # \text{not }=5 is not a name for five
     "not|no|wrong|false|incorrect|never|without|except|than|half|halves|twice|thrice|doubled?|tripled?|quarter|squared|"
     "cubed|factorial|minus|plus|negative|opposite|reciprocal|inverse|dozens?|hundreds?|thousands?|[mbtr]+illions?"
 )
@@ -56,14 +56,14 @@ class Atom:
 
 @dataclass(frozen=True)
 class Group:
-    """Several answers together. A ``list`` (a set, or commas) and a ``union`` have no order, everything else has."""
+    """Several answers together; a ``list`` (a set, or commas) and a ``union`` are unordered, all others ordered."""
 
     kind: str
     items: tuple[Answer, ...]
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the places of the items matter."""
+        """Whether the order of the items matters."""
         return self.kind not in ("list", "union")
 
 
@@ -72,46 +72,46 @@ Answer: TypeAlias = Atom | Group
 
 @lru_cache(maxsize=4096)
 def parse_answer(text: str) -> Answer:
-    """The parts of an answer, and their parts.
+    """The parts of an answer, recursively.
 
     Args:
-        text: As :func:`~sparse_rl_lightning.rewards.math.text.tidy` leaves it.
+        text: Text tidied by :func:`~sparse_rl_lightning.rewards.math.text.tidy`.
     """
     return _parse(text, depth=0)
 
 
 def without_variable(text: str) -> str:
-    r"""The right side of ``x=...`` or ``x\in...``, and of each part of a list where all name the same variable.
+    r"""The right side of ``x=...`` or ``x\in...``, and of each part of a list if all name the same variable.
 
-    ``x=1,2`` names it once, ``x_1=1,x_2=2`` with indices; ``AB=CD=5`` names it twice. Anything else comes back as it
-    is, so ``41=42`` is not 42.
+    ``x=1,2`` names it once, ``x_1=1,x_2=2`` with indices; ``AB=CD=5`` names it twice. Anything else is returned
+    unchanged, so ``41=42`` is not 42.
     """
     pieces, separators = split_outside(text, frozenset(",;"))
     parts = [split_outside(piece, frozenset({"=", "\\in"})) for piece in pieces]
     named = [(sides[0], *signs) for sides, signs in parts if len(sides) > 1]
     if not all(is_variable(name) for sides, _ in parts for name in sides[:-1]):
         return text
-    if len(named) == 1 and len(parts[0][0]) > 1:  # x=1,234 is a number still
+    if len(named) == 1 and len(parts[0][0]) > 1:  # x=1,234 is still a number
         return "".join(sides[-1] + mark for (sides, _), mark in zip(parts, [*separators, ""], strict=True))
     same = len({(_INDEX.sub("_", name), *signs) for name, *signs in named}) == 1
     return ";".join(sides[-1] for sides, _ in parts) if same and len(named) == len(parts) else text
 
 
 def split_condition(text: str) -> tuple[str, str]:
-    r"""An answer and for what it holds: ``2^n\text{ for all }n\ge2`` is ``2^n``; "" where nothing is said."""
+    r"""An answer and its condition: ``2^n\text{ for all }n\ge2`` is ``2^n``; "" without any condition."""
     condition = _CONDITION.search(text) if "for\x1f" in text else None
     return (text[: condition.start()], condition[0]) if condition and condition.start() else (text, "")
 
 
 def as_list(answer: Answer) -> Answer:
-    """The list that ``70,110`` may be instead of a number; ``2,000`` is none, as no number begins with 0."""
+    """The list that ``70,110`` may be instead of a number; ``2,000`` is not one, as no number begins with 0."""
     if isinstance(answer, Group) or not _GROUPED.fullmatch(answer.text):
         return answer
     return Group("list", tuple(map(Atom, answer.text.split(","))))
 
 
 def without_braces(text: str) -> str:
-    """An answer without the braces around the whole of it, which no reader sees."""
+    """An answer without the braces around the whole of it, which do not show when typeset."""
     while text.startswith("{") and _closing(tokens := _TOKEN.findall(text)) == len(tokens) - 1:
         text = text[1:-1].strip()
     return text
@@ -123,7 +123,7 @@ def is_variable(text: str) -> bool:
 
 
 def as_interval(group: Group) -> Group | None:
-    r"""What ``x>2``, ``-2\leq x<1`` or ``x\in(0,1)`` says of its variable, None where it is nothing of that kind."""
+    r"""The interval that ``x>2``, ``-2\leq x<1`` or ``x\in(0,1)`` describes, None for anything else."""
     signs, items = group.kind.split(" "), group.items
     place = _variable_place(group)
     if place is None:
@@ -138,7 +138,7 @@ def as_interval(group: Group) -> Group | None:
 
 
 def variable_of(group: Group) -> str | None:
-    """The variable of an inequality, as :func:`as_interval` reads it."""
+    """The variable of an inequality, read as in :func:`as_interval`."""
     place = _variable_place(group)
     item = None if place is None else group.items[place]
     return item.text if isinstance(item, Atom) else None
@@ -156,7 +156,7 @@ def _variable_place(group: Group) -> int | None:
 
 
 def has_relation(text: str) -> bool:
-    """Whether a relation stands outside of all brackets."""
+    """Whether a text has a relation outside all brackets."""
     return any(len(split_outside(part, _RELATIONS)[0]) > 1 for part in split_outside(text, frozenset(",;"))[0])
 
 
@@ -198,12 +198,12 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     if tokens[0] == "\\{":
         return _braced(inner, pieces, depth) if tokens[-1] == "\\}" else None
     if tokens[0] == "{" or (len(pieces) == 1 and ((tokens[0], tokens[-1]) == ("(", ")") or _MATRIX.fullmatch(inner))):
-        return _parse(inner, depth + 1)  # of a number, a matrix
+        return _parse(inner, depth + 1)  # around a number or a matrix
     return _group(tokens[0] + tokens[-1], pieces, depth) if 1 < len(pieces) <= MAX_ITEMS else None
 
 
 def _braced(inner: str, pieces: list[str], depth: int) -> Answer | None:
-    """A set by its elements, or by a rule: ``{x | x > 0}``."""
+    """A set given by its elements, or by a rule: ``{x | x > 0}``."""
     rule, _ = split_outside(inner, frozenset("|:"))
     if len(rule) == 1:
         return _group("list", pieces, depth) if len(pieces) <= MAX_ITEMS else None
@@ -242,7 +242,7 @@ def _group(kind: str, pieces: list[str], depth: int) -> Group:
 
 
 def split_outside(text: str, separators: frozenset[str]) -> tuple[list[str], list[str]]:
-    """The pieces of a text between separators that stand outside of all brackets, and those separators."""
+    """The pieces of a text between separators outside all brackets, and those separators."""
     if not any(separator in text for separator in separators):
         return [text.strip()], []
     pieces, found, start, depth = [""], [], 0, 0
@@ -259,7 +259,7 @@ def split_outside(text: str, separators: frozenset[str]) -> tuple[list[str], lis
 
 
 def _closing(tokens: list[str]) -> int:
-    """The place of the bracket that closes the first token; -1 where none does."""
+    """The index of the bracket that closes the first token; -1 if none does."""
     depth = 0
     for place, token in enumerate(tokens):
         depth += _step(token)

@@ -1,6 +1,6 @@
-"""math-verify at arm's length: in processes of its own, with a memory limit, killed when a pair takes too long.
+"""math-verify in isolation: in processes of its own, with a memory limit, killed when a pair takes too long.
 
-The processes run a script that imports math-verify and nothing of this package: they are small and start at once,
+The processes run a script that imports math-verify and nothing from this package: they are small and start at once,
 never import the user's program, and neither threads nor alarms are used on this side. A process that dies or has to be
 killed costs its own pair and is replaced.
 """
@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from sparse_rl_lightning.errors import UserError
+
 Outcome: TypeAlias = Literal["same", "different", "unparsed", "timeout", "crash"]
 
 START_SECONDS = 60.0
-"""How long a process may take to import math-verify on a busy machine."""
+"""Seconds a process may take to import math-verify on a busy machine."""
 MEMORY_LIMIT = 2 * 1024**3
 """Bytes of address space of a process."""
 
@@ -37,7 +39,7 @@ _UNSAFE = frozenset(
 
 
 def needs_math_verify(first: str, second: str) -> bool:
-    """Whether math-verify may know more than we do: a sum, product, integral or limit, and nothing it misreads."""
+    """Whether math-verify may decide: there is a sum, product, integral or limit, and nothing it misreads."""
     one, two = set(_COMMAND.findall(first)), set(_COMMAND.findall(second))
     return bool((one | two) & _ASKED_FOR) and not (one | two) & _UNSAFE
 
@@ -46,7 +48,7 @@ class SymbolicPool:
     """Processes that compare pairs of expressions with math-verify.
 
     Args:
-        num_workers: Processes.
+        num_workers: Number of processes.
         timeout: Seconds after which a pair's process is killed.
         memory_limit: Bytes of address space of a process.
 
@@ -56,7 +58,7 @@ class SymbolicPool:
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, memory_limit: int = MEMORY_LIMIT) -> None:
         if num_workers < 1 or not 0 < timeout < math.inf:
-            raise ValueError(
+            raise UserError(
                 f"num_workers must be at least 1 and timeout above 0 seconds, got num_workers={num_workers}, "
                 f"timeout={timeout}."
             )
@@ -67,7 +69,7 @@ class SymbolicPool:
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
         """The outcome of every pair (answer, gold), in their order."""
-        if os.getpid() != self._owner:  # a fork: the processes are our parent's
+        if os.getpid() != self._owner:  # a fork: the processes belong to our parent
             self._begin()
         with self._lock:
             return self._compare(pairs)
@@ -114,7 +116,7 @@ class SymbolicPool:
 
 class _Worker:
     def __init__(self, memory_limit: int, timeout: float) -> None:
-        # -P: the script's folder holds modules with names of the standard library
+        # -P: the script's folder contains modules with names of the standard library
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT), str(memory_limit), str(timeout)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -129,7 +131,7 @@ class _Worker:
         return self.process.stdout.fileno()
 
     def send(self, pair: tuple[str, str], timeout: float) -> bool:
-        """Hand a pair over; False if the process is gone."""
+        """Send a pair to the process; False if it is gone."""
         assert self.process.stdin is not None
         self.deadline = time.monotonic() + timeout + (0.0 if self.is_started else START_SECONDS)
         self.timeout = timeout
@@ -145,7 +147,7 @@ class _Worker:
         return self.line.endswith(b"\n") or self.line == b"end" or time.monotonic() > self.deadline
 
     def read(self) -> None:
-        """Take what the process has written."""
+        """Read what the process has written."""
         data = os.read(self.pipe, 4096)
         self.line = self.line + data if data else b"end"
         if not self.is_started and self.line.startswith(b"ready\n"):
@@ -154,7 +156,7 @@ class _Worker:
             self.deadline = time.monotonic() + self.timeout
 
     def receive(self) -> Outcome:
-        """The outcome."""
+        """The outcome of the last pair."""
         line, self.line = self.line, b""
         known: dict[bytes, Outcome] = {b"same\n": "same", b"different\n": "different", b"unparsed\n": "unparsed"}
         return known.get(line, "crash") if line else "timeout"

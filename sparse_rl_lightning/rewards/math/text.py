@@ -1,4 +1,4 @@
-"""One spelling for the many ways to typeset an answer."""
+"""Normalization: one spelling for the many ways to typeset an answer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from functools import lru_cache
 
 TEXT_SPACE = "\x1f"
-r"""A space between words of a text command; it is a space to ``\s`` and no part of what is compared."""
-_THIN, _MARK = "\x01", "\x02"  # a thin space; where a mark that says nothing stood
+r"""A space between words of a text command; it is a space to ``\s`` and left out of comparisons."""
+_THIN, _MARK = "\x01", "\x02"  # a thin space; the place of a dropped mark
 
 _COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
 _TEXT_COMMANDS = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
@@ -19,7 +19,7 @@ _OR = re.compile(rf",? ?(?:{_TEXT_COMMANDS} ?\{{ ?(or|and) ?\}}| (or|and) ) ?")
 _INEQUALITY = re.compile(r"[<>]|\\[gl]eq")
 _IDLE_MARK = re.compile(r"(\\[a-zA-Z]+)[\x01\x02]+(?=[a-zA-Z])")
 _THOUSANDS = re.compile(r"(?<![0-9.\x01])[0-9]{1,3}(?:(?:\x01+|,\x01+ ?)[0-9]{3})+(?![0-9\x01])")
-_SPACED_THOUSANDS = re.compile(  # from five digits on, as four are written together: 1 234 may be two numbers
+_SPACED_THOUSANDS = re.compile(  # only from five digits on: 1 234 may be two numbers
     r"(?<![0-9.,])(?<![0-9.,] )(?:[1-9][0-9]{1,2}(?: [0-9]{3})+|[1-9](?: [0-9]{3}){2,})(?! ?[0-9/])"
 )
 _LIST_COMMA = re.compile(r"(?<=[0-9])(?:[\x02 ]+,[\x02 ]*|,[\x02 ]+)(?=[0-9]{3}(?![0-9]))")
@@ -62,7 +62,7 @@ _REPLACED = {
     "\\varnothing": "\\emptyset",
     "\\rightarrow": "\\to",
 }
-_NOT_OURS = dict.fromkeys(map(ord, "\x00\x01\x02"), "\ufffd")  # characters that only we may write
+_NOT_OURS = dict.fromkeys(map(ord, "\x00\x01\x02"), "\ufffd")  # characters reserved for internal use
 _PLAIN = str.maketrans(
     {
         **dict.fromkeys("$%°", _MARK), "−": "-", "~": " ", "≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq ", "π": "\\pi ",
@@ -74,13 +74,13 @@ _PLAIN = str.maketrans(
 
 
 def normalize_answer(text: str) -> str:
-    """One spelling for an answer: spacing, fractions, braces, text commands, units' marks."""
+    """One spelling of an answer: spacing, fractions, braces, text commands, unit marks."""
     return plain_text(tidy(text))
 
 
 @lru_cache(maxsize=4096)  # a group of samples shares its gold answer
 def tidy(text: str) -> str:
-    """Everything of the normalisation that keeps a unit recognisable."""
+    """The part of the normalization that keeps units recognizable."""
     text = _single_backslashes(text.translate(_NOT_OURS))
     text = _CELSIUS.sub(lambda match: rf"\text{{deg {match[1] or match[2]}}}", text)
     text = _COMMAND.sub(lambda match: _REPLACED.get(match[0], match[0]), text).translate(_PLAIN)
@@ -110,14 +110,14 @@ def tidy(text: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    """The last step of the normalisation: text commands lose their braces, ``(C)`` its parentheses."""
+    """The last step of the normalization: text commands lose their braces, ``(C)`` its parentheses."""
     text = TEXT_CONTENT.sub(r"\1", text).replace(TEXT_SPACE, "").rstrip(".,;")
     text = _HALF_DAY.sub(lambda match: f"{match[1].lower()}m", text)
     return text[1:-1] if re.fullmatch(r"\([a-zA-Z]\)", text) else text
 
 
 def _single_backslashes(text: str) -> str:
-    r"""``\\\\frac``, escaped once too often, as ``\frac``; two backslashes end a row, and only a matrix has rows."""
+    r"""``\\\\frac``, escaped once too often, as ``\frac``; two backslashes end a row only within a matrix."""
     if "\\begin" in text.replace("\\\\", ""):
         return _ROW_END.sub(r"\\\\", text)
     if "\\\\" not in text:
@@ -126,13 +126,13 @@ def _single_backslashes(text: str) -> str:
 
 
 def _split_words(text: str) -> str:
-    """``or`` and ``and`` are commas of a list; between inequalities ``or`` is a union."""
+    """Turn ``or`` and ``and`` into commas of a list; between inequalities ``or`` becomes a union."""
     union = "\\cup " if _INEQUALITY.search(text) else ", "
     return _OR.sub(lambda match: union if "or" in match.groups() else ", ", text)
 
 
 def _keep_spaces(match: re.Match[str]) -> str:
-    """A text command whose spaces are no idle ones; a list in one is a list."""
+    """A text command with its spaces protected; a list inside one becomes a list."""
     if "," in match[1]:
         return match[1]
     words = TEXT_SPACE.join(match[1].replace(_MARK, "").replace(_THIN, " ").split())

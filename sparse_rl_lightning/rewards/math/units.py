@@ -1,7 +1,7 @@
-r"""Units behind a quantity: which words are units, which are the same one, and which are none at all.
+r"""Units after a quantity: which words are units, which are the same unit, and which are none at all.
 
-Any word in ``\text{}`` behind a number may be its unit (``5\text{ apples}``), unless it says something about the number
-(``5\text{ squared}``, ``5\text{ million}``). Without ``\text{}`` only the words listed here are.
+Any word in ``\text{}`` after a number may be its unit (``5\text{ apples}``), unless it qualifies the number
+(``5\text{ squared}``, ``5\text{ million}``). Without ``\text{}`` only the words listed here are units.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WORD = rf"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mbox)\{{(?:[^\W\d_]|
 _POWER = r"(?:\^(?:[0-9]|\{-?[0-9]\}))"
 _UNIT = re.compile(rf"(?:(?:[/*]|\\cdot ?)?{_WORD}{_POWER}?)+")
 _START = re.compile(rf"[/*]?{_WORD}")
-# a percent is not per cent: every text is units in one way only, or many of them would be read in 2^n ways
+# a percent is not per cent: every text must parse as units in one way only, or many would parse in 2^n ways
 _PER = "per(?!cent(?!imet))"
 _BARE = re.compile(rf"(?<=[0-9}}])(?:(?:{_PER}|/)?(?:square|cubic|sq\.?)?(?:{_LISTED}|ml|mL|ft){_POWER}?)+$")
 _LISTED_PIECE = re.compile(rf"{_PER}|{_LISTED}|ml|mL|ft|square|cubic|sq|{_POWER}|/")
@@ -47,10 +47,10 @@ _PIECE = re.compile(rf"[^\W\d_]+|{_POWER}|[/*]")
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """A quantity and its unit in one spelling; the whole text and "" where no unit follows.
+    """A quantity and its unit in one spelling; the whole text and "" if no unit follows.
 
     Args:
-        text: As :func:`~sparse_rl_lightning.rewards.math.text.tidy` leaves it.
+        text: Text tidied by :func:`~sparse_rl_lightning.rewards.math.text.tidy`.
     """
     start = _START.search(text)
     if start is None:
@@ -64,7 +64,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _without_squared(words: list[str]) -> list[str]:
-    """The words without ``squared`` and ``cubed`` where these say what unit it is, not which number."""
+    """The words without ``squared`` and ``cubed`` if these qualify the unit, not the number."""
     before = ("", *map(_one_name, words))
     return [
         word for word, unit in zip(words, before, strict=False) if not (word in _SQUARED and unit in _MAY_BE_SQUARED)
@@ -72,13 +72,13 @@ def _without_squared(words: list[str]) -> list[str]:
 
 
 def _is_no_unit(word: str) -> bool:
-    """Whether a word says something about the number itself."""
+    """Whether a word qualifies the number itself."""
     word = word if len(word) == 1 else word.casefold()
     return word in _NO_UNITS or word.startswith(_SCALES) or bool(_ORDINAL.fullmatch(word))
 
 
 def _one_name(word: str) -> str:
-    """``metres`` is ``m``; a symbol keeps its capitals, as ``MW`` is no ``mW``."""
+    """The short name of a unit, ``m`` for ``metres``; a symbol keeps its capitals, as ``MW`` is not ``mW``."""
     folded = word.casefold()
     if not (len(word) > 3 or (len(word) == 3 and word.istitle()) or folded in _ANY_CASE):
         return _SHORT.get(word, word)
@@ -86,7 +86,7 @@ def _one_name(word: str) -> str:
 
 
 def _one_spelling(pieces: list[str]) -> str:
-    """``square meters per second`` is ``m^2/s``."""
+    """The unit in one spelling, ``m^2/s`` for ``square meters per second``."""
     unit, power = "", ""
     for piece in pieces:
         word = _one_name(piece)
@@ -94,6 +94,6 @@ def _one_spelling(pieces: list[str]) -> str:
             power = _POWERS[word]
         elif word[0].isalpha() and word not in ("per", *_SQUARED):
             unit, power = unit + word + power, ""
-        elif word != "*" or unit == "m":  # a newton metre is Nm, but a metre second is no ms
+        elif word != "*" or unit == "m":  # a newton meter is Nm, but a meter second is not ms
             unit += {"per": "/", **_SQUARED}.get(word, word)
     return unit

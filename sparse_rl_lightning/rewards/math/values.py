@@ -1,10 +1,10 @@
-"""Whether two expressions have the same value: computed exactly where possible, at a few points of their letters.
+"""Equality of two expressions: computed exactly if possible, at a few points for their letters.
 
-Sums, products and whole powers of fractions stay fractions. Roots, functions and constants are computed to
+Sums, products and integer powers of fractions stay fractions. Roots, functions and constants are computed to
 ``PRECISION`` bits. Two expressions that agree at every point to nearly all of these bits are the same; two that are
-not differ at the first point already. Where a number of many bits takes part, which may be a difference that
-``PRECISION`` bits do not show, the first point is computed again with three times as many. Values that would be huge
-are refused before they are computed, and so is a second look that would take long.
+not differ at the first point already. If a number with many bits is involved, whose differences ``PRECISION`` bits
+may not show, the first point is computed again with three times as many. Values that would be huge are refused
+before they are computed, and so is a second evaluation that would take long.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any, TypeAlias
 from sparse_rl_lightning.rewards.math.expressions import Node, Unreadable, read_expression
 
 PRECISION = 600
-"""Bits of a value that is no fraction."""
+"""Bits of a value that is not a fraction."""
 MAX_BITS = 20_000
 """Bits of a numerator, a denominator or an exponent of two."""
 NUM_POINTS = 3
-NUM_WHOLE_EXPONENTS = 12  # of a negative base, whose powers repeat
-NUM_WHOLE_POINTS = 64  # where values are rounded, so that different expressions agree at most points
+NUM_WHOLE_EXPONENTS = 12  # points for exponents of a negative base, whose powers repeat
+NUM_WHOLE_POINTS = 64  # points if values are rounded, so that different expressions agree at most points
 MAX_CHOICE = 10_000
 """Largest n of a binomial coefficient."""
 
 Value: TypeAlias = Any  # a Fraction, or a number of mpmath
-Point: TypeAlias = Callable[[str], Fraction]  # what each letter stands for
+Point: TypeAlias = Callable[[str], Fraction]  # the number for each letter
 
-_SLOW = 8  # factorials of other than whole numbers in one expression
+_SLOW = 8  # largest number of factorials of non-integers in one expression
 _SHORT = 180  # bits whose differences show in PRECISION bits
 _MAX_PRECISION = 13_000
-_MAX_WORK = 1000.0  # roots and functions of one expression at 1000 bits; the time grows with the square of the bits
+_MAX_WORK = 1000.0  # roots and functions of one expression at 1000 bits; time is quadratic in the bits
 
 
 @lru_cache(maxsize=4096)
 def readable(text: str) -> Node | None:
-    """The tree of an expression, None where it cannot be read."""
+    """The tree of an expression, None if it cannot be read."""
     try:
         return read_expression(text)
     except Unreadable:
@@ -48,16 +48,16 @@ def readable(text: str) -> Node | None:
 
 
 def product_of_letters(text: str) -> Node | None:
-    """``ab`` as a product, for a comparison with one; None for what is longer, no letters or a constant's."""
+    """The product that ``ab`` may stand for; None for longer text, other characters, or letters of constants."""
     return Node("product", tuple(Node("var", name=c) for c in text)) if re.fullmatch("[a-df-hj-z]{2,4}", text) else None
 
 
 def same_expression(first: Node, second: Node, tolerance: float = 0.0) -> bool | None:
-    """Whether two expressions are equal, whatever their letters stand for; None if that cannot be told.
+    """Whether two expressions are equal for all values of their letters; None if that cannot be decided.
 
     Args:
-        first: Tree of one.
-        second: Tree of the other.
+        first: Tree of the first expression.
+        second: Tree of the second expression.
         tolerance: Largest relative difference of two constants.
     """
     tolerance = 0.0 if "var" in _leaves(first) | _leaves(second) else tolerance
@@ -73,21 +73,21 @@ def same_expression(first: Node, second: Node, tolerance: float = 0.0) -> bool |
             for finer in _finer(evaluation) if number == 0 and not tolerance else ():
                 if not finer.close(*values(finer)):
                     return False
-    except (ArithmeticError, TypeError, ValueError):  # Unreadable among them
+    except (ArithmeticError, TypeError, ValueError):  # including Unreadable
         return None
     return True
 
 
 def same_equation(first: tuple[Node, Node], second: tuple[Node, Node]) -> bool | None:
-    """Whether two equations say the same: the difference of one's sides is the other's times a constant.
+    """Whether two equations are equivalent: the difference of one's sides is the other's times a constant.
 
     Args:
-        first: Both sides of one.
-        second: Both sides of the other.
+        first: Sides of the first equation.
+        second: Sides of the second equation.
     """
     one, two = (Node("sum", (left, Node("neg", (right,)))) for left, right in (first, second))
     if "var" not in _leaves(one) & _leaves(two):
-        return None  # 1=2 says nothing of anything
+        return None  # no shared letter, as in 1=2
     try:
         evaluations = [_Evaluation(point) for point in _points(one, two)]
         ratios = (evaluation.ratio(one, two) for evaluation in evaluations)
@@ -106,10 +106,10 @@ def _leaves(node: Node) -> frozenset[str]:
 
 
 def _points(first: Node, second: Node) -> Iterator[Point]:
-    """Numbers for all letters, the same in every process: between 1/2 and 5/2, one point where there are no letters.
+    """Numbers for all letters, the same in every process: between 1/2 and 5/2, one point if there are no letters.
 
-    Whole ones for all letters where values are rounded, and for those in the exponent of a negative number. Where
-    absolute values are taken, the last point has negative numbers.
+    They are integers for all letters if values are rounded, and for letters in the exponent of a negative number. With
+    absolute values, the last point has negative numbers.
     """
     kinds, whole = _leaves(first) | _leaves(second), _whole_exponents(first) | _whole_exponents(second)
     is_rounded, signs = bool(kinds & {"floor", "ceil"}), "abs" in kinds
@@ -120,7 +120,9 @@ def _points(first: Node, second: Node) -> Iterator[Point]:
             digest = sha256(f"{number} {name}".encode("utf-8", "backslashreplace")).digest()
             bits = int.from_bytes(digest[:5], "big")
             size = Fraction(1, 2) + Fraction(bits, 2**39)
-            if is_rounded or name in whole:  # every number from 3 to 50 in turn from another start, then larger ones
+            if (
+                is_rounded or name in whole
+            ):  # every number from 3 to 50 in turn, from different starts, then larger ones
                 start = int.from_bytes(sha256(name.encode("utf-8", "backslashreplace")).digest()[:4], "big")
                 size = Fraction(3 + (start + number) % 48 if number < 48 else 50 + bits % 950)
             return -size if number == count else size
@@ -129,14 +131,14 @@ def _points(first: Node, second: Node) -> Iterator[Point]:
 
 
 def _whole_exponents(node: Node) -> frozenset[str]:
-    """Letters in exponents of negative numbers: ``(-1/2)^k`` is a real number where k is a whole one."""
+    """Letters in exponents of negative numbers: ``(-1/2)^k`` is real only for integer k."""
     found = frozenset[str]().union(*map(_whole_exponents, node.parts))
     has_sign = node.kind == "power" and _is_negative(node.parts[0])
     return found | _letters(node.parts[1]) if has_sign else found
 
 
 def _is_negative(node: Node) -> bool:
-    """Whether an expression is a negative number where its letters are positive, as far as its signs say."""
+    """Whether an expression is negative for positive letters, judged by its signs."""
     if node.kind in ("neg", "inverse"):
         return (node.kind == "neg") != _is_negative(node.parts[0])
     return node.kind == "product" and sum(map(_is_negative, node.parts)) % 2 == 1
@@ -160,7 +162,7 @@ class _Evaluation:
     def __init__(self, point: Point, precision: int = PRECISION) -> None:
         self.point, self.precision = point, precision
         self.slow, self.work = _SLOW, 0.0
-        self.bits = 0  # of the longest fraction and of the largest and smallest number so far
+        self.bits = 0  # bits of the longest fraction and of the largest and smallest number so far
         self.is_exact = True
         self.mp = _context(precision)
 
@@ -170,7 +172,7 @@ class _Evaluation:
             return first == second
         first, second = self.number(first), self.number(second)
         allowed = max(abs(first), abs(second)) * (tolerance or self.mp.mpf(2) ** (-2 * self.precision // 3))
-        # zero against the rest of a cancellation has no relative size
+        # zero compared to the rounding error of a cancellation has no relative size
         vanishing = self.mp.mpf(2) ** (-5 * self.precision // 6)
         return bool(abs(first - second) <= allowed or max(abs(first), abs(second)) < vanishing)
 
@@ -199,7 +201,7 @@ class _Evaluation:
         return value
 
     def worked(self) -> None:
-        """Count a root or a function, which takes long with many bits."""
+        """Count a root or a function, which is slow with many bits."""
         self.work += (self.precision / 1000) ** 2
         if self.work > _MAX_WORK:
             raise Unreadable("too long")
@@ -272,7 +274,7 @@ class _Evaluation:
             return Fraction(rounding(value))
         if self.mp.im(value) != 0:
             raise Unreadable("no real number")
-        real = self.mp.re(value)  # of i^2 too, which is kept as a complex number
+        real = self.mp.re(value)  # also of i^2, which is stored as a complex number
         if abs(real - self.mp.nint(real)) < 2.0**-200:
             raise Unreadable("too near to a whole number to be rounded")
         return Fraction(int(self.mp.floor(real)) + (rounding is math.ceil))
@@ -303,7 +305,7 @@ class _Evaluation:
 
 
 def _finer(*evaluations: _Evaluation) -> list[_Evaluation]:
-    """The same points with bits enough for all numbers that took part; none where these were enough."""
+    """The same points with enough bits for all numbers involved; empty if there were enough."""
     bits = max(evaluation.bits for evaluation in evaluations)
     if bits <= _SHORT or all(evaluation.is_exact for evaluation in evaluations):
         return []
@@ -314,7 +316,7 @@ def _finer(*evaluations: _Evaluation) -> list[_Evaluation]:
 
 
 def _exact_root(value: Value, degree: Value) -> Fraction | None:
-    """The root of a fraction where it is a fraction."""
+    """The root of a fraction if it is a fraction."""
     if degree != 2 or not isinstance(value, Fraction) or value < 0:
         return None
     above, below = math.isqrt(value.numerator), math.isqrt(value.denominator)
@@ -328,7 +330,7 @@ def _choices(above: int, below: int) -> int:
 
 @lru_cache(maxsize=32)
 def _context(precision: int) -> Any:
-    """A context of mpmath with a precision of its own, which no other user of mpmath changes or notices."""
+    """A context of mpmath with its own precision, independent of all other users of mpmath."""
     from mpmath.ctx_mp import MPContext
 
     context = MPContext()

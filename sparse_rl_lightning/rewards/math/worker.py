@@ -1,6 +1,6 @@
-"""The process behind ``SymbolicPool``: reads pairs of expressions, writes what math-verify says of each.
+"""The process behind ``SymbolicPool``: reads pairs of expressions, writes math-verify's verdict on each.
 
-Run as a script, so that it imports math-verify and nothing else; it ends when its input does.
+It runs as a script, so that it imports math-verify and nothing else; it ends with its input.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ def main(memory_limit: int, timeout: float) -> None:
 
     Args:
         memory_limit: Bytes of address space.
-        timeout: Seconds of processor time per pair, in case nobody is left to kill us.
+        timeout: Seconds of processor time per pair, in case no one is left to kill this process.
     """
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    compare(r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}")  # so that no pair pays for what is imported on the way
+    compare(r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}")  # so that no pair pays for lazy imports
     _write("ready")
     for line in sys.stdin.buffer:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -34,7 +34,7 @@ def main(memory_limit: int, timeout: float) -> None:
 
 
 def compare(answer: str, gold: str) -> str:
-    """``same``, ``different``, or ``unparsed`` where one of them is not understood as a whole."""
+    """``same``, ``different``, or ``unparsed`` if one of them is not understood as a whole."""
     from math_verify import verify
 
     try:
@@ -43,7 +43,7 @@ def compare(answer: str, gold: str) -> str:
             return "unparsed"
         return "same" if verify(source, target, float_rounding=30, timeout_seconds=PARSING_SECONDS) else "different"
     except MemoryError:
-        return "crash"  # not our word for an outcome: the process is replaced
+        return "crash"  # not an expected answer: the process is replaced
     except BaseException as error:  # math-verify's own timeout is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
@@ -51,9 +51,9 @@ def compare(answer: str, gold: str) -> str:
 
 
 def read(text: str) -> object | None:
-    """math-verify's expression, None if it is text, or if a letter was lost or made up on the way.
+    """math-verify's expression, None if it is text, or if a letter was lost or added on the way.
 
-    Names of bound letters do not count, and a limit is one from both sides unless its point says otherwise.
+    Names of bound letters do not count, and a limit is two-sided unless its point has a sign.
     """
     import sympy
     from math_verify import LatexExtractionConfig, parse
@@ -64,7 +64,7 @@ def read(text: str) -> object | None:
         return None
     written = set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text))) - {"e", "i", "d"}
     known = {str(symbol.name) for symbol in found[0].atoms(sympy.Symbol)} - {"e", "i", "d"}
-    if written != {name for name in known if len(name) == 1 and name.isalpha()}:  # a limit's direction is a symbol
+    if written != {name for name in known if len(name) == 1 and name.isalpha()}:  # a limit's direction is a symbol too
         return None
     expression = found[0]
     if not re.search(r"\\to[^}]*\^\{?[+-]", text):
@@ -73,7 +73,7 @@ def read(text: str) -> object | None:
     expression = expression.as_dummy()
     letters = [symbol for symbol in expression.atoms(sympy.Symbol) if symbol.name[0].isalpha() or symbol.name[0] == "_"]
     plain: object = expression.xreplace({letter: sympy.Symbol(letter.name, real=True) for letter in letters})
-    return plain  # what the parser assumes of a letter depends on the others
+    return plain  # the parser's assumptions on a letter depend on the others
 
 
 def _write(word: str) -> None:
