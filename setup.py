@@ -98,7 +98,7 @@ def cuda_extension(home: Path) -> Any:
     cpp_extension.CUDA_HOME = str(home)  # a CPU-only torch leaves it None even where nvcc is
     return cpp_extension.CppExtension(
         "sparse_rl_lightning._cuda", sources("cuda", ".cu"),
-        include_dirs=[str(ROOT / "cuda_ext" / "include"), str(home / "include")],
+        include_dirs=[*(str(ROOT / "cuda_ext" / folder) for folder in ("include", "cuda")), str(home / "include")],
         library_dirs=[str(home / "lib64"), str(home / "targets" / "x86_64-linux" / "lib")], libraries=["cudart_static"],
         define_macros=[*macros("_cuda"), ("USE_CUDA", "1")], py_limited_api=True,
         extra_compile_args={

@@ -30,14 +30,14 @@ SOURCE_FILES = {
     "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "constraints.txt", "pyproject.toml", "setup.cfg",
     "setup.py",
 }  # fmt: skip
-DATA = {f"{PACKAGE}/py.typed", f"{PACKAGE}/budgets/published_schedules.json"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def here(folder: str, *suffixes: str) -> set[str]:
-    """Files of the checkout below ``folder``, by their path from its root."""
-    paths = (ROOT / folder).rglob("*")
-    return {path.relative_to(ROOT).as_posix() for path in paths if path.suffix in suffixes}
+    """Files of the checkout below ``folder`` by their path from its root; what was built or compiled is left out."""
+    names = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()}
+    names = {name for name in names if "__pycache__" not in name and not name.endswith(".so")}
+    return {name for name in names if not suffixes or name.endswith(suffixes)}
 
 
 def compare(what: str, found: Iterable[str], wanted: Iterable[str]) -> None:
@@ -55,7 +55,7 @@ def check_source(archive: Path) -> bytes:
         assert metadata
         content = metadata.read()
     rest = {name for name in names if not name.startswith(SOURCE_ONLY)}
-    compare(archive.name, rest, SOURCE_FILES | DATA | here(PACKAGE, ".py"))
+    compare(archive.name, rest, SOURCE_FILES | here(PACKAGE))
     native = {name for name in names if name.startswith("cuda_ext/")}
     compare(f"cuda_ext of {archive.name}", native, here("cuda_ext", ".cpp", ".cu", ".cuh", ".h", ".md", ".py"))
     compare(f"configs of {archive.name}", (n for n in names if n.startswith("configs/")), here("configs", ".yaml"))
@@ -68,7 +68,7 @@ def check_wheel(wheel: Path) -> tuple[bytes, bytes]:
         info = next(name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
         own = {name for name in files.namelist() if not name.startswith(info.partition("/")[0])}
         libraries = {name for name in own if name.endswith(".abi3.so")}
-        compare(wheel.name, own - libraries, DATA | here(PACKAGE, ".py"))
+        compare(wheel.name, own - libraries, here(PACKAGE))
         return files.read(info), b"".join(map(files.read, sorted(libraries)))
 
 

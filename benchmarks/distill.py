@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,17 @@ class Tail:
 @torch.no_grad()
 def measure(module: DistillSparse, rows: list[dict[str, Any]], adapted: bool) -> Tail:
     """The acceptance of rollouts under the module's compressor, with or without the adapter."""
-    sampler = module.sampler()
-    vocabulary = int(module.dense_policy.config.vocab_size)
+    sampler = module.generator.sampler()
+    vocabulary = int(module.policy.config.vocab_size)
     params = SamplingParams(
-        num_generations=4, max_completion_length=module.sampling.max_completion_length, top_logprobs=vocabulary, seed=1
+        num_generations=4,
+        max_completion_length=module.generator.sampling.max_completion_length,
+        top_logprobs=vocabulary,
+        seed=1,
     )
-    _ = module.sparse_policy if adapted else module.dense_policy
-    rollout = sampler.generate(module.encode(rows), params)
-    lower, _ = rollout_acceptance(module.dense_policy.eval(), rollout)
+    with module.adapter_on() if adapted else nullcontext():
+        rollout = sampler.generate(module.generator.encode(rows), params)
+    lower, _ = rollout_acceptance(module.policy.eval(), rollout)
     found = AcceptanceTail.of(lower, rollout.completion_mask)
     return Tail(found.overall, found.mean, found.near_one, sum(found.tokens.values()))
 

@@ -43,7 +43,8 @@ def command(setup: dict[str, Any], home: Path, source: Path, target: str) -> lis
     macros = [f"-D{name}={value}" for name, value in setup["macros"]("_cuda")]
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     return [
-        str(home / "bin" / "nvcc"), "-c", str(source), "-o", target, f"-I{ROOT / 'cuda_ext' / 'include'}", *includes,
+        str(home / "bin" / "nvcc"), "-c", str(source), "-o", target, f"-I{ROOT / 'cuda_ext' / 'include'}",
+        f"-I{ROOT / 'cuda_ext' / 'cuda'}", *includes,
         *macros, "-DUSE_CUDA=1", *cpp_extension.COMMON_NVCC_FLAGS, "-Xcompiler", "-fPIC", *setup["NVCC_FLAGS"],
         *setup["gencode"](), "-Xptxas", "-v", "-Werror", "all-warnings",
     ]  # fmt: skip

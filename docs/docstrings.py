@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Attributes):$", re.MULTILINE)
@@ -132,6 +132,9 @@ def _kind(annotation: Any, thing: Any) -> str:
 def _yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
+        return "{" + ", ".join(f"{name}: {_yaml(own)}" for name, own in changed.items()) + "}"
     if callable(value):
         return summary(value).rstrip(".")
     if isinstance(value, (list, tuple)):

@@ -6,7 +6,6 @@ from typing import Any
 
 from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, policies, retrievers, rewards
 from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
-from sparse_rl_lightning.callbacks.defaults import EVERY_RUN, ROLLING_OUT
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware, statistics
 from sparse_rl_lightning.distributed import deepspeed as strategies
 from sparse_rl_lightning.rollout import SamplingParams
@@ -16,9 +15,10 @@ Group = tuple[str, str, list[Any]]  # heading, introduction, classes
 SETTINGS_INTRO = """\
 Every key of every class that a configuration may name. A configuration is what `sparse-rl fit --config FILE` reads:
 `model`, `data` and `trainer`, each a class with its arguments (`class_path`, `init_args`), as in any LightningCLI. The
-same keys work on the command line (`--model.num_generations=16`), where `--model.compressor.help=RKV` prints the table
-of a class. `trainer` and what stands below it without a table here is Lightning's: `max_steps`, `precision`, `devices`,
-`accumulate_grad_batches`, `gradient_clip_val`, `strategy`, `logger`. Callbacks have [their own page](callbacks.md).
+same keys work on the command line (`--model.sampling.num_generations=16`), where `--model.compressor.help=RKV` prints
+the table of a class. `trainer` and what stands below it without a table here is Lightning's: `max_steps`, `precision`,
+`devices`, `accumulate_grad_batches`, `gradient_clip_val`, `strategy`, `logger`. Callbacks have
+[their own page](callbacks.md).
 
 ```yaml
 model:
@@ -52,8 +52,10 @@ GROUPS: list[Group] = [
     ),
     (
         "Parts of a module",
-        "`model.init_args.learner`, `.adapter` and `.val_sampling`. They are written without `class_path`.",
-        [modules.Learner, modules.SparseAdapter, SamplingParams],
+        "`model.init_args.sampling` and `.val_sampling`, `.rollout`, `.loss`, `.learner` and `.adapter`. They are "
+        "written without `class_path`, and a key that is left out keeps the module's default: "
+        "`--model.sampling.temperature=0.7` leaves the other keys of `sampling` as they are.",
+        [SamplingParams, modules.RolloutOptions, modules.GRPOLoss, modules.LearnerOptions, modules.SparseAdapter],
     ),
     (
         "Policies",
@@ -112,11 +114,11 @@ One behavior each, switched on by a line under `trainer.callbacks`, or on the co
 `--trainer.callbacks+=TIS`. Callbacks that change what a rollout counts for run before those that only read it, whatever
 their order in the file. The numbers they log are explained with the others in [logged metrics](metrics.md)."""
 
-OWN = [*ROLLING_OUT, *EVERY_RUN]
+OWN = list(modules.SparseGRPO.default_callbacks)
 CORRECTIONS = [callbacks.SparsityAwareRejection, callbacks.ImportanceReweighting]
 PUBLISHED = [
     callbacks.TIS, callbacks.IcePop, callbacks.SequenceTIS, callbacks.GeometricTIS, callbacks.SequenceMIS,
-    callbacks.SequenceMaskTIS, callbacks.MIS, callbacks.OPSM,
+    callbacks.SequenceMaskTIS, callbacks.MIS,
 ]  # fmt: skip
 TAIL = [callbacks.AcceptanceMonitor, callbacks.TailGuard, callbacks.MismatchSplit]
 _LISTED = [*OWN, *CORRECTIONS, *PUBLISHED, *TAIL, callbacks.RolloutCallback]
@@ -155,7 +157,6 @@ LOGS = {
     "SequenceMaskTIS": _REJECTION,
     "MIS": _REJECTION,
     "ImportanceReweighting": _RATIOS,
-    "OPSM": "nothing of its own: `kept_fraction` falls by what it leaves out",
     "AcceptanceMonitor": "the `acceptance/` keys of the table above",
     "TailGuard": "`guard/tail_margin`, `guard/rejection_rate`, `guard/length_ratio`, `guard/budget` and `guard/raises`",
     "MismatchSplit": "`mismatch_split/{kernel,compression}/{kl_k1,kl_k3,ratio_p05}`",

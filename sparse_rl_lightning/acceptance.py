@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import logprobs_at
 from sparse_rl_lightning.records import Rollout
 
@@ -109,7 +110,7 @@ def rollout_acceptance(
         ValueError: If the rollout has no such tokens.
     """
     if rollout.topk_ids is None or rollout.topk_logprobs is None:
-        raise ValueError(
+        raise UserError(
             "This rollout does not say what the sampler's most likely tokens were (rollout.topk_ids is None). Sample "
             "with top_logprobs=20, in SamplingParams or as model.top_logprobs."
         )
@@ -174,14 +175,14 @@ class AcceptanceTail:
             ValueError: If an argument is out of range, or a value at a completion token is not finite.
         """
         if bin_size < 1 or num_bins < 1:
-            raise ValueError(
+            raise UserError(
                 f"bin_size and num_bins must be at least 1, got bin_size={bin_size} and num_bins={num_bins}."
             )
         if not 0 <= share <= 1:
-            raise ValueError(f"share must lie between 0 and 1, got share={share}.")
+            raise UserError(f"share must lie between 0 and 1, got share={share}.")
         values = acceptance.detach()[mask].double()
         if not bool(values.isfinite().all()):
-            raise ValueError("The acceptance of some tokens is not finite: look for NaN in the log-probabilities.")
+            raise UserError("The acceptance of some tokens is not finite: look for NaN in the log-probabilities.")
         bins = (mask.nonzero()[:, 1] // bin_size).clamp(max=num_bins - 1)
         own = {number: values[bins == number] for number in sorted(set(bins.tolist()))}
         names = {n: f"{n * bin_size}-{(n + 1) * bin_size}" if n < num_bins - 1 else f"{n * bin_size}+" for n in own}

@@ -7,6 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 ScaleRewards = Literal["group", "batch", "none"]
 
 _FLOAT_NOISE = 1e-6
@@ -38,7 +40,7 @@ def group_advantages(
             ``scale_rewards`` is unknown.
     """
     if scale_rewards not in get_args(ScaleRewards):
-        raise ValueError(f"scale_rewards must be one of {get_args(ScaleRewards)}, got scale_rewards={scale_rewards!r}.")
+        raise UserError(f"scale_rewards must be one of {get_args(ScaleRewards)}, got scale_rewards={scale_rewards!r}.")
     groups = _groups(rewards, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
@@ -67,15 +69,32 @@ def informative_groups(rewards: Tensor, num_generations: int) -> Tensor:
     return _informative(_groups(rewards, num_generations))
 
 
+def most_informative(rewards: Tensor, num_generations: int, num_prompts: int) -> Tensor:
+    """Dynamic sampling: groups with differing rewards first, filled up with others, in prompt order.
+
+    Args:
+        rewards: (B,), the samples of a prompt adjacent.
+        num_generations: Samples per prompt, at least 2.
+        num_prompts: Groups to choose.
+
+    Returns:
+        (num_prompts x num_generations,) indices of samples.
+    """
+    uninformative = ~informative_groups(rewards, num_generations)
+    groups = uninformative.to(torch.uint8).argsort(stable=True)[:num_prompts].sort().values
+    members = torch.arange(num_generations, device=groups.device)
+    return (groups[:, None] * num_generations + members).flatten()
+
+
 def _groups(rewards: Tensor, num_generations: int) -> Tensor:
     """The rewards as (prompts, num_generations) float64."""
     if num_generations < 2:
-        raise ValueError(
+        raise UserError(
             f"num_generations must be at least 2, because a sample is judged against the other samples of its "
             f"prompt; got num_generations={num_generations}."
         )
     if rewards.dim() != 1 or len(rewards) % num_generations:
-        raise ValueError(
+        raise UserError(
             f"rewards must be (prompts x num_generations,) with num_generations={num_generations}, got shape "
             f"{tuple(rewards.shape)}."
         )

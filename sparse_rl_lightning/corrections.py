@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 
 WeightMode = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -65,7 +65,7 @@ def reject_sequences(log_ratio: Tensor, mask: Tensor, threshold: float = 1e-4) -
         ValueError: If ``threshold`` is not between 0 and 1.
     """
     if not 0 < threshold < 1:
-        raise ValueError(f"threshold must be between 0 and 1 (a ratio of probabilities), got threshold={threshold}.")
+        raise UserError(f"threshold must be between 0 and 1 (a ratio of probabilities), got threshold={threshold}.")
     return ~((log_ratio < math.log(threshold)) & mask).any(dim=1)
 
 
@@ -85,7 +85,7 @@ def mask_tokens(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Ten
         ValueError: If the interval is empty.
     """
     if not 0 <= low < high:
-        raise ValueError(f"low and high must satisfy 0 <= low < high, got low={low}, high={high}.")
+        raise UserError(f"low and high must satisfy 0 <= low < high, got low={low}, high={high}.")
     log_low = math.log(low) if low > 0 else -math.inf
     return mask & (log_ratio >= log_low) & (log_ratio <= math.log(high))
 
@@ -109,7 +109,7 @@ def mask_sequences(
         ValueError: If the interval is empty or the level unknown.
     """
     if level not in get_args(SequenceLevel):
-        raise ValueError(f"level must be one of {get_args(SequenceLevel)}, got level={level!r}.")
+        raise UserError(f"level must be one of {get_args(SequenceLevel)}, got level={level!r}.")
     whole = _of_sequences(torch.where(mask, log_ratio, 0.0), mask, level)
     return mask_tokens(whole, torch.ones_like(whole, dtype=torch.bool), low, high).squeeze(1)
 
@@ -254,10 +254,10 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
     if mode not in get_args(WeightMode):
-        raise ValueError(f"mode must be one of {get_args(WeightMode)}, got mode={mode!r}.")
+        raise UserError(f"mode must be one of {get_args(WeightMode)}, got mode={mode!r}.")
     if clip_min is not None:
         check_number("clip_min", clip_min, least=0)
     if clip_max is not None:
         check_number("clip_max", clip_max, above=0)
     if clip_min is not None and clip_max is not None and clip_min > clip_max:
-        raise ValueError(f"clip_min must not exceed clip_max, got clip_min={clip_min}, clip_max={clip_max}.")
+        raise UserError(f"clip_min must not exceed clip_max, got clip_min={clip_min}, clip_max={clip_max}.")

@@ -1,6 +1,10 @@
-"""UserError: the one error that the command line prints as a line instead of a traceback."""
+"""UserError, the one error that the command line shows as a line instead of a traceback, and checks that raise it."""
 
 from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any, cast, get_args
 
 
 class UserError(ValueError):
@@ -9,3 +13,79 @@ class UserError(ValueError):
     ``sparse-rl`` exits with ``error: ...`` and the message. Any other exception is a bug, here or in a user's code, and
     keeps its traceback.
     """
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    owner: str = "",
+) -> None:
+    """Refuse what is no number, NaN, infinite or out of range.
+
+    Args:
+        name: Of the argument; what follows its last dot is repeated before the value.
+        value: What was given for it.
+        least: Smallest number allowed.
+        above: Largest number that is too small.
+        most: Largest number allowed.
+        below: Smallest number that is too large.
+        owner: The class whose argument it is, where the name alone does not tell.
+
+    Raises:
+        ValueError: If it is one of these.
+
+    >>> check_number("beta", float("nan"), least=0)
+    Traceback (most recent call last):
+    ValueError: beta must be a finite number, at least 0, got beta=nan.
+    """
+    is_number = isinstance(value, Real) and math.isfinite(value)  # numpy's too
+    if is_number and _within(cast(float, value), least, above, most, below):
+        return
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+    wanted = said if is_number else f"a finite number, {said}".rstrip(", ")
+    given = f"{name.rpartition('.')[2]}={value}"
+    raise UserError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
+
+
+def check_choice(name: str, value: object, choices: Any, owner: str = "") -> None:
+    """Refuse a value that is none of a ``Literal``'s.
+
+    Args:
+        name: Name of the argument.
+        value: Value that was given for it.
+        choices: The ``Literal``.
+        owner: Class whose argument it is, where the name alone does not tell.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    allowed = get_args(choices)
+    if value not in allowed:
+        owner = f"{owner}: " if owner else ""
+        raise UserError(f"{owner}{name} must be one of {', '.join(allowed)}, got {name}={value!r}.")
+
+
+def check_seed(value: object, name: str = "seed") -> None:
+    """Refuse a seed that no generator takes.
+
+    Raises:
+        ValueError: If it is no whole number of 64 bits.
+    """
+    if not (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63):
+        given = f"{name.rpartition('.')[2]}={value}"
+        raise UserError(f"{name} must be a whole number of 64 bits, from -2**63 to 2**63 - 1, got {given}.")
+
+
+def _within(value: float, least: float | None, above: float | None, most: float | None, below: float | None) -> bool:
+    return (
+        (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+        and (below is None or value < below)
+    )

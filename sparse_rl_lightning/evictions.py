@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 NEVER = torch.iinfo(torch.int32).max
 """The death step of a token that no eviction removed."""
 
@@ -54,7 +56,7 @@ class EvictionRecord:
         """
         shapes = {(record.num_layers, record.num_heads) for record in records}
         if len(shapes) != 1:
-            raise ValueError(f"Records to join must have the same layers and KV heads, got {sorted(shapes) or 'none'}.")
+            raise UserError(f"Records to join must have the same layers and KV heads, got {sorted(shapes) or 'none'}.")
         names = ("positions", "counts", "steps", "num_dead", "num_steps")
         joined: dict[str, Any] = {name: torch.cat([getattr(record, name) for record in records]) for name in names}
         layers, heads = shapes.pop()

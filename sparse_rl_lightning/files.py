@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
+
 LONGEST_NAME = 120
 """Number of characters that :func:`file_name` leaves alone; file systems allow 255 bytes, and suffixes follow."""
 
@@ -95,7 +97,7 @@ def writable_folder(folder: str | Path, argument: str) -> Path:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{argument}={str(path)!r} cannot be written: {error}. Give a folder you may write to."
         ) from error
     return path

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.output_head import (
     PLAIN,
     ChunkedLogprobs,
@@ -106,7 +107,7 @@ def logprobs_at(
     _check_mask(sequences, mask)
     _check_settings(temperature, chunk_size)
     if ids.ndim != 3 or ids.shape[:2] != sequences.shape:
-        raise ValueError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
+        raise UserError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
     hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
     lm_head, scaling = output_head(model), LogitScaling.of(model.config)
     plain = _is_plain_linear(lm_head)
@@ -193,19 +194,19 @@ def token_logprobs(
 
 def _check_mask(sequences: Tensor, mask: Tensor) -> None:
     if mask.dtype != torch.bool or mask.shape != sequences.shape:
-        raise ValueError(
+        raise UserError(
             f"mask must be bool with the shape of sequences {tuple(sequences.shape)}, got {mask.dtype} "
             f"{tuple(mask.shape)}."
         )
     if bool(mask[:, 0].any()):
-        raise ValueError("mask[:, 0] must be False: the first token of a sequence has no probability.")
+        raise UserError("mask[:, 0] must be False: the first token of a sequence has no probability.")
 
 
 def _check_settings(temperature: float, chunk_size: int) -> None:
     if temperature <= 0:
-        raise ValueError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")
+        raise UserError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")
     if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
+        raise UserError(f"chunk_size must be at least 1, got chunk_size={chunk_size}.")
 
 
 def _checkpointed(

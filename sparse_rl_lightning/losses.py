@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import MAX_LOG_RATIO
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import LossOutput
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo"]
@@ -175,7 +175,7 @@ def aggregate(
         terms = terms / lengths.clamp(min=1)
     if loss_type == "dr_grpo":
         if max_completion_length is None:
-            raise ValueError("loss_type='dr_grpo' divides by max_completion_length: pass it.")
+            raise UserError("loss_type='dr_grpo' divides by max_completion_length: pass it.")
         items = items * max_completion_length
     return terms.sum() / torch.where(items > 0, items, 1)
 
@@ -265,19 +265,19 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
     if delta is not None:
         check_number("delta", delta, above=0)
     if loss_type == "cispo" and epsilon_high is None:
-        raise ValueError("loss_type='cispo' caps the ratio at epsilon_high itself: pass epsilon_high, e.g. 5.0.")
+        raise UserError("loss_type='cispo' caps the ratio at epsilon_high itself: pass epsilon_high, e.g. 5.0.")
     if loss_type == "cispo" and delta is not None:
-        raise ValueError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
+        raise UserError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
 
 
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {name}={value!r}.")
+        raise UserError(f"{name} must be one of {allowed}, got {name}={value!r}.")
 
 
 def _check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
     if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be a bool tensor, got {mask.dtype}.")
+        raise UserError(f"mask must be a bool tensor, got {mask.dtype}.")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != mask.shape:
-            raise ValueError(f"{name} must have shape {tuple(mask.shape)} to fit mask, got {tuple(tensor.shape)}.")
+            raise UserError(f"{name} must have shape {tuple(mask.shape)} to fit mask, got {tuple(tensor.shape)}.")

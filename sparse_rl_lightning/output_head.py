@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
+
 CAP = "final_logit_softcapping"
 FACTORS = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
 """The power of each configuration entry in the factor on the logits, by name."""
@@ -75,7 +77,7 @@ class LogitScaling:
             elif name in powers:
                 factor *= 1.0 if value is None else float(value) ** powers[name]
             elif _looks_like_scaling(name, value):
-                raise ValueError(
+                raise UserError(
                     f"model_type {config.model_type!r} has {name}={value!r}, which may change logits in a way that "
                     f"this library does not know; it knows {', '.join([CAP, *powers])}. Log-probabilities would be "
                     "wrong: use another model."
@@ -100,7 +102,7 @@ def output_head(model: PreTrainedModel) -> nn.Module:
     """
     head: nn.Module | None = model.get_output_embeddings()
     if head is None:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} has no output head, so there are no probabilities of tokens. Load the model with "
             "AutoModelForCausalLM."
         )

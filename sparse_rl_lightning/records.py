@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import NEVER as NEVER
 from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
 
@@ -96,7 +97,7 @@ class StateUpdate:
 
     def _asked(self, name: str, declaration: str) -> Tensor:
         if name not in self.asked:
-            raise ValueError(f"update_state reads {name}, which the compressor does not ask for: {declaration} = True.")
+            raise UserError(f"update_state reads {name}, which the compressor does not ask for: {declaration} = True.")
         return self.asked[name]
 
 

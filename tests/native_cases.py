@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.ops import KVPools
-from sparse_rl_lightning.ops.pages import list_pages
+from sparse_rl_lightning.ops import KVPools, library
+from sparse_rl_lightning.ops.library import REFERENCES
+from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.ops.schemas import SCHEMAS
+from sparse_rl_lightning.ops.select_pages import list_pages
 from sparse_rl_lightning.records import NEVER
 
 EMULATED = os.environ.get("SPARSE_RL_EMULATED") == "1"  # the CPU library holds the CUDA kernels: make cuda-emulate
@@ -28,6 +33,10 @@ on_each_device = pytest.mark.parametrize(
     ],
 )
 
+OPS = torch.ops.sparse_rl
+SCORES = ["window_importance", "key_redundancy"]  # they know no slots and no pools
+CASES = [*SCHEMAS, "evict from a source"]
+POOLED = [name for name in CASES if name not in SCORES]
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = st.fixed_dictionaries(
     {
@@ -82,6 +91,11 @@ def make_pools(
     )  # fmt: skip
 
 
+def uniform_pools(heads: tuple[int, ...], capacity: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> KVPools:
+    """Empty pools in which every head has the same capacity."""
+    return KVPools.ragged(torch.full(heads, capacity, dtype=torch.int32), dim, dtype, device)
+
+
 def make_keys(g: torch.Generator, rows: int, dim: int, kind: str) -> Tensor:
     keys = torch.randn(rows, dim, generator=g)
     if kind == "clustered":
@@ -106,6 +120,38 @@ def pick_slots(g: torch.Generator, slots: int) -> Tensor:
     chosen = torch.randperm(slots, generator=g)
     chosen[torch.rand(slots, generator=g) < 0.2] = -1
     return chosen
+
+
+def op_of(case: str) -> str:
+    """The op that a case of :data:`CASES` calls."""
+    return case.split()[0]
+
+
+def kernel(name: str) -> Callable[..., None]:
+    return getattr(OPS, op_of(name)).default
+
+
+def reference(name: str) -> Callable[..., None]:
+    return REFERENCES[op_of(name)]
+
+
+@contextmanager
+def no_kernels(block_size: int = 128) -> Iterator[None]:
+    """Typed functions run the references; the one of key_redundancy searches ``block_size`` columns at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "has_kernel", lambda name, device: False)
+        patch.setattr(sys.modules["sparse_rl_lightning.ops.key_redundancy"], "BLOCK_SIZE", block_size)
+        yield
+
+
+def dense_heads_of(layer: KVPools, width: int, *, strided: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys (S, H, N, D), positions (S, H, N) and lengths of a layer's heads, with rubbish in free memory."""
+    rows, live = gather_heads(layer.offsets, layer.lengths, width)
+    keys = layer.keys[rows].masked_fill(~live.unsqueeze(-1), torch.nan)
+    positions = layer.positions[rows].long().masked_fill(~live, -7)
+    if strided:  # as the prompts of a rollout come, heads first
+        keys, positions = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (keys, positions))
+    return keys, positions, layer.lengths.clone()
 
 
 def copy(pools: KVPools) -> KVPools:
@@ -175,6 +221,8 @@ class Case:
             if isinstance(value, Tensor | KVPools):
                 setattr(self, name, value.to(device) if isinstance(value, Tensor) else moved(value, device))
         self.layer = self.pools.layer(0)  # the same memory
+        self.dense, self.positions, self.lengths = dense_heads_of(self.layer, CAPACITY, strided=True)
+        self.dense.nan_to_num_(0.25)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         ring, cos, sin, lse, probs, death, state = (
@@ -185,20 +233,20 @@ class Case:
         return {
             "append": lambda: ops.append(
                 self.layer, self.slots, self.seen, self.query, self.key, self.value, ring_of_layer, cos, sin),
-            "decode_attention": lambda: ops.attend(
+            "decode_attention": lambda: ops.decode_attention(
                 self.layer, self.slots, self.query, 0.3, CAPACITY, lse=lse, probs=probs),
-            "window_importance": lambda: ops.score_importance(
-                self.layer, self.slots, self.ring[0], self.ring_positions, 0.3, CAPACITY, window=2),
-            "key_redundancy": lambda: ops.score_redundancy(self.layer, self.slots, CAPACITY),
-            "select_and_compact": lambda: ops.select_and_compact(
+            "window_importance": lambda: ops.window_importance(
+                self.ring[0], self.ring_positions, self.dense, self.lengths, self.positions, 0.3, window=2),
+            "key_redundancy": lambda: ops.key_redundancy(self.dense, self.lengths),
+            "evict": lambda: ops.evict(
                 self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, state),
-            "select_and_store": lambda: ops.select_and_store(
-                self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, self.source, death),
+            "evict from a source": lambda: ops.evict(
+                self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, source=self.source),
             "fork": lambda: ops.fork(self.pools, self.sources, self.destinations, ring, death, state),
             "summarize_pages": lambda: ops.summarize_pages(self.layer, self.slots, PAGE, self.summaries),
             "select_pages": lambda: ops.select_pages(
                 self.layer, self.slots, self.query, self.summaries, self.limits, PAGE, 1, 1, "max", 4)[0],
-            "page_attention": lambda: ops.attend_pages(
+            "page_attention": lambda: ops.page_attention(
                 self.layer, self.slots, self.query, self.pages, PAGE, 0.3, lse=lse),
         }  # fmt: skip
 
@@ -215,12 +263,10 @@ def recorded(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[An
     """The arguments that the typed function hands to the op."""
     seen: list[tuple[Any, ...]] = []
 
-    def note(op: str, like: Tensor, check: Callable[[], None], *args: Any, overload: str = "") -> None:
+    def note(op: str, like: Tensor, *args: Any) -> None:
         seen.append(args)
 
-    module = case.calls()[name].__code__.co_names[1]
-    home = getattr(ops, module).__module__
     with monkeypatch.context() as patch:
-        patch.setattr(f"{home}.call", note)
+        patch.setattr(sys.modules[f"sparse_rl_lightning.ops.{op_of(name)}"], "call", note)
         case.calls()[name]()
     return seen[0]

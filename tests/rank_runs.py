@@ -36,7 +36,7 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.checkpoints import sharded
 from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
-from sparse_rl_lightning.modules import Learner, SparseGRPO
+from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.policies.sharding import whole_weights
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
@@ -59,11 +59,15 @@ class Recorded(SparseGRPO):
 
     record: list[dict[str, Any]]
 
-    def draw(self, rows: list[dict[str, Any]]) -> ScoredRollout:
-        known = self.record[self.num_rollouts]
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.generator.roll_out = self.recorded  # type: ignore[method-assign]
+
+    def recorded(self, rows: list[dict[str, Any]], index: int, *_: Any) -> ScoredRollout:
+        known, size = self.record[index], self.generator.sampling.num_generations
         groups = torch.tensor([known["prompts"].index(row["prompt"]) for row in rows])
-        members = (groups[:, None] * self.num_generations + torch.arange(self.num_generations)).flatten()
-        return self._decoded(Rollout.from_state(known["rollout"])[members], rows, self.num_rollouts, 0.0)
+        members = (groups[:, None] * size + torch.arange(size)).flatten()
+        return self.generator.decode(Rollout.from_state(known["rollout"])[members], rows, index, 0.0)
 
 
 class Tap(Callback):
@@ -154,7 +158,9 @@ class Uneven(RolloutCallback):
 
     def on_rollout_start(self, trainer: Trainer, module: Any, rows: list[dict[str, Any]]) -> None:
         length = 2 if self.is_short(trainer, module.num_rollouts) else 12
-        module.sampling = replace(module.sampling, min_completion_length=length, max_completion_length=length)
+        module.generator.sampling = replace(
+            module.generator.sampling, min_completion_length=length, max_completion_length=length
+        )
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
         if self.rejects and self.is_short(trainer, scored.index):
@@ -252,7 +258,7 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     """Train one job in this process; all ranks call it."""
     if int(os.environ.get("RANK", "0")) == world_size - 1:
         job = job | job.get("last_rank", {})
-    options = {**SETTINGS, **job.get("settings", {}), "learner": Learner(**job.get("learner", {}))}
+    options = {**SETTINGS, **job.get("settings", {}), **job.get("learner", {})}
     reward = letters if job.get("letters") else counted if job.get("uneven") else likes_a
     kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
     grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
@@ -283,7 +289,7 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     return {
         "status": status,
         "refused": refused,
-        "shadow": 0 if grpo.shadow is None else grpo.shadow.nbytes,
+        "shadow": 0 if grpo.generator.shadow is None else grpo.generator.shadow.nbytes,
         "gradients": tap.gradients,
         "weights": tap.weights,
         "sampled": sampled.scored,

@@ -62,7 +62,7 @@ def record(**fields: Any) -> RunRecord:
         "samples": [{"cache": "sparse", "prompt": "1+1=", "completion": "2", "reward": 1.0, "answer": "2"}],
         "title": "A run",
         "versions": {"torch": "2.13"},
-        "config": {"model.num_generations": "8"},
+        "config": {"model.sampling.num_generations": "8"},
     }
     return RunRecord(**{**options, **fields})
 

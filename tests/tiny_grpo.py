@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import RKV, Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.modules import GRPOLoss, LearnerOptions, RolloutOptions, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ALPHABET = "0123456789abcdef"
@@ -33,6 +35,21 @@ def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float 
     return [text.count("a") / 10 for text in completions]
 
 
+GROUPS: dict[str, type[Any]] = {
+    "sampling": SamplingParams, "rollout": RolloutOptions, "loss": GRPOLoss, "learner": LearnerOptions
+}  # fmt: skip
+
+
+def grouped(**options: Any) -> dict[str, Any]:
+    """Arguments of SparseGRPO from flat names: each goes into its group, whose other fields keep their defaults."""
+    groups: dict[str, dict[str, Any]] = {"sampling": {"num_generations": 8}}
+    for name in list(options):
+        group = next((key for key, kind in GROUPS.items() if name in {field.name for field in fields(kind)}), None)
+        if group is not None:
+            groups.setdefault(group, {})[name] = options.pop(name)
+    return {key: GROUPS[key](**values) for key, values in groups.items()} | options
+
+
 def module(
     reward: Any = likes_a,
     compressor: Compressor | None = None,
@@ -50,8 +67,18 @@ def module(
         **kwargs,
     }
     return kind(
-        LoadedPolicy(policy, tokenizer), compressor or RKV(budget=8, buffer=3, num_sinks=1, window=2), reward, **options
+        LoadedPolicy(policy, tokenizer),
+        compressor or RKV(budget=8, buffer=3, num_sinks=1, window=2),
+        reward,
+        **grouped(**options),
     )
+
+
+def loaded(**options: Any) -> SparseGRPO:
+    """The module with its policy, which a trainer would load."""
+    grpo = module(**options)
+    grpo.configure_model()
+    return grpo
 
 
 def fit(

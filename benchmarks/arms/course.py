@@ -9,13 +9,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from benchmarks.common.arithmetic import solved
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.modules.generation import completion_ids
 from sparse_rl_lightning.records import ScoredRollout
-from sparse_rl_lightning.rewards import arithmetic_reward
 
 SPLIT_EVERY = 5  # rollouts
 
@@ -83,19 +82,10 @@ class Course(RolloutCallback):
     def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
         start = time.perf_counter()
         rows = trainer.datamodule.val_rows()[: self.num_problems]
-        found = {name: accuracy(module, rows, cache) for name, cache in self.caches.items()}
+        prompts, found = module.generator.encode(rows), {}
+        for name, cache in self.caches.items():
+            sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)
+            found[name] = solved(sampler, module.tokenizer, rows, prompts, module.val_sampling)
+            sampler.release()
         self.record["evaluations"].append({"rollouts": number, **found})
         self.record["seconds"] += time.perf_counter() - start
-
-
-def accuracy(module: Any, rows: list[dict[str, Any]], cache: Compressor) -> float:
-    """Share of arithmetic problems that the module's policy solves greedily under a cache."""
-    sampler = module.sampler_options.sampler(module.dense_policy, module.tokenizer, cache)
-    try:
-        rollout = sampler.generate(module.encode(rows), module.val_sampling)
-    finally:
-        sampler.release()
-    texts = module.tokenizer.batch_decode(completion_ids(rollout), skip_special_tokens=True)
-    columns = {name: [row[name] for row in rows] for name in ("answer", "task")}
-    rewards = arithmetic_reward([row["prompt"] for row in rows], texts, [], **columns)
-    return sum(reward or 0.0 for reward in rewards) / len(rows)

@@ -51,8 +51,8 @@ CORRECTIONS = (
         Arm(name, "naive", (name,))
         for name in ("TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS", "SequenceMaskTIS")
     ),
-    Arm("MIS", "naive", ("MIS",), {"denominator": "kept_tokens"}),
-    Arm("OPSM", "naive", ("OPSM",)),
+    Arm("MIS", "naive", ("MIS",), {"loss.denominator": "kept_tokens"}),
+    Arm("off-policy masking", "naive", (), {"loss.off_policy_delta": 1e-4}),
     REPLAY,
     Arm("replay, mixed with Sparse-RL", "replay", PAPER, {"replay_objective": "mixed"}),
     DENSE,
@@ -132,7 +132,11 @@ class Run:
                 "num_problems": settings.num_problems,
             },
         }
-        model = {"policy": settings.policy, "seed": self.seed, "lr_scheduler.init_args.total_iters": settings.steps}
+        model = {
+            "policy": settings.policy,
+            "sampling.seed": self.seed,
+            "lr_scheduler.init_args.total_iters": settings.steps,
+        }
         if self.budget is not None:
             model["compressor"] = json.dumps(settings.compressor(self.budget))
         options = {

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.common.arithmetic import solved
 from benchmarks.compressors.forced import forced_logits
 from benchmarks.compressors.methods import DENSE, SlotSizes, compressors
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Compressor, FullKV, QueryStatistics
-from sparse_rl_lightning.rewards import arithmetic_reward
 
 SHARES = (0.25, 0.5, 0.75)  # budget over length
 
@@ -31,11 +31,8 @@ class Problems:
         prompts = [self.tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in self.rows]
         params = SamplingParams(max_completion_length=self.max_completion_length, temperature=0.0)
         end = sorted({self.tokenizer.eos_token_id, *RolloutSampler(model, compressor).end_token_ids})
-        rollout = RolloutSampler(model, compressor, end_token_ids=end).generate(prompts, params)
-        ids = [row[mask].tolist() for row, mask in zip(rollout.sequences, rollout.completion_mask, strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        right = arithmetic_reward([], texts, [], [row["answer"] for row in self.rows])
-        return sum(reward or 0.0 for reward in right) / len(right)
+        sampler = RolloutSampler(model, compressor, end_token_ids=end)
+        return solved(sampler, self.tokenizer, self.rows, prompts, params)
 
 
 @dataclass(frozen=True)

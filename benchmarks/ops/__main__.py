@@ -26,8 +26,7 @@ from benchmarks.ops.retrieval import retrieval_rows
 from benchmarks.ops.timing import SHAPES, Bench, Call, Row, comparison
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
-from sparse_rl_lightning.ops.backends import flash_obstacle
-from sparse_rl_lightning.ops.select import compaction_order, select_entries
+from sparse_rl_lightning.ops.selection import compaction_order, select_entries
 
 PARTS = ("attention", "redundancy", "eviction", "retrieval")
 
@@ -35,7 +34,7 @@ PARTS = ("attention", "redundancy", "eviction", "retrieval")
 def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 1) -> KVPools:
     """Full slots of random keys with some common direction, so that similarities are moderate."""
     slots, _, heads, dim, entries = shape
-    pools = KVPools.uniform((layers, slots, heads), entries, dim, dtype, device)
+    pools = KVPools.ragged(torch.full((layers, slots, heads), entries, dtype=torch.int32), dim, dtype, device)
     centers = torch.randn(64, dim, device=device)
     keys = centers[torch.randint(64, (len(pools.keys),), device=device)] + 0.8 * torch.randn(
         pools.keys.shape, device=device
@@ -65,21 +64,12 @@ def bench_attention(bench: Bench, name: str, dtype: torch.dtype) -> Row:
         "sdpa grouped, mask": lambda: F.scaled_dot_product_attention(grouped, keys, values, attn_mask=live),
         "sdpa gqa, mask": lambda: F.scaled_dot_product_attention(single, keys, values, attn_mask=live, enable_gqa=True),
     }
-    if not flash_obstacle(pools.keys):
-        rivals["torch's flash attention by lengths"] = flash_call(pools, chosen, query)
     goal = "never slower" if name == "small" else ">= 2" if dtype == torch.float32 else ">= 3"
     return bench.compare(
         f"decode attention, {name}, {label(dtype)}", goal,
-        lambda: ops.attend(pools, chosen, query, dim**-0.5, entries), rivals,
+        lambda: ops.decode_attention(pools, chosen, query, dim**-0.5, entries), rivals,
         moved=pools.nbytes, stream=lambda: [pool.view(torch.float32).sum() for pool in (pools.keys, pools.values)],
     )  # fmt: skip
-
-
-def flash_call(pools: KVPools, chosen: Tensor, query: Tensor) -> Call:
-    """The other backend of the same op."""
-    out, entries = torch.empty_like(query), int(pools.capacities.max())
-    args = (query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, query.shape[2] ** -0.5, entries)
-    return lambda: torch.ops.sparse_rl.decode_attention.flash(*args, out, None, None)
 
 
 def published_redundancy(keys: Tensor) -> Tensor:
@@ -101,11 +91,10 @@ def bench_redundancy(bench: Bench, dtype: torch.dtype, kind: str) -> Row:
         pools.keys.normal_()
     if kind == "great":
         pools.keys.normal_().add_(3)
-    chosen = torch.arange(slots, device=bench.device)
-    keys = pools.keys.view(slots, heads, entries, dim)
+    keys, lengths = pools.keys.view(slots, heads, entries, dim), pools.lengths
     return bench.compare(
         f"R-KV redundancy, {kind} similarity, {label(dtype)}", ">= 10" if kind == "moderate" else "never slower",
-        lambda: ops.score_redundancy(pools, chosen, entries), {"N x N": lambda: published_redundancy(keys.float())},
+        lambda: ops.key_redundancy(keys, lengths), {"N x N": lambda: published_redundancy(keys.float())},
     )  # fmt: skip
 
 
@@ -153,7 +142,7 @@ def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
     moved = pools.nbytes * budget // entries
     return bench.compare(
         f"select + compact, 640 to 512, {label(dtype)}", ">= 3",
-        lambda: ops.select_and_compact(pools, chosen, scores, budgets, 0, window, seen, death),
+        lambda: ops.evict(pools, chosen, scores, budgets, 0, window, seen, death),
         {"topk + sort + gather + copy": rival, "stable sort + gather + copy": careful}, prepare,
         2 * moved, bench.copy(moved),
     )  # fmt: skip

@@ -31,7 +31,7 @@ def bench_retrieval(bench: Bench, dtype: torch.dtype, retriever: Retriever, leng
     """Summarize what the newest token completed, score all pages, read the best: against attention over everything."""
     slots, num_heads, heads, dim = SHAPE
     slots, r = GPU_SLOTS if bench.device == "cuda" else slots, retriever
-    pools = KVPools.uniform((slots, heads), length, dim, dtype, bench.device)
+    pools = KVPools.ragged(torch.full((slots, heads), length, dtype=torch.int32), dim, dtype, bench.device)
     pools.keys.normal_()
     pools.values.normal_()
     pools.lengths.fill_(length)
@@ -49,10 +49,10 @@ def bench_retrieval(bench: Bench, dtype: torch.dtype, retriever: Retriever, leng
         pages, _ = ops.select_pages(
             pools, chosen, query, summaries, limits, r.page_size, r.num_first_pages, r.num_last_pages, reduction, width
         )
-        ops.attend_pages(pools, chosen, query, pages, r.page_size, dim**-0.5)
+        ops.page_attention(pools, chosen, query, pages, r.page_size, dim**-0.5)
 
     return bench.compare(
         f"{type(r).__name__}, {r.budget} of {length} tokens, {label(dtype)}", goal, step,
-        {"decode attention over all": lambda: ops.attend(pools, chosen, query, dim**-0.5, length)},
+        {"decode attention over all": lambda: ops.decode_attention(pools, chosen, query, dim**-0.5, length)},
         moved=pools.nbytes * r.budget // length + summaries.nbytes,
     )  # fmt: skip

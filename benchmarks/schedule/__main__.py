@@ -134,7 +134,8 @@ def train(arm: str, seed: int, steps: int, own: Plan, folder: Path) -> dict[str,
         place.mkdir(parents=True, exist_ok=True)
         config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8"))
         model, trainer = config["model"]["init_args"], config["trainer"]
-        config["seed_everything"] = model["seed"] = seed
+        config["seed_everything"] = seed
+        model["sampling"]["seed"] = seed
         config["data"]["init_args"]["seed"] = 1 + seed
         config["num_threads"] = 1
         model["compressor"]["init_args"]["budget"] = own.budget(arm)

@@ -1,7 +1,7 @@
 // append: rotate (optionally) and write one token's K and V at each slot's length, push its query into the ring.
 
 #include "backend.h"
-#include "op_append.h"
+#include "append.h"
 
 namespace sparse_rl {
 namespace {

@@ -19,18 +19,17 @@ struct Cpu {
     dispatch(stored, [&](auto zero) { run(zero, zero); });
   }
 
-  static PoolShape check_pool(const Tensor& key_pool) {
-    const PoolShape pool = check_key_pool(key_pool);
-    dispatch(pool.dtype, [](auto) {});
-    return pool;
+  static void check_rows(const char*, const Tensor& rows) {
+    check_head_dim(rows);
+    dispatch(rows.scalar_type(), [](auto) {});
   }
 };
 
-// unit(b, h) for every row and KV head, in parallel.
+// unit(b, h) for every row and KV head, in parallel, at least `grain` of them in a thread.
 template <class Unit>
-void for_heads(const Heads& heads, Unit unit) {
-  torch::stable::parallel_for(0, heads.num_rows * heads.num_heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) unit(i / heads.num_heads, i % heads.num_heads);
+void for_heads(int64_t num_rows, int64_t num_heads, Unit unit, int64_t grain = 1) {
+  torch::stable::parallel_for(0, num_rows * num_heads, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) unit(i / num_heads, i % num_heads);
   });
 }
 

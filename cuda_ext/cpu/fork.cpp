@@ -1,7 +1,7 @@
 // fork: copy everything a slot holds to other slots, all layers at once; only live entries are moved.
 
 #include "backend.h"
-#include "op_fork.h"
+#include "fork.h"
 
 namespace sparse_rl {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "backend.h"
 #include "dots.h"
-#include "op_redundancy.h"
+#include "key_redundancy.h"
 
 #include <algorithm>
 #include <cmath>
@@ -102,13 +102,11 @@ template <class T>
 struct Unit {
   const Redundancy<T>& op;
 
-  void run(int64_t b, int64_t h) const {
-    const int64_t head = b * op.heads.num_heads + h;
+  void run(int64_t s, int64_t h) const {
+    const int64_t head = s * op.num_heads + h, length = op.lengths[head];
     float* row = op.out + head * op.num_entries;
     std::fill(row, row + op.num_entries, 0.0f);
-    if (op.heads.slots[b] < 0) return;
-    const int64_t i = op.heads.index(b, h), length = op.heads.lengths[i];
-    const T* keys = op.key_pool + op.heads.offsets[i] * op.dim;
+    const T* keys = op.keys.at(s, h);
     float* norm = op.scratch + head * 2 * op.num_entries;
     auto* pending = reinterpret_cast<int32_t*>(norm + op.num_entries);
     inverse_norms(keys, length, op.dim, norm);
@@ -159,8 +157,8 @@ struct Unit {
 struct Kernel : Cpu {
   template <class T>
   static void run(const Redundancy<T>& op, const Tensor&) {
-    check_runs(op.heads, op.num_entries, "the entries of redundancy", op.pool_rows);
-    for_heads(op.heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); });
+    check_lengths(op.lengths, op.num_slots * op.num_heads, op.num_entries);
+    for_heads(op.num_slots, op.num_heads, [&](int64_t s, int64_t h) { Unit<T>{op}.run(s, h); });
   }
 };
 

@@ -4,7 +4,7 @@
 
 #include "attend.h"
 #include "backend.h"
-#include "op_pages.h"
+#include "page_attention.h"
 
 namespace sparse_rl {
 namespace {
@@ -39,7 +39,7 @@ struct Pages {
 
 template <class T>
 struct Unit {
-  const PageReading<T>& op;
+  const Attention<T>& op;
 
   // Up to eight query heads of one KV head.
   template <int Rows>
@@ -98,7 +98,7 @@ struct Unit {
 };
 
 template <class T>
-void check_lists(const PageReading<T>& op) {
+void check_lists(const Attention<T>& op) {
   for (int64_t unit = 0; unit < op.heads.num_rows * op.heads.num_heads; ++unit) {
     const int64_t b = unit / op.heads.num_heads;
     if (op.heads.slots[b] < 0) continue;
@@ -114,10 +114,10 @@ void check_lists(const PageReading<T>& op) {
 
 struct Kernel : Cpu {
   template <class T>
-  static void run(const PageReading<T>& op, const Tensor&) {
+  static void run(const Attention<T>& op, const Tensor&) {
     check_runs(op.heads, op.pool_rows, "the rows of the pool", op.pool_rows);
     check_lists(op);
-    for_heads(op.heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); });
+    for_heads(op.heads.num_rows, op.heads.num_heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); });
   }
 };
 

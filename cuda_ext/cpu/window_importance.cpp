@@ -5,7 +5,7 @@
 
 #include "backend.h"
 #include "dots.h"
-#include "op_importance.h"
+#include "window_importance.h"
 
 #include <algorithm>
 #include <cmath>
@@ -62,7 +62,7 @@ struct Unit {
     for (int64_t a = 0; a < op.num_queries; ++a) {
       std::fill(rows + a * op.num_entries, rows + (a + 1) * op.num_entries, kNothing);
       for (int64_t g = 0; g < heads_per_row && at[a] >= 0; ++g) {
-        const int64_t head = slot * op.heads.num_heads * op.group + first_head + g;
+        const int64_t head = slot * op.num_heads * op.group + first_head + g;
         pack_query(op.queries + (head * op.num_queries + a) * op.dim, used, op.dim, packed);
         row_of[used++] = a;
         if (used == kRows) flush();
@@ -71,18 +71,16 @@ struct Unit {
     flush();
   }
 
-  void run(int64_t b, int64_t h) const {
-    const int64_t unit = b * op.heads.num_heads + h, slot = op.heads.slots[b];
-    float* out = op.scores + unit * op.num_entries;
+  void run(int64_t slot, int64_t h) const {
+    const int64_t head = slot * op.num_heads + h, length = op.lengths[head];
+    float* out = op.scores + head * op.num_entries;
     std::fill(out, out + op.num_entries, 0.0f);
-    if (slot < 0) return;
-    const int64_t i = op.heads.index(b, h), length = op.heads.lengths[i];
     const int before = static_cast<int>(std::max<int64_t>(0, length - op.window));
     const int64_t count = op.exclude_window ? before : length;
-    const T* keys = op.key_pool + op.heads.offsets[i] * op.dim;
-    const int32_t* positions = op.positions + op.heads.offsets[i];
+    const T* keys = op.keys.at(slot, h);
+    const int64_t* positions = op.positions.at(slot, h);
     const int64_t* at = op.query_positions + slot * op.num_queries;
-    float* rows = op.scratch + unit * (op.num_queries + 1) * op.num_entries;
+    float* rows = op.scratch + head * (op.num_queries + 1) * op.num_entries;
     float* total = rows + static_cast<int64_t>(op.num_queries) * op.num_entries;
     int64_t present = 0;
     for (int64_t a = 0; a < op.num_queries; ++a) present += at[a] >= 0;
@@ -104,8 +102,8 @@ struct Unit {
 struct Kernel : Cpu {
   template <class T>
   static void run(const Importance<T>& op, const Tensor&) {
-    check_runs(op.heads, op.num_entries, "the entries of scores", op.pool_rows);
-    for_heads(op.heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); });
+    check_lengths(op.lengths, op.num_slots * op.num_heads, op.num_entries);
+    for_heads(op.num_slots, op.num_heads, [&](int64_t s, int64_t h) { Unit<T>{op}.run(s, h); });
   }
 };
 

@@ -3,7 +3,7 @@
 // One block per (row, KV head) and per (row, query head). Only the block of a KV head touches that head's length.
 
 #include "float8.cuh"
-#include "op_append.h"
+#include "append.h"
 
 namespace sparse_rl {
 namespace {

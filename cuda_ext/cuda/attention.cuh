@@ -1,26 +1,13 @@
-// What the kernels of decode_attention and page_attention share: their arguments, which entries they read, the online
-// softmax, and the merging of a block's parts.
+// What the kernels of decode_attention and page_attention share: which entries they read, the online softmax, and the
+// merging of a block's parts.
 #pragma once
 
+#include "attention.h"
 #include "float8.cuh"
 
 namespace sparse_rl {
 
 constexpr int kHeads = 8;  // query heads per pass over the entries
-
-// T computes, P is kept in the pools.
-template <class T, class P = T>
-struct Attention {
-  const T* query;
-  const P *key_pool, *value_pool;
-  T* out;
-  float *lse, *probs;  // null where not wanted
-  int64_t group, dim, max_length, num_probs, pool_rows;
-  float scale;
-  Heads heads;
-  const int32_t* pages = nullptr;  // (B, H, width), for page_attention
-  int width = 0, page_size = 1;
-};
 
 // The entries that are read of one head: all, or those of the pages of a list. Both tell what the j-th of them is, -1
 // for none; from `count` on there are none.

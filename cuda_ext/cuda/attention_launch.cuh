@@ -25,6 +25,8 @@ auto plain_kernel(int64_t dim, int64_t group) {
 // One block per (row, KV head).
 template <bool Paged, class T, class P>
 void launch_attention(const Attention<T, P>& op, const Tensor& on) {
+  check_aligned("query", op.query);
+  check_aligned("value_pool", op.value_pool);
   const int64_t blocks = op.heads.num_rows * op.heads.num_heads;
   if constexpr (sizeof(T) == 4) {
     launch(plain_kernel<P, Paged>(op.dim, op.group), blocks, 1, kThreads, on, op);

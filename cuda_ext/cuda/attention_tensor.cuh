@@ -4,40 +4,9 @@
 
 #include "attention.cuh"
 
-namespace sparse_rl {
+#include <tensor_core.cuh>
 
-// c += a b on tensor cores: a (16, 16) rows of T, b (16, 8), c (16, 8) float32. In lane 4r + q the registers hold
-// a: rows r and r + 8 at columns 2q, 2q + 1, then the same rows at 2q + 8, 2q + 9; b: column r at rows 2q, 2q + 1, then
-// 2q + 8, 2q + 9; c: row r at columns 2q, 2q + 1, then row r + 8.
-template <class T>
-SPARSE_RL_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#ifdef SPARSE_RL_EMULATE
-  const uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
-  emulation::exchange(own, 6, [&](const uint32_t* mail) {
-    auto half = [](uint32_t word, int high) { return element<T>(high ? word >> 16 : word & 0xFFFFu); };
-    for (int i = 0; i < 4; ++i) {
-      const int r = row + i / 2 * 8, n = column + i % 2;
-      for (int k = 0; k < 16; ++k) {
-        const uint32_t* left = mail + (r % 8 * 4 + k % 8 / 2) * 16;
-        const uint32_t* right = mail + (n * 4 + k % 8 / 2) * 16;
-        c[i] += half(left[k / 8 * 2 + r / 8], k % 2) * half(right[4 + k / 8], k % 2);
-      }
-    }
-    return 0;
-  });
-#else
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-#endif
-}
+namespace sparse_rl {
 
 template <class T>
 SPARSE_RL_DEVICE uint32_t pack(float low, float high) {

@@ -1,4 +1,4 @@
-// Deterministic top-k by radix selection in one block: which entries of one head stay. The CPU's twin is select.h.
+// Deterministic top-k by radix selection in one block: which entries of one head stay. The CPU's twin is choice.h.
 #pragma once
 
 #include "device.cuh"

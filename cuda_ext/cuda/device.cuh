@@ -1,7 +1,7 @@
 // What all CUDA kernels share: types, 16-byte loads, sums over a warp, launching on torch's stream.
 //
 // A kernel takes one struct by value. Nothing here allocates or waits, so every launch can be captured in a CUDA graph.
-// With SPARSE_RL_EMULATE the same sources run on a CPU, for tests (../emulation/emulate.h).
+// <platform.cuh> is CUDA itself; tests take the one of ../emulation, which runs the same sources on a CPU.
 #pragma once
 
 #include "heads.h"
@@ -12,16 +12,7 @@
 
 #include <limits>
 
-#ifdef SPARSE_RL_EMULATE
-#include "../emulation/emulate.h"
-#define SPARSE_RL_KEY CPU
-#else
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
-// Only libtorch_cuda has it: weak, so that the library also loads into a CPU build of torch.
-#pragma weak aoti_torch_get_current_cuda_stream
-#define SPARSE_RL_KEY CUDA
-#endif
+#include <platform.cuh>
 
 namespace sparse_rl {
 
@@ -133,6 +124,12 @@ SPARSE_RL_DEVICE Run find_run(const Heads& heads, int64_t b, int64_t h, int64_t 
   return run;
 }
 
+// The same of a head of a dense tensor.
+SPARSE_RL_DEVICE int count_live(const int32_t* lengths, int64_t head, int num_entries) {
+  const int length = lengths[head];
+  return length >= 0 && length <= num_entries ? length : 0;
+}
+
 inline void check_aligned(const char* name, const void* p) {
   STD_TORCH_CHECK(
       reinterpret_cast<uintptr_t>(p) % 16 == 0, name, " does not start at a multiple of 16 bytes: pass ", name,
@@ -150,8 +147,8 @@ struct Device {
       case ScalarType::Half: run(Half{}); break;
       default:
         STD_TORCH_CHECK(
-            false, "the pools (with float8 pools the queries) are ", dtype_text(dtype),
-            ", the CUDA kernels take float32, bfloat16 and float16: call the .reference overload");
+            false, "keys (with float8 pools the queries) are ", dtype_text(dtype),
+            ", the CUDA kernels take float32, bfloat16 and float16");
     }
   }
 
@@ -166,15 +163,19 @@ struct Device {
   }
 
   // Rows of whole 16-byte words, which all kernels read and write.
-  static PoolShape check_pool(const Tensor& key_pool) {
-    const PoolShape pool = check_key_pool(key_pool);
-    dispatch(pool.dtype, ScalarType::Float, [](auto, auto) {});
-    const int whole = pool.dtype == ScalarType::Float8_e4m3fn ? 16 : 8;
+  static void check_rows(const char* name, const Tensor& rows) {
+    const int64_t dim = check_head_dim(rows);
+    const ScalarType dtype = rows.scalar_type();
+    dispatch(dtype, ScalarType::Float, [](auto, auto) {});
+    const int whole = dtype == ScalarType::Float8_e4m3fn ? 16 : 8;
     STD_TORCH_CHECK(
-        pool.dim % whole == 0, "head_dim is ", pool.dim, ", the CUDA kernels take multiples of ", whole, " with ",
-        dtype_text(pool.dtype), ": call the .reference overload");
-    check_aligned("key_pool", pointer<char>(key_pool));
-    return pool;
+        dim % whole == 0, "head_dim is ", dim, ", the CUDA kernels take multiples of ", whole, " with ",
+        dtype_text(dtype));
+    check_aligned(name, pointer<char>(rows));
+    for (int64_t i = 0; i + 1 < rows.dim(); ++i) {
+      const bool fits = rows.size(i) == 1 || rows.stride(i) * static_cast<int64_t>(rows.element_size()) % 16 == 0;
+      STD_TORCH_CHECK(fits, name, " has rows that do not start at multiples of 16 bytes: pass ", name, ".clone()");
+    }
   }
 };
 
@@ -184,17 +185,7 @@ void launch(void (*kernel)(Args), int64_t blocks, int64_t rows, int threads, con
   if (blocks == 0 || rows == 0) return;
   STD_TORCH_CHECK(blocks < (int64_t{1} << 31) && rows < 65536, "too many blocks: ", blocks, " times ", rows);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(rows));
-#ifdef SPARSE_RL_EMULATE
-  (void)on;
-  emulation::launch(kernel, grid, threads, args);
-#else
-  const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
-  kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "a kernel was not launched: ", cudaGetErrorString(error));
-#endif
+  enqueue(kernel, grid, threads, on, args);
 }
 
 }  // namespace sparse_rl

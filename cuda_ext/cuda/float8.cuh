@@ -8,10 +8,6 @@
 
 #include <type_traits>
 
-#ifndef SPARSE_RL_EMULATE
-#include <cuda_fp8.h>
-#endif
-
 namespace sparse_rl {
 
 // Four numbers in a word as floats, exactly.
@@ -53,8 +49,6 @@ SPARSE_RL_DEVICE void load_floats(const Float8* p, float (&x)[Width]) {
     for (int i = 0; i < 4; ++i) x[4 * part + i] = some[i];
   }
 }
-
-SPARSE_RL_DEVICE void load8(const Float8* p, float (&x)[8]) { load_floats<8>(p, x); }
 
 // What a pool keeps of a number: the nearest one, +-448 for those beyond; NaN stays.
 template <class P, class T>

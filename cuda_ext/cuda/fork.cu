@@ -3,7 +3,7 @@
 // One block per (layer, pair, KV head); the ring of a (layer, slot) is shared out among its heads.
 
 #include "device.cuh"
-#include "op_fork.h"
+#include "fork.h"
 
 namespace sparse_rl {
 namespace {

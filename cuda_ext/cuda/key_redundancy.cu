@@ -5,7 +5,7 @@
 // tiles of 64 columns from the last one on; a row leaves the list of pending rows at its first hit, and the walk ends
 // with the list. The cosines taken from a column are summed in the order of the rows.
 
-#include "op_redundancy.h"
+#include "key_redundancy.h"
 #include "tile.cuh"
 
 namespace sparse_rl {
@@ -184,25 +184,26 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) redundancy_k
     Search search;
     float parts[kWarps][kMaxHeadDim];
   } shared;
-  const auto heads = static_cast<unsigned>(op.heads.num_heads);
+  const auto heads = static_cast<unsigned>(op.num_heads);
   float* out = op.out + static_cast<int64_t>(blockIdx.x) * op.num_entries;
-  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.num_entries, op.pool_rows);
-  for (int j = run.length + static_cast<int>(threadIdx.x); j < op.num_entries; j += kThreads) out[j] = 0;
-  if (run.length == 0) return;
+  const int length = count_live(op.lengths, blockIdx.x, op.num_entries);
+  for (int j = length + static_cast<int>(threadIdx.x); j < op.num_entries; j += kThreads) out[j] = 0;
+  if (length == 0) return;
   float* norm = op.scratch + static_cast<int64_t>(blockIdx.x) * 2 * op.num_entries;
   const Unit<T> unit{
-      op, op.key_pool + run.start * op.dim, run.length, out, norm, reinterpret_cast<int*>(norm + op.num_entries)};
+      op, op.keys.at(blockIdx.x / heads, blockIdx.x % heads), length, out, norm,
+      reinterpret_cast<int*>(norm + op.num_entries)};
   unit.inverse_norms();
   unit.sum_keys(shared.parts);
   unit.linear_part(shared.parts[0]);
   unit.spare_last(shared.search);
-  for (int j = threadIdx.x; j < run.length; j += kThreads) out[j] /= static_cast<float>(run.length);
+  for (int j = threadIdx.x; j < length; j += kThreads) out[j] /= static_cast<float>(length);
 }
 
 struct Kernel : Device {
   template <class T>
   static void run(const Redundancy<T>& op, const Tensor& on) {
-    launch(redundancy_kernel<T>, op.heads.num_rows * op.heads.num_heads, 1, kThreads, on, op);
+    launch(redundancy_kernel<T>, op.num_slots * op.num_heads, 1, kThreads, on, op);
   }
 };
 

@@ -3,7 +3,7 @@
 // One block per (row, KV head). Order of the operations: logits; maximum over the query heads of a group ("max");
 // softmax over the keys; mean or sum over the queries; pooling; mean over the heads of the group ("mean").
 
-#include "op_importance.h"
+#include "window_importance.h"
 #include "tile.cuh"
 
 namespace sparse_rl {
@@ -13,12 +13,12 @@ constexpr int kRows = 16, kColumns = kThreads;
 using Flat = Product<kRows, kColumns>;
 
 // What one block works on.
-template <class T, class P>
+template <class T>
 struct Unit {
-  const Importance<T, P>& op;
-  Run run;
-  const P* keys;
-  const int32_t* positions;
+  const Importance<T>& op;
+  int64_t head;  // (slot, KV head)
+  const T* keys;
+  const int64_t* positions;
   const int64_t* at;  // positions of the queries
   float *rows, *total;  // scratch: logits (A, N), then the sum over the queries (N)
   int before, count;    // entries outside the window, entries in the softmax
@@ -27,16 +27,16 @@ struct Unit {
   SPARSE_RL_DEVICE void fill_logits(
       Flat& flat, float (&logits)[kRows][kColumns], int first_head, int heads_per_row) const {
     const int num_rows = op.num_queries * heads_per_row;
-    const int64_t head = run.head * op.group + first_head;
+    const int64_t first = head * op.group + first_head;
     for (int start = 0; start < count; start += kColumns) {
       for (int base = 0; base < num_rows; base += kRows) {
         float c[4][4];
-        flat.compute<T, P>(
+        flat.template compute<T>(
             op.dim,
             [&](int r) -> const T* {
               const int a = (base + r) / heads_per_row, g = (base + r) % heads_per_row;
               const bool there = base + r < num_rows && at[a] >= 0;
-              return there ? op.queries + ((head + g) * op.num_queries + a) * op.dim : nullptr;
+              return there ? op.queries + ((first + g) * op.num_queries + a) * op.dim : nullptr;
             },
             [&](int j) { return start + j < count ? keys + static_cast<int64_t>(start + j) * op.dim : nullptr; }, c);
 #pragma unroll
@@ -81,21 +81,22 @@ struct Unit {
   }
 };
 
-template <class T, class P>
-__global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T, P> op) {
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T> op) {
   __shared__ Flat flat;
   __shared__ float logits[kRows][kColumns], largest[kWarps], share[kWarps];
-  const auto heads = static_cast<unsigned>(op.heads.num_heads);
+  const auto heads = static_cast<unsigned>(op.num_heads);
   float* out = op.scores + static_cast<int64_t>(blockIdx.x) * op.num_entries;
   for (int j = threadIdx.x; j < op.num_entries; j += kThreads) out[j] = 0;
-  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.num_entries, op.pool_rows);
-  if (run.length == 0) return;
-  const int before = run.length > op.window ? run.length - op.window : 0;
+  const int length = count_live(op.lengths, blockIdx.x, op.num_entries);
+  if (length == 0) return;
+  const int64_t slot = blockIdx.x / heads, h = blockIdx.x % heads;
+  const int before = length > op.window ? length - op.window : 0;
   float* rows = op.scratch + static_cast<int64_t>(blockIdx.x) * (op.num_queries + 1) * op.num_entries;
   float* total = rows + static_cast<int64_t>(op.num_queries) * op.num_entries;
-  const Unit<T, P> unit{
-      op, run, op.key_pool + run.start * op.dim, op.positions + run.start,
-      op.query_positions + run.slot * op.num_queries, rows, total, before, op.exclude_window ? before : run.length};
+  const Unit<T> unit{
+      op, blockIdx.x, op.keys.at(slot, h), op.positions.at(slot, h), op.query_positions + slot * op.num_queries, rows,
+      total, before, op.exclude_window ? before : length};
   int present = 0;
   for (int a = 0; a < op.num_queries; ++a) present += unit.at[a] >= 0;
   const float mean = op.query_mean && present > 0 ? 1 / static_cast<float>(present) : 1.0f;
@@ -113,10 +114,10 @@ __global__ void __launch_bounds__(kThreads, 1) importance_kernel(Importance<T, P
 }
 
 struct Kernel : Device {
-  template <class T, class P>
-  static void run(const Importance<T, P>& op, const Tensor& on) {
+  template <class T>
+  static void run(const Importance<T>& op, const Tensor& on) {
     check_aligned("queries", op.queries);
-    launch(importance_kernel<T, P>, op.heads.num_rows * op.heads.num_heads, 1, kThreads, on, op);
+    launch(importance_kernel<T>, op.num_slots * op.num_heads, 1, kThreads, on, op);
   }
 };
 

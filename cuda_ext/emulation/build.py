@@ -30,8 +30,9 @@ def main(target: Path) -> None:
     objects.mkdir(exist_ok=True)
     compiler = os.environ.get("CXX", "g++")
     flags = [
-        "-std=c++17", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-DSPARSE_RL_EMULATE",
-        f"-I{ROOT / 'cuda_ext' / 'include'}", f"-I{sysconfig.get_paths()['include']}",
+        "-std=c++17", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function",
+        *(f"-I{ROOT / 'cuda_ext' / folder}" for folder in ("include", "emulation")),
+        f"-I{sysconfig.get_paths()['include']}",
         *(flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)),
         *(f"-D{name}={value}" for name, value in setup["macros"]("_C")),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-// Refusing bad arguments with a sentence instead of a crash. Used by every op_<op>.h.
+// Refusing bad arguments with a sentence instead of a crash. Used by the header of every op.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -41,9 +41,9 @@ inline const char* dtype_text(ScalarType dtype) {
   }
 }
 
-// The text of a string argument, whose handle is ours to delete. A parameter of type std::string would do the same but
-// for a copy that the conversion of torch 2.13 loses at every call.
-inline std::string taken(StringHandle handle) {
+// The text of a string argument. Deletes the handle: a parameter of type std::string would do the same but for a copy
+// that the conversion of torch 2.13 loses at every call.
+inline std::string take_string(StringHandle handle) {
   size_t length = 0;
   const char* data = nullptr;
   const bool read = torch_string_length(handle, &length) == 0 && torch_string_c_str(handle, &data) == 0;
@@ -53,10 +53,20 @@ inline std::string taken(StringHandle handle) {
   return text;
 }
 
-// Shape, dtype, layout and device of one argument; `device_of` is the tensor whose device all must share.
+// Whether the elements follow each other in the dimensions from `first` on.
+inline bool is_dense(const Tensor& t, int64_t first) {
+  int64_t expected = 1;
+  for (int64_t i = t.dim() - 1; i >= first; expected *= t.size(i--)) {
+    if (t.size(i) != 1 && t.stride(i) != expected) return t.numel() == 0;
+  }
+  return true;
+}
+
+// Shape, dtype, layout and device of one argument; `device_of` is the tensor whose device all must share. Contiguous
+// from dimension `dense_from` on.
 inline void check_tensor(
     const char* name, const Tensor& t, const Tensor& device_of, ScalarType dtype,
-    std::initializer_list<int64_t> shape) {
+    std::initializer_list<int64_t> shape, int64_t dense_from = 0) {
   auto sizes = t.sizes();
   bool same = sizes.size() == shape.size();
   size_t i = 0;
@@ -66,7 +76,9 @@ inline void check_tensor(
       shape_text(shape.begin(), shape.size()));
   STD_TORCH_CHECK(
       t.scalar_type() == dtype, name, " is ", dtype_text(t.scalar_type()), ", expected ", dtype_text(dtype));
-  STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous: pass ", name, ".contiguous()");
+  STD_TORCH_CHECK(
+      dense_from ? is_dense(t, dense_from) : t.is_contiguous(), name, " is not contiguous: pass ", name,
+      ".contiguous()");
   STD_TORCH_CHECK(
       t.is_cpu() == device_of.is_cpu() && t.get_device_index() == device_of.get_device_index(), name,
       " is on another device than the pools");
@@ -99,14 +111,30 @@ struct PoolShape {
   int64_t rows, dim;
 };
 
-inline PoolShape check_key_pool(const Tensor& key_pool) {
-  STD_TORCH_CHECK(key_pool.dim() == 2, "key_pool must be (rows, head_dim), got ", key_pool.dim(), " dimensions");
-  PoolShape pool{key_pool.scalar_type(), key_pool.size(0), key_pool.size(1)};
-  check_tensor("key_pool", key_pool, key_pool, pool.dtype, {pool.rows, pool.dim});
+inline int64_t check_head_dim(const Tensor& rows) {
+  const int64_t dim = rows.dim() > 0 ? rows.size(rows.dim() - 1) : 0;
   STD_TORCH_CHECK(
-      pool.dim > 0 && pool.dim <= kMaxHeadDim, "head_dim is ", pool.dim, ", the native kernels take 1 to ",
-      kMaxHeadDim, ": set SPARSE_RL_NATIVE=0 for the PyTorch reference");
+      dim > 0 && dim <= kMaxHeadDim, "head_dim is ", dim, ", the native kernels take 1 to ", kMaxHeadDim,
+      ": set SPARSE_RL_NATIVE=0 for the PyTorch reference");
+  return dim;
+}
+
+template <class Backend>
+PoolShape check_pool(const Tensor& key_pool) {
+  STD_TORCH_CHECK(key_pool.dim() == 2, "key_pool must be (rows, head_dim), got ", key_pool.dim(), " dimensions");
+  const PoolShape pool{key_pool.scalar_type(), key_pool.size(0), key_pool.size(1)};
+  check_tensor("key_pool", key_pool, key_pool, pool.dtype, {pool.rows, pool.dim});
+  Backend::check_rows("key_pool", key_pool);
   return pool;
+}
+
+// Hq / H of a tensor with query heads in dimension 1.
+inline int64_t check_group(const char* name, const Tensor& queries, int64_t num_dims, int64_t num_heads) {
+  const int64_t all = queries.dim() == num_dims ? queries.size(1) : 0;
+  STD_TORCH_CHECK(
+      num_heads > 0 && all % num_heads == 0, name, " has ", all, " heads, expected a multiple of the ", num_heads,
+      " KV heads");
+  return all / num_heads;
 }
 
 }  // namespace sparse_rl

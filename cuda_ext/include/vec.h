@@ -218,8 +218,8 @@ T* data(const Tensor& t) {
     case ScalarType::Float: run(float{}); break;                                                        \
     case ScalarType::BFloat16: run(BFloat16{}); break;                                                  \
     default:                                                                                            \
-      STD_TORCH_CHECK(false, "the pools are ", dtype_text(dtype), ", the CPU kernels take float32 and " \
-          "bfloat16: call the .reference overload");                                                    \
+      STD_TORCH_CHECK(false, "keys are ", dtype_text(dtype), ", the CPU kernels take float32 and "      \
+          "bfloat16");                                                                                  \
   }
 
 }  // namespace sparse_rl

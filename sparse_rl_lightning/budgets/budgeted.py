@@ -8,6 +8,7 @@ from typing import Self
 
 from sparse_rl_lightning.budgets.rules import BudgetRule, Uniform
 from sparse_rl_lightning.budgets.schedules import LengthSchedule
+from sparse_rl_lightning.errors import UserError
 
 
 class Budgeted(ABC):
@@ -17,7 +18,7 @@ class Budgeted(ABC):
 
     Args:
         budget: Number of tokens, or a schedule by the length of the sequence.
-        budget_rule: Rule by which layers and heads share the budget, null for equal shares.
+        budget_rule: Rule by which layers and heads share the budget, null for equally.
 
     Raises:
         ValueError: If the budget is not positive, or the subclass refuses it.
@@ -55,8 +56,8 @@ class Budgeted(ABC):
     def raise_budget(self, steps: int) -> None:
         """Set the budget ``steps`` steps above the given one; samplers follow at their next call.
 
-        A step is one of :meth:`LengthSchedule.raised`: the next budget of the schedule, or a quarter more for a single
-        number.
+        A step is that of :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`: the next budget of the schedule,
+        a quarter more for a single number.
 
         Args:
             steps: Number of steps, counted from the budget at construction: the same call twice is one.
@@ -65,7 +66,7 @@ class Budgeted(ABC):
             ValueError: If there is no budget to raise, or ``steps`` is negative.
         """
         if not self.is_limited:
-            raise ValueError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
+            raise UserError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
         self._set_budget(self.raised(steps))
 
     def raised(self, steps: int) -> LengthSchedule:
@@ -74,7 +75,7 @@ class Budgeted(ABC):
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
         if isinstance(budget, int) and budget < 1:
-            raise ValueError(f"{type(self).__name__}: budget must be a positive number of tokens, got budget={budget}.")
+            raise UserError(f"{type(self).__name__}: budget must be a positive number of tokens, got budget={budget}.")
         schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget
         self._check_schedule(schedule)
         self.schedule = schedule

@@ -1,6 +1,6 @@
-"""Budget rules: how layers and KV heads share the budget of a compressor.
+"""Budget rules: how layers and heads share the tokens that are kept.
 
-A rule is independent of the scoring method, and a compressor of its rule. ``budget`` is a mean: every rule keeps about
+Rules know no scoring method, and methods know no rule. ``budget`` is a mean: every rule keeps about
 ``budget`` tokens per layer and KV head, so a rule moves memory around and does not add any.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.select import rank_entries
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.ops.selection import rank_entries
 
 
 class BudgetRule:
-    """Distributes ``budget`` tokens per layer and KV head; the base class gives every head the same."""
+    """Distributes ``budget`` tokens per layer and KV head; the base class gives all of them the same."""
 
     @property
     def splits_heads(self) -> bool:
@@ -22,7 +22,7 @@ class BudgetRule:
         return type(self).head_budgets is not BudgetRule.head_budgets
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
-        """The tokens per KV head of each layer, a mean over its heads, which determine the size of the memory.
+        """Tokens per KV head of each layer, a mean over its heads, by which memory is sized.
 
         Args:
             budget: Budget of the compressor, or one of its schedule.
@@ -41,9 +41,9 @@ class BudgetRule:
         """The tokens that each head keeps at this compression; their sum is at most ``layer_budget`` times the heads.
 
         Args:
-            scores: Scores (S, H, N), float, higher is kept; a slot's heads may be compared, slots may not.
-            candidates: Live entries that compete (S, H, N), bool: neither sinks nor window.
-            layer_budget: The layer's entry in :meth:`layer_budgets`; if a schedule gives slots different ones,
+            scores: (S, H, N) float, higher is kept; a slot's heads may be compared, slots may not.
+            candidates: (S, H, N) bool, the live entries that compete: neither sinks nor window.
+            layer_budget: Budget of the layer from :meth:`layer_budgets`; where a schedule gives slots different ones,
                 (S,) int64.
             minimum: Number of tokens per head that are kept besides the candidates.
 
@@ -90,7 +90,7 @@ class Pyramid(BudgetRule):
             return [budget]
         budgets = [round(first - layer * step) for layer in range(num_layers)]
         if budgets[-1] < minimum:
-            raise ValueError(
+            raise UserError(
                 f"Pyramid: the last of {num_layers} layers would keep {budgets[-1]} tokens per head, fewer than the "
                 f"{minimum} of num_sinks + window that are never evicted. Raise budget={budget} to {minimum} x beta = "
                 f"{round(minimum * self.beta)}, or lower beta={self.beta:g} to {budget / minimum:.3g}."
@@ -106,8 +106,8 @@ class Adaptive(BudgetRule):
     its floor to the scores of the whole prompt; here sinks and window count toward it.
 
     Args:
-        floor: Number of tokens that every head keeps, null for a fifth of the layer's budget, as in the paper.
-        layers: Rule by which the layers share, null for equal shares; ``Pyramid`` gives the paper's Ada-Pyramid.
+        floor: Tokens that every head keeps, null for a fifth of the layer's budget, as in the paper.
+        layers: Rule by which the layers share, null for equally; ``Pyramid`` gives the paper's Ada-Pyramid.
 
     Raises:
         ValueError: If ``floor`` is negative.
@@ -115,19 +115,19 @@ class Adaptive(BudgetRule):
 
     def __init__(self, floor: int | None = None, layers: BudgetRule | None = None) -> None:
         if floor is not None and floor < 0:
-            raise ValueError(f"Adaptive: floor is a number of tokens and must not be negative, got floor={floor}.")
+            raise UserError(f"Adaptive: floor is a number of tokens and must not be negative, got floor={floor}.")
         self.floor = floor
         self.layers = layers or Uniform()
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
-        """The budgets of the rule ``layers``.
+        """Budgets by the rule ``layers``.
 
         Raises:
             ValueError: If ``floor`` exceeds the budget of a layer.
         """
         budgets = self.layers.layer_budgets(budget, num_layers, minimum)
         if self.floor is not None and self.floor > min(budgets):
-            raise ValueError(
+            raise UserError(
                 f"Adaptive: floor={self.floor} exceeds the {min(budgets)} tokens per head of layer "
                 f"{budgets.index(min(budgets))}. Lower floor, or raise budget={budget}."
             )

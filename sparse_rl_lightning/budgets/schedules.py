@@ -21,6 +21,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 
 DATA = "published_schedules.json"
@@ -53,7 +54,7 @@ class LengthSchedule:
     ) -> None:
         if pairs is not None:
             if starts is not None or budgets is not None or any(len(pair) != 2 for pair in pairs):
-                raise ValueError(
+                raise UserError(
                     f"LengthSchedule: pairs must be pairs of a start and a budget, without starts and budgets beside "
                     f"them, got pairs={pairs}, starts={starts}, budgets={budgets}."
                 )
@@ -65,11 +66,11 @@ class LengthSchedule:
     def _check(self) -> None:
         given = f"got starts={list(self.starts)}, budgets={list(self.budgets)}"
         if not self.starts or len(self.starts) != len(self.budgets):
-            raise ValueError(f"LengthSchedule: give one budget for every start, at least one; {given}.")
+            raise UserError(f"LengthSchedule: give one budget for every start, at least one; {given}.")
         if self.starts[0] != 0 or any(b <= a for a, b in pairwise(self.starts)):
-            raise ValueError(f"LengthSchedule: starts must begin with 0 and ascend; {given}.")
+            raise UserError(f"LengthSchedule: starts must begin with 0 and ascend; {given}.")
         if min(self.budgets) < 1:
-            raise ValueError(f"LengthSchedule: budget must be a positive number of tokens everywhere; {given}.")
+            raise UserError(f"LengthSchedule: budget must be a positive number of tokens everywhere; {given}.")
 
     @classmethod
     def constant(cls, budget: int) -> LengthSchedule:
@@ -78,43 +79,43 @@ class LengthSchedule:
 
     @classmethod
     def of_bins(cls, budgets: Sequence[int], bin_size: int) -> LengthSchedule:
-        """One budget for each bin of ``bin_size`` tokens, with equal neighbors as one step."""
+        """One budget for each bin of ``bin_size`` tokens, equal neighbors as one step."""
         changes = [i for i, budget in enumerate(budgets) if i == 0 or budget != budgets[i - 1]]
         return LengthSchedule([i * bin_size for i in changes], [budgets[i] for i in changes])
 
     @classmethod
     def from_file(cls, path: str | Path) -> LengthSchedule:
-        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, as written by :meth:`save`, or pairs.
+        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, as :meth:`save` writes it, or pairs.
 
         Raises:
             ValueError: If there is no such file, or no schedule in it.
         """
         if not Path(path).is_file():
-            raise ValueError(f"there is no schedule at {str(path)!r}. `sparse-rl calibrate` writes one.")
+            raise UserError(f"there is no schedule at {str(path)!r}. `sparse-rl calibrate` writes one.")
         try:
             found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is neither YAML nor JSON: {error}") from error
+            raise UserError(f"{path} is neither YAML nor JSON: {error}") from error
         if isinstance(found, dict):
             found = found.get("init_args", found)
         if isinstance(found, list):
             found = {"pairs": found}
         if not isinstance(found, dict) or not {"starts", "budgets", "pairs"} & found.keys():
-            raise ValueError(f"{path} holds no schedule: give a mapping of starts and budgets, or a list of pairs.")
+            raise UserError(f"{path} holds no schedule: give a mapping of starts and budgets, or a list of pairs.")
         return LengthSchedule(found.get("starts"), found.get("budgets"), found.get("pairs"))
 
     def save(self, path: str | Path, comment: str = "") -> None:
         """Write a YAML file that :meth:`from_file` reads and that can be pasted after ``budget:`` in a configuration.
 
         Args:
-            path: Path of the file.
-            comment: Lines of comment before the schedule.
+            path: File to write.
+            comment: Lines to put in front.
         """
         lines = [f"# {line}".rstrip() for line in comment.splitlines()]
         lines += ["class_path: LengthSchedule", "init_args:", f"  starts: {list(self.starts)}"]
         write_whole(Path(path), "\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]))
 
-    # ---------------------------------------------------------------- lookups
+    # ---------------------------------------------------------------- reading it
 
     def at(self, length: int) -> int:
         """The budget of a sequence of ``length`` tokens."""
@@ -165,13 +166,13 @@ class LengthSchedule:
         The largest grows by its difference from the second largest; a single budget grows by a quarter.
 
         Args:
-            steps: Number of repetitions.
+            steps: Number of times.
 
         Raises:
             ValueError: If ``steps`` is negative.
         """
         if steps < 0:
-            raise ValueError(f"LengthSchedule: steps must not be negative, got steps={steps}.")
+            raise UserError(f"LengthSchedule: steps must not be negative, got steps={steps}.")
         if steps == 0:
             return LengthSchedule(list(self.starts), list(self.budgets))
         levels = sorted(set(self.budgets))
@@ -217,8 +218,8 @@ class PublishedSchedule(LengthSchedule):
     that is held. Some schedules are published only in part: their last known budget continues, with a warning.
 
     Args:
-        name: Model and target, such as ``qwen3-1.7b-0.86``.
-        reserved: Number of tokens to add to every budget.
+        name: Name of model and target, such as ``qwen3-1.7b-0.86``.
+        reserved: Tokens to add to every budget.
 
     Raises:
         ValueError: If there is no schedule of this name.
@@ -227,7 +228,7 @@ class PublishedSchedule(LengthSchedule):
     def __init__(self, name: str, reserved: int = 0) -> None:
         known = published_schedules()
         if name not in known:
-            raise ValueError(f"PublishedSchedule: name must be one of {', '.join(sorted(known))}, got name={name!r}.")
+            raise UserError(f"PublishedSchedule: name must be one of {', '.join(sorted(known))}, got name={name!r}.")
         found = known[name]
         budgets: list[int] = found["budgets"]
         if not found["complete"]:
@@ -242,7 +243,7 @@ class PublishedSchedule(LengthSchedule):
 
 
 def published_schedules() -> dict[str, dict[str, Any]]:
-    """The known parts of Sparrow's schedules: ``budgets`` by bins of ``bin_size`` tokens, and whether they are all."""
+    """Sparrow's schedules by name: ``budgets`` by bins of ``bin_size`` tokens, and whether they are ``complete``."""
     text = resources.files(__package__).joinpath(DATA).read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = json.loads(text)["schedules"]
     return found

@@ -248,9 +248,9 @@ class SlotCache:
         """(R, Hq, D) attention of rotated queries, whose tokens have just been appended, over all live entries."""
         pools, scale, most = self.layers[layer], self.geometry.scale, self.most_entries[layer]
         if probs is None:
-            return ops.attend(pools, slots, query, scale, most)
+            return ops.decode_attention(pools, slots, query, scale, most)
         used, out = slice(len(probs)), torch.zeros_like(query)
-        out[used] = ops.attend(pools, slots[used], query[used], scale, most, probs=probs)
+        out[used] = ops.decode_attention(pools, slots[used], query[used], scale, most, probs=probs)
         return out
 
     def store(
@@ -284,9 +284,9 @@ class SlotCache:
             offsets=(prompts.starts[:, None] + first)[None], capacities=self.pools.capacities[:1],
             lengths=lengths[None].contiguous(),
         )  # fmt: skip
-        ops.select_and_store(
+        ops.evict(
             self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
-            compressor.window, self.seen[:-1], source, self.death[layer : layer + 1],
+            compressor.window, self.seen[:-1], self.death[layer : layer + 1], source=source,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- a decode step
@@ -356,7 +356,7 @@ class SlotCache:
         """
         chosen = torch.tensor(slots, device=self.key_pool.device)
         widest = max(layer.shape[-1] for layer in scores)
-        ops.select_and_compact(
+        ops.evict(
             self.pools, chosen, torch.stack([F.pad(layer, (0, widest - layer.shape[-1])) for layer in scores]),
             torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
         )  # fmt: skip

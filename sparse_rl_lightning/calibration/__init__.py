@@ -1,4 +1,4 @@
-"""Calibration: query statistics for compressors, schedules that hold the tail, and the cost of rollouts."""
+"""Calibration: query statistics for compressors, schedules of budgets that hold the tail, and the cost of rollouts."""
 
 from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work, entries_read
 from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts

@@ -15,6 +15,7 @@ from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of
 from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.retrievers import Retriever
 
@@ -25,12 +26,12 @@ OnProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Binning:
-    """The bins of tokens and the statistics of each.
+    """Bins of tokens, and how their tails are judged.
 
     Args:
         bin_size: Tokens per bin of sequence length.
-        min_tokens: Number of tokens below which a bin has no data at a budget.
-        resamples: Number of bootstrap samples for every confidence interval.
+        min_tokens: A bin with fewer tokens at a budget has no data there.
+        resamples: Bootstrap samples behind every confidence interval.
         seed: Seed of the bootstrap.
 
     Raises:
@@ -45,12 +46,12 @@ class Binning:
     def __post_init__(self) -> None:
         for name in ("bin_size", "min_tokens", "resamples"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
+                raise UserError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of a calibration."""
+    """Result of a calibration."""
 
     table: dict[int, list[Cell | None]]  # by budget, one cell per bin
     choice: Choice
@@ -62,12 +63,12 @@ class Calibration:
 
     @property
     def schedule(self) -> LengthSchedule:
-        """The schedule that was chosen."""
+        """The schedule that was picked."""
         return self.choice.schedule
 
     @property
     def notes(self) -> list[str]:
-        """Remarks for the user: bins without data, targets that are missed."""
+        """Notes for the user: bins without data, targets that are missed."""
         return [*self.choice.notes, *self._missed()]
 
     def _missed(self) -> list[str]:
@@ -82,7 +83,7 @@ class Calibration:
     def meets(self) -> list[list[bool]]:
         """For every bin, whether each budget of the table holds the target there.
 
-        The rule is the schedule's: only the largest if none does, and a bin without data follows its neighbor.
+        As where the schedule is chosen: only the largest where none does, and a bin without data as its neighbor.
         """
         largest, columns = max(self.table), list(zip(*self.table.values(), strict=True))
         known = [number for number, column in enumerate(columns) if any(column)]
@@ -161,7 +162,7 @@ def calibrate(
     ceiling = percentile(found[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
-        raise ValueError(
+        raise UserError(
             f"target={target:.4f} is above the ceiling: even a dense sampler reaches {ceiling:.4f}. Lower it, or leave "
             f"it out for {tail_target(ceiling):.4f}."
         )
@@ -196,7 +197,7 @@ def _name(budget: int) -> str:
 
 def _checked(method: Budgeted, budgets: Sequence[int]) -> list[int]:
     if not method.is_limited:
-        raise ValueError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
+        raise UserError(f"{type(method).__name__} never evicts: there is no budget to calibrate. Choose another.")
     if not budgets or min(budgets) < 1:
-        raise ValueError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
+        raise UserError(f"budgets must be positive numbers of tokens, at least one, got budgets={list(budgets)}.")
     return sorted(set(budgets))

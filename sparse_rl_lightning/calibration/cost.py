@@ -21,6 +21,7 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.retrievers import Retriever
 
 
@@ -36,7 +37,7 @@ class Pages:
 
     @classmethod
     def of(cls, retriever: Retriever) -> Pages:
-        """The reads of a retriever, whose budget includes the pages that are always read."""
+        """Reads of a retriever; its budget includes the pages that are always read."""
         r = retriever
         return cls(r.schedule, r.page_size, metadata=0.5 * r.num_vectors, dense_layers=r.num_dense_layers)
 
@@ -61,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of a model's rollouts on a machine."""
+    """Cost of the rollouts of a model on a machine."""
 
     shape: ModelShape
     hardware: Hardware
@@ -75,7 +76,7 @@ class CostModel:
         return max(reading, 2 * weights * batch / self.hardware.flops)
 
     def attention_seconds(self, entries: float) -> float:
-        """The seconds of a step's attention over ``entries`` tokens of the cache, summed over the batch."""
+        """A step's attention over the cache, its tokens summed over the batch."""
         s = self.shape
         computing = 4 * s.num_layers * s.num_heads * s.head_dim / self.hardware.flops
         return max(s.kv_bytes_per_token / self.hardware.bandwidth, computing) * entries
@@ -94,10 +95,10 @@ class CostModel:
         """Tokens per second of a method over those of a dense rollout.
 
         Args:
-            method: Method to compare.
-            work: Sequences that the method decodes.
-            dense: Sequences that the dense rollout decodes, default the same; with less memory per sequence a method
-                may decode more of them at once.
+            method: The method.
+            work: Sequences that it decodes.
+            dense: Sequences that the dense rollout decodes, default the same; with less memory per
+                sequence a method may decode more of them at once.
         """
         return self.tokens_per_second(method, work) / self.tokens_per_second(FullKV(), dense or work)
 
@@ -112,14 +113,14 @@ class CostModel:
         return sum(min(entries, longest) for entries in Trigger(method, layers).capacities(prompt, longest)) * per_layer
 
     def best_batch(self, method: Method, limit: float, prompt: int, length: int, most: int | None = None) -> int:
-        """The largest batch that fits into ``limit`` bytes of cache, which is the fastest.
+        """The largest batch that fits into ``limit`` bytes of cache; the largest is the fastest.
 
         Args:
-            method: Method to use.
-            limit: Size of the cache in bytes.
+            method: The method.
+            limit: Bytes of the cache.
             prompt: Tokens of the prompt.
             length: Tokens of the completion.
-            most: Upper bound of the batch.
+            most: Largest batch to consider.
 
         Raises:
             ValueError: If not even one sequence fits.
@@ -127,7 +128,7 @@ class CostModel:
         need = self.bytes_per_sequence(method, prompt, length)
         fits = int(limit // need)
         if fits < 1:
-            raise ValueError(f"Not even one sequence fits into {limit:,.0f} bytes: it needs {need:,}.")
+            raise UserError(f"Not even one sequence fits into {limit:,.0f} bytes: it needs {need:,}.")
         return fits if most is None else min(fits, most)
 
     # ---------------------------------------------------------------- schedules
@@ -143,12 +144,12 @@ class CostModel:
         """The fastest combination of budgets that hold the tail in each length bin; ties go to the smallest.
 
         Args:
-            methods: Each budget with the method at that budget.
-            meets: For every bin, whether each budget holds the target there.
+            methods: Budgets, each with the method at that budget.
+            meets: Flags for every bin: whether each budget holds the target there.
             bin_size: Tokens per bin.
-            work: Batch, prompt and length; lengths beyond them cost nothing.
-            rising: Whether budgets may not decrease with the length. A larger budget is then assumed to hold whatever a
-                smaller one does, so that there is always a schedule.
+            work: Batch, prompt and length; what is not decoded there costs nothing.
+            rising: Whether no budget may be smaller than that of shorter sequences. Then what a budget holds every
+                larger one is taken to hold too, so that there always is a schedule.
 
         Raises:
             ValueError: If no budget meets the target in a bin.
@@ -158,7 +159,7 @@ class CostModel:
         for number, allowed in enumerate(meets):
             own = [budget for (budget, _), meet in zip(methods, allowed, strict=True) if meet]
             if not own:
-                raise ValueError(f"no budget meets the target at lengths from {number * bin_size} on.")
+                raise UserError(f"no budget meets the target at lengths from {number * bin_size} on.")
             if rising:
                 own = [budget for budget, _ in methods if budget >= min(own)]
             best = {
@@ -171,7 +172,7 @@ class CostModel:
     def _bin_costs(
         self, methods: dict[int, Method], bin_size: int, num_bins: int, work: Work
     ) -> dict[int, list[float]]:
-        """The tokens that a sequence reads in every length bin, by budget."""
+        """Tokens that a sequence reads in every bin of lengths, by budget."""
         edges = [max(number * bin_size - work.prompt - 1, 0) for number in range(num_bins + 1)]  # from prompt + 1 on
         edges[-1] = max(edges[-1], work.length)  # the last budget continues
         costs: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Measurements of a machine: memory bandwidth, matrix products, and the overhead of a decode step."""
+"""Measurement of a machine: memory bandwidth, matrix products, and the fixed cost of a decode step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def measure_hardware(
     Args:
         device: Device to measure.
         dtype: Type of the matrices.
-        num_layers: Layers of the model to roll out.
+        num_layers: Layers of the model that rollouts will be of.
         repeats: Number of repetitions, of which the fastest counts.
     """
     device = torch.device(device)

@@ -1,4 +1,4 @@
-"""The picture of a calibration: the tail against the length, a line per budget, and the chosen schedule."""
+"""Plot of a calibration: the tail against the length, a line per budget, and the schedule that was picked."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def draw(found: Calibration, path: Path, title: str = "") -> None:
     """Draw two panels side by side, as a PNG or in the format of the path's suffix.
 
     Args:
-        found: Calibration to draw.
-        path: Path of the file.
+        found: The calibration.
+        path: File to write.
         title: Title above the panels.
 
     Raises:

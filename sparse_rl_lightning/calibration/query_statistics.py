@@ -1,4 +1,4 @@
-"""Statistics of a policy's queries for calibrated compressors, gathered from its own text.
+"""Gather the query statistics that calibrated compressors need, from a policy's own text.
 
 From the shell, for text that the policy wrote or should write (``sparse-rl predict`` writes such a file)::
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.rollout.prompts import encode_prompt
@@ -31,9 +32,9 @@ def gather_statistics(
     """Statistics of all queries of ``sequences``, from plain forward passes with full attention.
 
     Args:
-        model: Policy to measure.
-        sequences: Token ids (B, T), right-padded.
-        lengths: Number of tokens (B,) of each sequence.
+        model: The policy.
+        sequences: (B, T) token ids, right-padded.
+        lengths: (B,) number of tokens of each sequence.
         batch_size: Sequences per forward pass.
 
     Raises:
@@ -75,15 +76,15 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
     """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` if there is one.
 
     Args:
-        path: Path of the file.
+        path: The file.
         tokenizer: Tokenizer of the policy.
-        max_length: Number of tokens to keep of each row.
+        max_length: Tokens of a text to read; the rest is left out.
 
     Raises:
         ValueError: If there is no such file, no row in it, or a row without a prompt; includes the line.
     """
     if not Path(path).is_file():
-        raise ValueError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
+        raise UserError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
     texts = []
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), start=1):
         if not line.strip():
@@ -92,11 +93,11 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
             row = json.loads(line)
             ids = encode_prompt(tokenizer, row["prompt"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
+            raise UserError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
         ids += tokenizer(row.get("completion") or "", add_special_tokens=False)["input_ids"]
         texts.append(ids[:max_length])
     if not texts:
-        raise ValueError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")
+        raise UserError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")
     return texts
 
 

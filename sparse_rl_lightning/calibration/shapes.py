@@ -1,4 +1,4 @@
-"""The inputs of a decode step's cost: the sizes of a model, and the speed of the machine."""
+"""What the cost of a decode step depends on: model sizes and machine speed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 
 
@@ -38,7 +39,7 @@ class ModelShape:
         """
         if isinstance(model, str):
             if model not in SHAPES:
-                raise ValueError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
+                raise UserError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
             return cls(*SHAPES[model], weight_bytes, kv_bytes)
         config = getattr(model, "config", model)
         heads = config.num_attention_heads
@@ -69,7 +70,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak speeds of a machine, and the overhead of a decode step."""
+    """Best speeds of a machine, and the fixed cost of a decode step."""
 
     bandwidth: float  # bytes per second from memory
     flops: float  # floating-point operations per second of a matrix product
@@ -77,7 +78,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if self.bandwidth <= 0 or self.flops <= 0 or self.step_overhead < 0:
-            raise ValueError(f"Hardware: bandwidth and flops must be positive, step_overhead not negative, got {self}.")
+            raise UserError(f"Hardware: bandwidth and flops must be positive, step_overhead not negative, got {self}.")
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -87,13 +88,13 @@ class Hardware:
             ValueError: If there is no such file, or a number is missing.
         """
         if not Path(path).is_file():
-            raise ValueError(f"there is no file {str(path)!r}. `sparse-rl calibrate --hardware {path}` measures one.")
+            raise UserError(f"there is no file {str(path)!r}. `sparse-rl calibrate --hardware {path}` measures one.")
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls(**{f.name: float(found[f.name]) for f in fields(cls)})
         except (ValueError, KeyError, TypeError) as error:
             names = ", ".join(f.name for f in fields(cls))
-            raise ValueError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error
+            raise UserError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error
 
     def save(self, path: str | Path, **notes: str) -> None:
         """Write a JSON file, with notes on the origin of the numbers."""

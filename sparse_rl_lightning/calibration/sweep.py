@@ -20,6 +20,7 @@ from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_files, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.records import Rollout
@@ -36,11 +37,11 @@ class Sweep:
     Args:
         model: Policy, both dense learner and sparse sampler.
         prompts: Token ids of each prompt.
-        params: Sampling parameters; ``top_logprobs`` is the number of tokens that bound the acceptance.
-        folder: Folder for the finished parts.
-        prompts_per_part: Number of prompts that are drawn together and written as one file.
+        params: Sampling parameters; ``top_logprobs`` says how many tokens bound the acceptance.
+        folder: Folder of the finished parts.
+        prompts_per_part: Prompts that are drawn together and written as one file.
         micro_batch: Sequences per dense forward pass.
-        keeps: Compressor of the cache when a retriever is swept, default none.
+        keeps: Compressor beside a retriever that is swept, default the full cache.
         sampler_options: Further arguments of :class:`RolloutSampler`.
 
     Raises:
@@ -58,11 +59,11 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ValueError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
+            raise UserError("there are no prompts to calibrate on. Give at least one, better a few dozen.")
         if self.params.top_logprobs < 1:
-            raise ValueError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
+            raise UserError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
         if self.params.truncates:
-            raise ValueError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
+            raise UserError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
 
     @property
     def num_parts(self) -> int:
@@ -75,7 +76,7 @@ class Sweep:
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
     def claim(self, method: Budgeted) -> None:
-        """Mark the folder as this sweep's, or check that it is the same.
+        """Note in the folder which sweep it holds, or check that it is this one.
 
         Args:
             method: Method at any budget.
@@ -91,7 +92,7 @@ class Sweep:
         found = json.loads(path.read_text(encoding="utf-8"))
         other = [name for name in own if found.get(name) != own[name]]
         if other:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} holds a calibration with another {', '.join(other)}. Choose another folder, or remove "
                 "this one."
             )
@@ -101,8 +102,8 @@ class Sweep:
 
         Args:
             name: Name of the method's folder, such as ``budget_512``.
-            method: Method with its budget.
-            progress: Callback for the share of the method's sequences that is done.
+            method: The method with its budget.
+            progress: Function to call with the share of the method's sequences that is done.
 
         Raises:
             ValueError: If every completion consists of an end token only.
@@ -118,7 +119,7 @@ class Sweep:
             parts.append(Acceptances(**load_file(path)))
         found = Acceptances.cat(parts)
         if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all {len(found)} completions are a single token, the end of the sequence, so no length can "
                 "be judged. Check the prompts' format (chat template), the end tokens and the temperature."
             )
@@ -157,7 +158,7 @@ class Sweep:
         return self.folder / name / f"part_{part:04d}.safetensors"
 
     def _fingerprint(self, method: Budgeted) -> dict[str, str]:
-        """The settings that must be the same for parts to belong together."""
+        """Settings that must be the same for parts to belong together."""
         settings = {name: self.sampler_options.get(name) for name in ("end_token_ids", "kv_dtype")}
         any_budget = method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1))
         return {

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from sparse_rl_lightning.acceptance import NEAR_ONE, TAIL, percentile
 from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.errors import UserError
 
 CONFIDENCE = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
 class Acceptances:
-    """The acceptance of each of the N tokens of sequences drawn at one budget."""
+    """Acceptances of sequences drawn at one budget: one number for each of their N tokens."""
 
     lengths: Tensor  # (N,) int32, tokens of the sequence before this one
     lower: Tensor  # (N,) float32, bounds of the acceptance
@@ -53,7 +54,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule and its origin."""
+    """A schedule, with notes on how it was chosen."""
 
     schedule: LengthSchedule
     budgets: list[int]  # per bin
@@ -64,8 +65,8 @@ def cell(found: Acceptances, resamples: int = 200, seed: int = 0) -> Cell:
     """The statistics of ``found``.
 
     Args:
-        found: Tokens of a bin, at least one.
-        resamples: Number of bootstrap samples for the confidence interval.
+        found: Acceptances of at least one token.
+        resamples: Bootstrap samples behind the confidence interval.
         seed: Seed of the bootstrap.
     """
     low, high = bootstrap(found.lower, found.sequences, resamples, seed)
@@ -90,13 +91,13 @@ def cells(
 
 
 def bootstrap(values: Tensor, owners: Tensor, resamples: int, seed: int) -> tuple[float, float]:
-    """The 95 % interval of the 5th percentile over samples of whole sequences, drawn with replacement.
+    """95 % interval of the 5th percentile, from samples of whole sequences drawn with replacement.
 
     Tokens within a sequence resemble each other, so whole sequences are drawn.
 
     Args:
-        values: Numbers (N,).
-        owners: Sequence (N,) of each number.
+        values: (N,) numbers.
+        owners: (N,) sequence of each number.
         resamples: Number of samples.
         seed: Seed of the draws.
     """
@@ -119,11 +120,11 @@ def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: 
     or of the last one if none follows.
 
     Args:
-        table: Cells of every budget, one per bin, None for bins with too few tokens.
+        table: Cells by budget, one per bin, None where there are too few tokens.
         target: The 5th percentile to hold.
         bin_size: Tokens per bin.
-        monotone: Whether no bin gets less than the one before it. For evicting caches: a bin that needs little would
-            evict what the next one needs.
+        monotone: Whether no bin may get less than the one before it. For evicting caches: a bin in which little is
+            needed would evict what the next one needs.
 
     Raises:
         ValueError: If no bin has data.
@@ -146,10 +147,10 @@ def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: 
 
 
 def _filled(picked: list[int | None], bin_size: int, notes: list[str]) -> Choice:
-    """The choice in which bins without data follow their neighbors."""
+    """The choice with bins without data served by their neighbors."""
     known = [number for number, budget in enumerate(picked) if budget is not None]
     if not known:
-        raise ValueError(
+        raise UserError(
             "no bin of lengths has enough tokens to be judged: give more prompts or samples, larger bins (bin_size), "
             "or lower min_tokens."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.callbacks.corrections.opsm import OPSM
 from sparse_rl_lightning.callbacks.corrections.presets import (
     MIS,
     TIS,
@@ -36,7 +35,6 @@ from sparse_rl_lightning.callbacks.sharding import ZeroSharding
 
 __all__ = [
     "MIS",
-    "OPSM",
     "TIS",
     "AcceptanceMonitor",
     "CompletionsTable",

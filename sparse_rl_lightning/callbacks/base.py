@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Progress
 
 
@@ -17,16 +16,16 @@ class RolloutCallback(Callback):
     edits = False
     """Whether the callback changes ``keep`` or ``weights`` of the rollout."""
 
-    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+    def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Called before the prompts ``rows`` of a new block are rolled out."""
 
-    def on_rollout_progress(self, trainer: Trainer, module: LightningModule, progress: Progress) -> None:
+    def on_rollout_progress(self, trainer: Trainer, module: RolloutModule, progress: Progress) -> None:
         """Called after every decode step of a training rollout."""
 
-    def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Called when a rollout is drawn and decoded, before it is rescored."""
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Called when a rollout has its dense log-probs, rewards and advantages, before the first loss.
 
         Edit ``scored.rollout.keep`` and ``scored.rollout.weights`` by multiplying, so that callbacks add up.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.sharding import ShadowPolicy, is_sharded, own_bytes
 from sparse_rl_lightning.records import ScoredRollout
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.block_module import BlockModule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,7 +44,7 @@ class ZeroSharding(RolloutCallback):
 
     def __init__(self, shadow_dtype: str | None = None, keep_shadow: bool = True) -> None:
         if shadow_dtype is not None and shadow_dtype not in DTYPES:
-            raise ValueError(
+            raise UserError(
                 f"shadow_dtype must be one of {', '.join(DTYPES)} or null, got shadow_dtype={shadow_dtype!r}."
             )
         self.shadow_dtype = shadow_dtype
@@ -54,66 +53,66 @@ class ZeroSharding(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the shadow filled again: other weights may be loaded at the same step."""
-        shadow = cast("BlockModule", pl_module).shadow
+        shadow = rollout_module(pl_module).generator.shadow
         if shadow is not None:
             shadow.version = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the shadow, if one is needed, before the module makes its samplers."""
-        self._attach(cast("BlockModule", pl_module))
+        self._attach(rollout_module(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Fill the shadow where a rollout comes next: inside the step ZeRO-3 counts on its own gathering."""
-        module = cast("BlockModule", pl_module)
+        module = rollout_module(pl_module)
         if module.starts_rollout:
             self._fill(trainer, module)
 
-    def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Meet the other ranks, give memory back, and log."""
         if trainer.world_size == 1:
             return
         start = time.perf_counter()
         trainer.strategy.barrier()
         metrics = {"sharding/wait_seconds": time.perf_counter() - start}
-        shadow = cast("BlockModule", module).shadow
+        shadow = module.generator.shadow
         if shadow is not None:
             metrics |= {"sharding/gather_seconds": self.gather_seconds, "sharding/shadow_bytes": float(shadow.nbytes)}
             if not self.keep_shadow:
-                cast("BlockModule", module).sampler().release()
+                module.generator.sampler().release()
                 shadow.release()
         metrics |= {
-            "sharding/parameter_bytes": float(own_bytes(module)),
+            "sharding/parameter_bytes": float(own_bytes(module.policy)),
             "sharding/optimizer_bytes": float(sum(_optimizer_bytes(optimizer) for optimizer in trainer.optimizers)),
         }
         module.log_dict(metrics, batch_size=len(scored.completions))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fill the shadow for all batches at once."""
-        self._attach(cast("BlockModule", pl_module))
-        self._fill(trainer, cast("BlockModule", pl_module))
+        self._attach(rollout_module(pl_module))
+        self._fill(trainer, rollout_module(pl_module))
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the memory back."""
-        shadow = cast("BlockModule", pl_module).shadow
+        shadow = rollout_module(pl_module).generator.shadow
         if shadow is not None and not self.keep_shadow:
             shadow.release()
 
     on_test_end = on_predict_end = on_validation_end
 
-    def _attach(self, module: BlockModule) -> None:
-        policy = module.dense_policy
+    def _attach(self, module: RolloutModule) -> None:
+        policy, generator = module.policy, module.generator
         if not is_sharded(policy):
-            if module.shadow is not None:
-                module.shadow = None
-        elif module.shadow is None or module.shadow.policy is not policy:
-            module.shadow = ShadowPolicy(policy, DTYPES.get(self.shadow_dtype or ""))
+            if generator.shadow is not None:
+                generator.shadow = None
+        elif generator.shadow is None or generator.shadow.policy is not policy:
+            generator.shadow = ShadowPolicy(policy, DTYPES.get(self.shadow_dtype or ""))
 
-    def _fill(self, trainer: Trainer, module: BlockModule) -> None:
-        if module.shadow is not None:
+    def _fill(self, trainer: Trainer, module: RolloutModule) -> None:
+        if module.generator.shadow is not None:
             start = time.perf_counter()
-            module.shadow.fill(trainer.global_step)
+            module.generator.shadow.fill(trainer.global_step)
             self.gather_seconds = time.perf_counter() - start
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.text import printable
 
 HELD = (errno.EACCES, errno.EAGAIN)
@@ -49,7 +50,7 @@ class FolderLock:
             if error.errno not in HELD:
                 self._cannot(error)
                 return
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} is in use by a run that has not ended ({holder or 'its process is not known'}): two "
                 "runs would overwrite each other's checkpoints. Wait for it or end it, or give this run a folder of "
                 "its own (trainer.default_root_dir, dirpath of ModelCheckpoint)."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl_lightning.checkpoints.files import write_durably
+from sparse_rl_lightning.errors import UserError
 
 NAME = "manifest.json"
 KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
@@ -50,16 +51,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
         body, signature = str(content["body"]), str(content["signature"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
+        raise UserError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
     try:
         own = _sign(body)
     except OSError as error:  # for example a home that cannot be written
-        raise ValueError(
+        raise UserError(
             f"ckpt_path={str(folder)!r} cannot be checked, since this account's key cannot be read or made: {error}. "
             f"Set {KEY_VARIABLE} to the key file of the account that wrote it."
         ) from error
     if not hmac.compare_digest(signature, own):
-        raise ValueError(f"ckpt_path={str(folder)!r} carries another account's signature. {advice}")
+        raise UserError(f"ckpt_path={str(folder)!r} carries another account's signature. {advice}")
     manifest: dict[str, Any] = json.loads(body)
     return manifest
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sparse_rl_lightning.checkpoints.manifest import NAME
+from sparse_rl_lightning.errors import UserError
 
 PARTS = ("state_dict", "global_step", "pytorch-lightning_version")
 """The entries of every Lightning checkpoint."""
@@ -35,17 +36,17 @@ def read_checkpoint(
     try:
         found = torch.load(path, map_location, weights_only=weights_only)
     except pickle.UnpicklingError:
-        raise ValueError(
+        raise UserError(
             f"{given} holds pickled objects, which could run any code, and is not read: checkpoints of this package "
             "hold tensors, numbers and texts. Give one of those."
         ) from None
     except MemoryError:
         raise
     except Exception as error:  # torch may raise anything on made-up bytes
-        raise ValueError(f"{given} cannot be read: {type(error).__name__}. Give another checkpoint.") from None
+        raise UserError(f"{given} cannot be read: {type(error).__name__}. Give another checkpoint.") from None
     missing = [name for name in PARTS if not isinstance(found, dict) or name not in found]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{given} is no checkpoint of Lightning: it has no {missing[0]!r}. A model folder or a file of weights "
             "belongs under model.policy."
         )
@@ -61,23 +62,23 @@ def check_whole(path: Path) -> None:
     """
     given = f"ckpt_path={str(path)!r}"
     if path.is_dir():
-        raise ValueError(_why_no_file(path))
+        raise UserError(_why_no_file(path))
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(4)
             if start != b"PK\x03\x04":
                 what = "is empty" if size == 0 else "is no checkpoint: torch.save did not write it"
-                raise ValueError(f"{given} {what}. Give the path of a checkpoint, or 'last'.")
+                raise UserError(f"{given} {what}. Give the path of a checkpoint, or 'last'.")
             with zipfile.ZipFile(file) as archive:
                 is_bomb = sum(entry.file_size for entry in archive.infolist()) > size  # torch.save does not compress
                 damaged = "its contents" if is_bomb else archive.testzip()
     except OSError as error:
-        raise ValueError(f"{given} cannot be read: {error}. Give the path of a checkpoint, or 'last'.") from None
+        raise UserError(f"{given} cannot be read: {error}. Give the path of a checkpoint, or 'last'.") from None
     except (zipfile.BadZipFile, NotImplementedError, zlib.error, EOFError, RuntimeError, UnicodeError) as error:
         damaged = f"it is cut off, or its directory is damaged: {error}"
     if damaged is not None:
-        raise ValueError(
+        raise UserError(
             f"{given} is not as it was written ({damaged}). Resume from another checkpoint of the folder, or start "
             "anew from weights of its folder weights/."
         )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.files import incomplete, recover, save_tensors, save_weights, swap_folder
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder, remove, sync
 from sparse_rl_lightning.policies.sharding import gathered, of_all_ranks, whole_weights
 
@@ -192,7 +193,7 @@ def _checked_manifest(strategy: DeepSpeedStrategy, path: Path) -> dict[str, Any]
         try:
             recover(path)
             if not path.is_dir():
-                raise ValueError(
+                raise UserError(
                     f"ckpt_path={str(path)!r} is no checkpoint of {type(strategy).__name__}: a single file comes from "
                     "one device or DDP. Resume with that strategy, or export the weights and name them under "
                     "model.policy."
@@ -211,7 +212,7 @@ def _checked_manifest(strategy: DeepSpeedStrategy, path: Path) -> dict[str, Any]
                 "checkpoint."
             )
     if problem is not None:
-        raise ValueError(problem)
+        raise UserError(problem)
     return manifest
 
 
@@ -229,7 +230,7 @@ def _load_weights(strategy: DeepSpeedStrategy, path: Path) -> None:
         names = set(file.keys())
         for name, parameter in module.named_parameters():
             if name not in names:
-                raise ValueError(f"{path} lacks the weight {name!r}: it is of another policy.")
+                raise UserError(f"{path} lacks the weight {name!r}: it is of another policy.")
             with gathered([parameter], modifier=0):
                 if parameter.numel():
                     parameter.copy_(file.get_tensor(name))

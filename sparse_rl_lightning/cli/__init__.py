@@ -47,9 +47,8 @@ from sparse_rl_lightning.cli.report import main as report
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.modules import Evaluation
+from sparse_rl_lightning.modules import Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
-from sparse_rl_lightning.modules.generation import GenerationModule
 from sparse_rl_lightning.text import say
 
 OTHERS = (
@@ -64,15 +63,15 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
 
 
 class SparseRLCLI(LightningCLI):
-    """A LightningCLI that checks what it can before any model is built, and never starts over silently."""
+    """LightningCLI that checks the configuration before any model is built, and never starts over silently."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The subcommands of Lightning, and ``export``."""
+        """Subcommands of Lightning, and ``export``."""
         return LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the number of torch threads: on a small machine an explicit choice beats the default."""
+        """Add the number of torch threads: on a small machine the default may be too many."""
         parser.add_argument(
             "--num_threads", type=PositiveInt | None, default=None, help="CPU threads of torch, null: default"
         )
@@ -99,31 +98,31 @@ class SparseRLCLI(LightningCLI):
         check_folders(config)
         check_checkpoint(config)
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
-            config.trainer.limit_val_batches = None  # the 0 in a configuration is for `fit`
+            config.trainer.limit_val_batches = None  # the 0 in a configuration is meant for `fit`
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
 
     def instantiate_classes(self) -> None:
-        """Build everything; an error is reported in the class's own words, without the parser's."""
+        """Build everything; of an error, show the message of the class without the parser's frame around it."""
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+            raise own_error(error) or UserError(explain(str(error))) from error.__cause__
         except RuntimeError as error:
             if "more than one stateful callback" not in str(error):
                 raise
-            raise ValueError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
+            raise UserError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
 
     def before_fit(self) -> None:
         """Warn of files that will be overwritten."""
         warn_of_earlier_run(self.config[self.subcommand])
 
     def before_test(self) -> None:
-        """Refuse modules that do not generate."""
+        """Refuse modules that generate nothing."""
         self._check_generates()
 
     def before_predict(self) -> None:
-        """Refuse modules that do not generate."""
+        """Refuse modules that generate nothing."""
         self._check_generates()
 
     def after_predict(self) -> None:
@@ -134,12 +133,12 @@ class SparseRLCLI(LightningCLI):
         try:
             write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as error:
-            raise ValueError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
+            raise UserError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
         say(f"Written: {len(rows)} completions to {path}")
 
     def _check_generates(self) -> None:
-        if not isinstance(self.model, (GenerationModule, Evaluation)):
-            raise ValueError(
+        if not isinstance(self.model, (SparseGRPO, Evaluation)):
+            raise UserError(
                 f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
                 f"model={type(self.model).__name__}. Use fit or validate."
             )
@@ -193,7 +192,7 @@ def main(args: ArgsType = None) -> LightningCLI:
 
 @contextmanager
 def _prepared() -> Iterator[None]:
-    """Set up what every command needs: classes of the working directory, and no noise from other packages."""
+    """Set up any command: classes of the working directory, and no messages about other packages' internals."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
     with warnings.catch_warnings():

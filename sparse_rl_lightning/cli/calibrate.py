@@ -25,6 +25,7 @@ from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
@@ -76,30 +77,30 @@ def calibrate(
         policy: Hugging Face folder, hub name, or a policy source.
         data: Source of the prompts: its validation rows first, then training rows.
         budgets: Budgets to sweep, in tokens.
-        compressor: Compressor whose budget is swept; with a retriever, the one that evicts besides it.
+        compressor: Compressor whose budget is swept; with a retriever, the one that evicts beside it.
         retriever: Retriever whose budget is swept.
         folder: Folder for the results and the finished parts.
-        num_prompts: Number of prompts to draw for.
+        num_prompts: Prompts to draw for.
         num_generations: Completions per prompt and budget.
-        max_completion_length: Largest number of tokens in a completion.
-        temperature: Temperature of the sampler, as in training.
+        max_completion_length: Most tokens of a completion.
+        temperature: Sampling temperature, as in training.
         chat_template_kwargs: Arguments of the tokenizer's chat template, as in training.
         top_logprobs: Number of most likely tokens that bound the acceptance; the whole vocabulary makes it exact.
-        bin_size: Tokens per length bin.
-        min_tokens: Number of tokens below which a bin is not judged.
-        target: 5th percentile to hold; null for Sparrow's 0.86 scaled from its ceiling of 0.945 to the measured one.
-        check: Draw once more with the chosen schedule.
-        monotone: Whether budgets may not decrease with the length, since evicted tokens do not come back; null for
-            compressors only.
-        resamples: Number of bootstrap samples for every confidence interval.
-        prompts_per_part: Number of prompts whose completions are one finished part.
+        bin_size: Tokens per bin of lengths.
+        min_tokens: Least tokens of a bin that is judged.
+        target: 5th percentile to hold; null for Sparrow's 0.86, scaled from its ceiling of 0.945 to the one measured.
+        check: Whether to draw once more with the schedule that was picked.
+        monotone: Whether no budget may be smaller than that of shorter sequences, since evicted tokens do not come
+            back; null for compressors only.
+        resamples: Bootstrap samples behind every confidence interval.
+        prompts_per_part: Prompts whose completions are one finished part.
         micro_batch: Sequences per dense forward pass.
         num_slots: Number of sequences decoded at the same time, null for all of a part.
         memory_limit: Bytes of the cache, or a share of the free memory as a float.
-        device: Device to use; null for a GPU if there is one.
+        device: Device to use, null for a GPU where there is one.
         seed: Seed of the completions.
         num_threads: CPU threads of torch, null for the default.
-        machine: File of `sparse-rl calibrate --hardware`, to predict the speedup of the schedule there.
+        machine: File of `sparse-rl calibrate --hardware`, to predict what the schedule saves there.
 
     Raises:
         ValueError: If there are no prompts, the policy generates nothing, or the target cannot be reached.
@@ -108,7 +109,7 @@ def calibrate(
         torch.set_num_threads(num_threads)
     method: Compressor | Retriever | None = retriever or compressor
     if method is None:
-        raise ValueError("calibrate: give a compressor or a retriever, whose budget is to be found.")
+        raise UserError("calibrate: give a compressor or a retriever, whose budget is to be found.")
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).load()
@@ -149,16 +150,16 @@ def main(args: Sequence[str]) -> Calibration | None:
     try:
         return auto_cli(calibrate, args=list(args), **PARSER)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise own_error(error) or ValueError(explain(str(error))) from error.__cause__
+        raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 
 
 def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str | None = None) -> None:
     """Measure memory bandwidth, matrix products and the cost of a decode step without work, and write them down.
 
     Args:
-        hardware: Path of the file to write.
-        num_layers: Layers of the model to roll out.
-        device: Device to measure; null for a GPU if there is one.
+        hardware: The file to write.
+        num_layers: Layers of the model that rollouts will be of.
+        device: Device to use, null for a GPU where there is one.
     """
     place = torch.device(device or _default_device())
     kind = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -192,7 +193,7 @@ def statistics(
         model.to(_default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
         gather_statistics(model, ids, lengths, batch_size).save(statistics)
     except OSError as error:
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
     say(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {statistics}")
 
 
@@ -249,7 +250,7 @@ def _bar(total: int) -> Iterator[OnProgress]:
 
 
 def _tell(found: Calibration, folder: Path, title: str) -> None:
-    """Print the result in words, and draw the picture if matplotlib is installed."""
+    """Print the result, and draw it if matplotlib is installed."""
     written = ["schedule.yaml", "table.csv", "calibration.json"]
     try:
         draw(found, folder / "table.png", title)
@@ -265,7 +266,7 @@ def _tell(found: Calibration, folder: Path, title: str) -> None:
 def _predict(
     found: Calibration, method: Compressor | Retriever, shape: ModelShape, machine: Hardware, sweep: Sweep
 ) -> None:
-    """Print the cost model's speedup of the schedule and of the fixed budget that would be needed in its place."""
+    """Print the speed that the cost model predicts for the schedule and for the fixed budget in its place."""
     if isinstance(method, Retriever) and sweep.keeps is not None and sweep.keeps.evicts:
         say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
         return

@@ -18,7 +18,7 @@ from sparse_rl_lightning.checkpoints.files import replaced
 from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.distributed.deepspeed import not_deepspeed
 from sparse_rl_lightning.distributed.ranks import check_processes
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
@@ -55,7 +55,7 @@ def check_folders(config: Any) -> None:
 
 
 def check_checkpoint(config: Any) -> None:
-    """Refuse a missing checkpoint, above all ``last``, which would become a silent start from zero.
+    """Refuse a missing checkpoint, ``last`` above all: it must not become a silent start from zero.
 
     The word ``last`` is replaced by its path: Lightning would take the newest file whose name begins with it, and start
     anew if it finds none.
@@ -86,14 +86,14 @@ def last_checkpoint(folders: Sequence[Path]) -> str:
         recover(path)
     found = [path for path in paths if path.exists() or path.is_symlink()]
     if len(found) > 1:
-        raise ValueError(
+        raise UserError(
             f"ckpt_path=last: there are {' and '.join(map(str, found))}. Give the path of the one to go on with."
         )
     if not found:
         looked = [str(folder) for folder in folders] or "any folder of a checkpoint callback"
         others = ", ".join(str(path) for folder in folders for path in sorted(folder.glob("*.ckpt")))
         but = f", but there are {others}" if others else ""
-        raise ValueError(
+        raise UserError(
             f"ckpt_path=last: there is no {LAST} in {looked}{but}. Give the path of a checkpoint, or leave "
             "ckpt_path out to start anew. RolloutCheckpoint writes last.ckpt, and so does ModelCheckpoint with "
             "save_last: true and a fixed dirpath."
@@ -111,12 +111,12 @@ def _check_exists(path: Path, given: str) -> None:
     if path.exists():
         return
     if path.is_symlink():
-        raise ValueError(f"{given} is a link to {os.readlink(path)!r}, which is not there. Give another checkpoint.")
-    raise ValueError(f"{given} does not exist. Give the path of a checkpoint, or 'last'.")
+        raise UserError(f"{given} is a link to {os.readlink(path)!r}, which is not there. Give another checkpoint.")
+    raise UserError(f"{given} does not exist. Give the path of a checkpoint, or 'last'.")
 
 
 def check_launch(config: Any) -> None:
-    """Refuse a launch that the module would also refuse, but that Lightning's trainer would reach first.
+    """Refuse strategies and processes that the module would refuse as well, but that Lightning's trainer meets first.
 
     Args:
         config: Parsed configuration of a subcommand.
@@ -127,7 +127,7 @@ def check_launch(config: Any) -> None:
     strategy = config.trainer.strategy
     name = strategy if isinstance(strategy, str) else str(getattr(strategy, "class_path", "")).rpartition(".")[2]
     if name.startswith("deepspeed") or name == "DeepSpeedStrategy":
-        raise ValueError(not_deepspeed(f"trainer.strategy={name}"))
+        raise UserError(not_deepspeed(f"trainer.strategy={name}"))
     devices = config.trainer.devices
     if isinstance(devices, str) and devices.isdecimal():
         devices = int(devices)
@@ -152,7 +152,7 @@ def warn_of_earlier_run(config: Any) -> None:
 
 
 def check_callbacks(config: Any) -> None:
-    """Refuse callbacks listed twice in plain words, before Lightning does in a programmer's.
+    """Refuse two callbacks whose states a checkpoint could not tell apart, more clearly than Lightning does.
 
     Args:
         config: Parsed configuration of a subcommand.
@@ -163,7 +163,7 @@ def check_callbacks(config: Any) -> None:
     kinds = [imported(callback.class_path) for callback in _objects(config.trainer.callbacks)]
     for kind in (kind for n, kind in enumerate(kinds) if kind in kinds[:n]):
         if kind.state_dict is not Callback.state_dict and kind.state_key is Callback.state_key:
-            raise ValueError(f"trainer.callbacks: {kind.__name__} is listed twice. One is enough, remove the other.")
+            raise UserError(f"trainer.callbacks: {kind.__name__} is listed twice. One is enough, remove the other.")
 
 
 def checkpoint_folders(config: Any) -> Iterator[str]:
@@ -212,6 +212,6 @@ def _check_writable(folder: Any, argument: str) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{argument}={str(path)!r} cannot be written: {error.strerror}. Give a folder you may write to."
         ) from error

@@ -44,10 +44,10 @@ def imported(path: str) -> Any:
 
 
 def argument_names(path: str) -> set[str]:
-    """The arguments of the class of a ``class_path``; none if there is no such class."""
+    """Arguments of a ``class_path``, those of a group as ``group.name``; none if there is no such class."""
     try:
         kind = known_classes().get(path) or imported(path)
         added = ArgumentParser(exit_on_error=False).add_class_arguments(kind, fail_untyped=False)
     except (ImportError, AttributeError, TypeError, ValueError):  # the parser reports what is wrong with the name
         return set()
-    return {name.partition(".")[0] for name in added}
+    return {*added, *(name.partition(".")[0] for name in added)}

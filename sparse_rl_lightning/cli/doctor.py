@@ -9,7 +9,6 @@ import platform
 import torch
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.ops import backends
 from sparse_rl_lightning.ops.library import NATIVE_DTYPES, PACKAGE
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
@@ -22,7 +21,7 @@ INSTRUCTION_SETS = {
 
 def report() -> str:
     """The whole diagnosis as text."""
-    parts = (versions(), devices(), paths(), [f"decode attention: {attention_backend()}"], advice())
+    parts = (versions(), devices(), paths(), advice())
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -62,19 +61,6 @@ def paths() -> list[str]:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         lines.append(f"native {device.upper()} kernels take {names}; other types run on the reference")
     return lines
-
-
-def attention_backend() -> str:
-    """The backend of decode attention on the best device here."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    kernel = ops.has_kernel("decode_attention", device) and backends.BACKEND != "reference"
-    usual = f"{'own kernel' if kernel else 'PyTorch reference'} ({device.upper()})"
-    if backends.BACKEND != "flash":
-        return usual
-    obstacle = backends.flash_obstacle(torch.empty(1, 128, dtype=torch.bfloat16, device=device))
-    if obstacle:
-        return f"{usual}; {backends.VARIABLE}=flash is not possible here: {obstacle}"
-    return f"torch's flash attention (CUDA; {backends.FLASH_LIMITS}); {usual} for other calls"
 
 
 def advice() -> list[str]:

@@ -13,11 +13,12 @@ from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, writ
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import WEIGHTS
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule
 
 
 class ExportingTrainer(Trainer):
-    """Lightning's trainer with an additional method, ``export``."""
+    """Lightning's trainer with one more command, ``export``."""
 
     def export(
         self,
@@ -32,16 +33,16 @@ class ExportingTrainer(Trainer):
         Args:
             model: Module that was trained.
             datamodule: Not used.
-            ckpt_path: Checkpoint of one device, DDP or DeepSpeed, or ``last``.
+            ckpt_path: A checkpoint of one device, DDP or DeepSpeed, or ``last``.
             folder: Folder to write; a model in it is replaced.
-            weights_only: Not used: nothing but weights is ever read.
+            weights_only: Not used: nothing else is ever read.
 
         Raises:
             ValueError: If the checkpoint is missing or of another policy, or the folder contains something else.
         """
         module, path = cast(PolicyModule, model), last_path(self) if ckpt_path == "last" else Path(ckpt_path)
         if path is None:
-            raise ValueError(
+            raise UserError(
                 "ckpt_path=last needs a RolloutCheckpoint, or a ModelCheckpoint with save_last and a dirpath."
             )
         recover(path)
@@ -64,7 +65,7 @@ def load_policy(module: PolicyModule, path: Path) -> None:
         module.load_state_dict(checkpoint["state_dict"])
         return
     if not (path / WEIGHTS).is_file():
-        raise ValueError(
+        raise UserError(
             f"ckpt_path={str(path)!r} has no {WEIGHTS}: it is a folder of FSDP2, or not whole. Give a checkpoint of "
             "one device, DDP or DeepSpeed; for one of FSDP2 resume with that strategy and ExportPolicy instead."
         )
@@ -72,7 +73,7 @@ def load_policy(module: PolicyModule, path: Path) -> None:
     own = {(name, parameter.shape) for name, parameter in module.policy.named_parameters()}
     differing = sorted({name for name, _ in own ^ {(name, value.shape) for name, value in state.items()}})
     if differing:
-        raise ValueError(
+        raise UserError(
             f"ckpt_path={str(path)!r} is of another model: {len(differing)} weights differ, for example "
             f"{differing[0]!r}. Give the configuration it was trained with."
         )

@@ -1,4 +1,4 @@
-"""The start of a run's processes, until they have met: none stays behind, and a port in use is reported."""
+"""Processes of one run until they have met: none stays behind, and a port that is taken is named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLE = "SPARSE_RL_LAUNCHER"
 
 
 def follow_launcher() -> None:
-    """End a rank with the one that has started it, until they have met and notice each other's end.
+    """End a rank with the one that started it, until they have met and notice each other's end.
 
     Lightning leaves them behind if rank zero fails early. A process that a rank starts itself, such as a command in a
     reward function, inherits its environment but is not a rank.

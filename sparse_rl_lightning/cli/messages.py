@@ -31,6 +31,12 @@ class ClearParser(LightningArgumentParser):
     def __init__(self, *args: Any, parser_mode: str = MODE, **kwargs: Any) -> None:
         super().__init__(*args, parser_mode=parser_mode, **kwargs)
 
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:  # the parsers' own signatures differ
+        """As the parser's, which hands null for a key of a group on to the parser of the class as the text None."""
+        if args is not None and len(args) == 1:
+            args = [re.sub("=None$", "=null", args[0])]
+        return super().parse_args(args, *rest, **kwargs)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; messages of inner parsers become part of it."""
         super().error(explain(message) if self.exit_on_error else message, ex)
@@ -94,6 +100,10 @@ def _suggestion(message: str) -> list[str]:
         return [f"There is no class {found[1]!r}. {hint or own}"]
     if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
         hint = _did_you_mean(found[2], argument_names(found[1]))
+    elif found := re.search(r"class_path '([\w.]+)':\s+Group '(\w+)' does not accept option '([\w.]+)'", message):
+        hint = _did_you_mean(f"{found[2]}.{found[3]}", argument_names(found[1]))
+    elif found := re.search(r"class_path '([\w.]+)':\s+unrecognized arguments: --([\w.]+)", message):
+        hint = _did_you_mean(found[2], argument_names(found[1]))
     elif found := re.search(r"class_path '[\w.]+':\s+Option '(\w+)\.[\w.]+' is not accepted", message):
         hint = f"What belongs to a class stands below its init_args, {found[1]!r} too."
     elif found := re.search(r"does not accept option '([\w.]+)'", message):
@@ -110,6 +120,8 @@ def _suggestion(message: str) -> list[str]:
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the closest known names, whatever their case, or nothing."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
+    is_dotted = "." in name
+    by_lower = {(c if is_dotted else c.rpartition(".")[2]).lower(): c for c in known}  # alone, a name may be a group's
+    cutoff = 0.85 if is_dotted else 0.6  # names of a group have its name in common
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 3, cutoff)]
     return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -1,4 +1,4 @@
-"""Filters for messages about the internals of other packages; messages for the user stay."""
+"""Silences messages about other packages' internals; messages for the user are shown."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"lightning\.pytorch\.cli")
     for name in ("lightning.pytorch.utilities.rank_zero", "DeepSpeed"):
         logger = logging.getLogger(name)
-        if _is_for_users not in logger.filters:
-            logger.addFilter(_is_for_users)
+        if _is_for_the_user not in logger.filters:
+            logger.addFilter(_is_for_the_user)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # "Loading weights" in a log file
 
 
-def _is_for_users(record: logging.LogRecord) -> bool:
+def _is_for_the_user(record: logging.LogRecord) -> bool:
     # an advertisement for an online service; DeepSpeed when another package imports it on a machine without a GPU
     return not any(words in record.getMessage() for words in ("litlogger", "Setting accelerator to CPU"))

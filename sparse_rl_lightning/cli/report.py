@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.report import comparison, page, read_run
 from sparse_rl_lightning.text import printable, say
@@ -29,12 +30,12 @@ def main(args: Sequence[str]) -> Path:
     given = parser().parse_args(args)
     folders = [Path(folder).expanduser() for folder in given.folders]
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ValueError(f"A folder is given twice: {', '.join(map(str, folders))}. Give each run once.")
+        raise UserError(f"A folder is given twice: {', '.join(map(str, folders))}. Give each run once.")
     records = list(zip(names(folders), map(read_run, folders), strict=True))
     usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
     output = Path(given.output).expanduser() if given.output else usual
     if output.is_dir():
-        raise ValueError(f"--output={str(output)!r} is a folder. Give the file to write, such as {output / SEVERAL}.")
+        raise UserError(f"--output={str(output)!r} is a folder. Give the file to write, such as {output / SEVERAL}.")
     writable_folder(output.parent, "folder of --output")
     write_whole(output, page(records[0][1]) if len(records) == 1 else comparison(records))
     for name, record in records:
@@ -46,7 +47,7 @@ def main(args: Sequence[str]) -> Path:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the options."""
+    """Parser of the command's options."""
     made = argparse.ArgumentParser(
         prog="sparse-rl report",
         description="Write the page of a run, finished or not, or one page that compares several runs.",

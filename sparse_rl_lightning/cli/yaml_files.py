@@ -21,7 +21,7 @@ MOST_LEVELS = 100
 
 
 class UnusableYAML(yaml.YAMLError):
-    """A text that is YAML, but cannot be what was meant."""
+    """Valid YAML that nobody can have meant."""
 
 
 def read(text: str, path: str | Path = "") -> Any:
@@ -107,7 +107,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _weight(node: yaml.Node, known: dict[int, int], level: int) -> int:
-    """The number of nodes at and below one, aliases expanded; ``known`` caches the numbers by node."""
+    """Number of nodes at and below one, aliases written out; those in ``known`` are counted already."""
     if level > MOST_LEVELS:
         raise UnusableYAML(f"it is nested more than {MOST_LEVELS} levels deep{_line(node)}.")
     if id(node) not in known:
@@ -125,7 +125,7 @@ def _weight(node: yaml.Node, known: dict[int, int], level: int) -> int:
 
 
 def _refuse_doubles(node: yaml.MappingNode) -> None:
-    """Refuse duplicate keys, of which YAML would silently drop the first; merges (``<<``) may repeat."""
+    """Refuse equal keys, the first of which would be forgotten silently; merges (``<<``) may repeat."""
     seen: dict[tuple[str, str], yaml.Node] = {}
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":

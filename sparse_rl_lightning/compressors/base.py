@@ -1,4 +1,4 @@
-"""Compressor: a score per cached entry; pinning, ties, compaction and the record of evictions are shared code."""
+"""Compressor: a score per cached entry. Pinning, ties, compaction and the record are written once, elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
-from sparse_rl_lightning.ops.select import pinned_entries, select_entries
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.selection import pinned_entries, select_entries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 
@@ -27,15 +28,15 @@ class Compressor(Budgeted):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        buffer: Number of tokens appended between two compressions.
-        num_sinks: Number of first positions that are never evicted. 0 reproduces published R-KV and SnapKV.
-        window: Number of most recent tokens that are never evicted.
-        compress_prompt: Compress a prompt that does not fit the slot at the end of its prefill. With False the
+        buffer: Tokens appended between two compressions.
+        num_sinks: First positions of the sequence that are never evicted. 0 reproduces published R-KV and SnapKV.
+        window: Most recent tokens that are never evicted.
+        compress_prompt: Whether a prompt that does not fit the slot is compressed after its prefill. With False the
             slot grows to ``max(budget, longest prompt) + buffer`` and the prompt competes from the first trigger on.
-        budget_rule: Rule by which layers and heads share the budget, null for equal shares.
-        protect_prompt: Never evict tokens of the prompt. ``budget`` must exceed the longest prompt: protected tokens
-            count toward the budget, and more of them than it allows raise an error when it happens.
-        protect_token_ids: Token ids that are never evicted at any position, such as digits or line breaks.
+        budget_rule: Rule by which layers and heads share the budget, null for equally.
+        protect_prompt: Whether the prompt is never evicted. ``budget`` must exceed the longest prompt: protected tokens
+            take places of the budget, and more of them than it holds are an error when it happens.
+        protect_token_ids: Token ids that are never evicted wherever they stand, such as digits or line breaks.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from.
@@ -57,9 +58,9 @@ class Compressor(Budgeted):
     ) -> None:
         name = type(self).__name__
         if buffer < 1:
-            raise ValueError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
+            raise UserError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
         if num_sinks < 0 or window < 1:
-            raise ValueError(
+            raise UserError(
                 f"{name}: num_sinks must be >= 0 and window >= 1, got num_sinks={num_sinks}, window={window}."
             )
         self.buffer = buffer
@@ -78,7 +79,7 @@ class Compressor(Budgeted):
     def _check_schedule(self, schedule: LengthSchedule) -> None:
         name, pinned = type(self).__name__, self.num_sinks + self.window
         if schedule.minimum < pinned:
-            raise ValueError(
+            raise UserError(
                 f"{name}: budget={schedule.minimum} is smaller than num_sinks + window = {self.num_sinks} + "
                 f"{self.window} = {pinned} tokens that are never evicted. Raise budget or lower num_sinks or window."
             )
@@ -93,7 +94,7 @@ class Compressor(Budgeted):
 
     @property
     def num_queries(self) -> int:
-        """The number of most recent queries that the cache keeps for :meth:`score`; 0 keeps none."""
+        """Number of most recent queries that the cache keeps for :meth:`score`; 0 for none."""
         return self.window
 
     @property
@@ -124,24 +125,24 @@ class Compressor(Budgeted):
 
     @property
     def needs_output_norms(self) -> bool:
-        """Whether :meth:`update_state` reads ``update.output_norms``, whose cost is like the output projection's."""
+        """Whether :meth:`update_state` reads ``update.output_norms``: as costly per step as the output projection."""
         return False
 
     @abstractmethod
     def score(self, layer: LayerState) -> Tensor:
-        """The value of each entry: (S, H, N), higher is kept. Entries that are not valid may contain anything.
+        """Worth of each entry: (S, H, N), higher is kept; anything where there is no valid entry.
 
-        A score of +inf means that the entry must stay: too many of them are an error, not an eviction.
+        Entries with a score of +inf must stay: more of them than the budget holds are an error, not an eviction.
         """
 
     def update_state(self, update: StateUpdate) -> None:
-        """Update ``update.state`` and ``update.head_state`` in place for new tokens.
+        """Update the running numbers in ``update.state`` and ``update.head_state`` for new tokens, in place.
 
         It is called once for every token, before the slot may be compressed: with one of each sequence after a decode
         step, and with the tokens of a prompt in blocks. A block of Q tokens must have the effect of Q blocks of one.
 
         Args:
-            update: Running numbers of one layer, and the new tokens.
+            update: The numbers of one layer, and the new tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} has state_fields, so it needs update_state.")
 
@@ -152,7 +153,7 @@ class Compressor(Budgeted):
 
         Args:
             num_layers: Layers of the model.
-            budget: Budget of the schedule to use, default the largest.
+            budget: A budget of the schedule, default the largest.
 
         Raises:
             ValueError: If a head would get less than sinks and window.
@@ -161,15 +162,15 @@ class Compressor(Budgeted):
         return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
 
     def plan_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Scores (S, H, N) float32 and entries to keep (S, H) int32, the arguments of the op ``select_and_compact``.
+        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``evict`` takes them.
 
         Args:
-            layer: Cache of one layer.
-            layer_budget: The layer's entry in :meth:`layer_budgets`, or (S,) int64 one for each slot; default
+            layer: One layer's cache.
+            layer_budget: Budget of the layer from :meth:`layer_budgets`, or (S,) int64, one for each slot; default
                 :attr:`budget`.
 
         Raises:
-            ValueError: For the reasons of :meth:`checked_score`, or if more entries must stay than a head keeps.
+            ValueError: If :meth:`score` cannot be ranked, or more entries must stay than a head keeps.
         """
         limit = self.budget if layer_budget is None else layer_budget
         given = self._shaped_score(layer)
@@ -182,7 +183,7 @@ class Compressor(Budgeted):
         if bool(unranked | too_many):  # one synchronization with the device
             self._refuse_nan(given, layer)
             worst = int((must_stay - budgets).argmax())
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}: {int(must_stay.flatten()[worst])} entries of a head in layer "
                 f"{layer.layer_index} must stay, num_sinks={self.num_sinks} and window={self.window} among them, but "
                 f"it keeps only {int(budgets.flatten()[worst])}. Raise budget={self.schedule.plain} or protect fewer "
@@ -191,10 +192,10 @@ class Compressor(Budgeted):
         return scores, budgets
 
     def select(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> Tensor:
-        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``select_and_compact``.
+        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``evict``.
 
         Args:
-            layer: Cache of one layer.
+            layer: One layer's cache.
             layer_budget: Budget as for :meth:`plan_eviction`.
 
         Raises:
@@ -204,7 +205,7 @@ class Compressor(Budgeted):
         return select_entries(scores, layer.valid, layer.positions, budgets, self.num_sinks, self.window)
 
     def checked_score(self, layer: LayerState) -> Tensor:
-        """The result of :meth:`score`, with +inf for protected tokens; refused if it cannot be ranked.
+        """Scores of :meth:`score`, checked, with +inf for protected tokens.
 
         Raises:
             ValueError: If :meth:`score` returned another shape than (S, H, N), or NaN for a live entry.
@@ -226,7 +227,7 @@ class Compressor(Budgeted):
     def _shaped_score(self, layer: LayerState) -> Tensor:
         scores = self.score(layer)
         if scores.shape != layer.valid.shape:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}.score returned shape {tuple(scores.shape)}, expected (slots, KV heads, "
                 f"entries) = {tuple(layer.valid.shape)}."
             )
@@ -236,6 +237,6 @@ class Compressor(Budgeted):
         if bool((scores.isnan() & layer.valid).any()):
             broken = layer.keys.isnan().any(dim=-1) & layer.valid
             cause = " Their keys are NaN themselves: look for NaN in the model's weights." if bool(broken.any()) else ""
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__}.score returned NaN for live entries of layer {layer.layer_index}.{cause}"
             )

@@ -17,7 +17,7 @@ from sparse_rl_lightning.compressors.entries import (
     shared_scores,
     standardized,
 )
-from sparse_rl_lightning.ranges import check_choice, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 Normalization = Literal["rank", "standard", "none"]
@@ -60,7 +60,7 @@ class Combined(Compressor):
     ) -> None:
         name = type(self).__name__
         if not compressors:
-            raise ValueError(f"{name}: give at least one compressor.")
+            raise UserError(f"{name}: give at least one compressor.")
         for part in compressors:
             _check_part(name, compressors[0], part)
         check_choice("normalization", normalization, Normalization, name)
@@ -68,7 +68,7 @@ class Combined(Compressor):
             check_choice("across_heads", across_heads, HeadReduction, name)
         weights = [1.0] * len(compressors) if weights is None else list(weights)
         if len(weights) != len(compressors):
-            raise ValueError(
+            raise UserError(
                 f"{name}: weights must be {len(compressors)} numbers, one per compressor, got weights={weights}."
             )
         for place, weight in enumerate(weights):
@@ -87,16 +87,16 @@ class Combined(Compressor):
 
     @property
     def num_queries(self) -> int:
-        """The largest number of queries that any part needs."""
+        """Largest number that a part asks for."""
         return max(part.num_queries for part in self._parts)
 
     @property
     def state_fields(self) -> tuple[str, ...]:
-        """The fields of all parts, numbered."""
+        """Names of all parts, numbered."""
         return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """The fields of all parts, numbered."""
+        """Names of all parts, numbered."""
         parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
         return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
 
@@ -133,7 +133,7 @@ class Combined(Compressor):
         return shared_scores(total, layer.positions, layer.valid, self.across_heads)
 
     def part_scores(self, layer: LayerState) -> list[Tensor]:
-        """The scores (S, H, N) of each part, checked like any compressor's."""
+        """Checked scores (S, H, N) of each part."""
         return [
             part.checked_score(
                 replace(
@@ -154,11 +154,11 @@ class Combined(Compressor):
 def _check_part(name: str, first: Compressor, part: Compressor) -> None:
     """Refuse a part that never evicts or whose sizes differ from the first's."""
     if not part.evicts:
-        raise ValueError(f"{name}: {part} never evicts, so there are no scores to work on. Leave it out.")
+        raise UserError(f"{name}: {part} never evicts, so there are no scores to work on. Leave it out.")
     for size in _SIZES:
         own, other = _size(first, size), _size(part, size)
         if own != other:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all compressors inside must have the same {own[0]}, but {type(first).__name__} has "
                 f"{own[0]}={own[1]} and {type(part).__name__} has {own[0]}={other[1]}."
             )
@@ -177,6 +177,6 @@ def _comparable(scores: Tensor, valid: Tensor, how: Normalization) -> Tensor:
 
 
 def _own(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """The numbers of one part, under its own names."""
+    """Numbers of one part, under its own names."""
     prefix = f"{index}."
     return {name.removeprefix(prefix): own for name, own in numbers.items() if name.startswith(prefix)}

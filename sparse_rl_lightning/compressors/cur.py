@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
-from sparse_rl_lightning.ranges import check_choice
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.records import LayerState
 
 Leverage = Literal["product", "mean", "key", "value"]
@@ -24,9 +24,9 @@ class CUR(Compressor):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        leverage: The "product" of the shares of key and value, their "mean", or the share of "key" or "value" alone.
-        local_window: Number of neighboring entries that share one sum; 0 takes the norms as they are.
-        **sizes: Sizes of :class:`Compressor`.
+        leverage: The "product" of the shares of key and value, their "mean", or only that of "key" or "value".
+        local_window: Neighboring entries that share one sum; 0 takes the norms as they are.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
@@ -40,7 +40,7 @@ class CUR(Compressor):
         super().__init__(budget, **sizes)
         check_choice("leverage", leverage, Leverage, type(self).__name__)
         if local_window < 0:
-            raise ValueError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
+            raise UserError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
         self.leverage: Leverage = leverage
         self.local_window = local_window
 
@@ -63,5 +63,5 @@ class CUR(Compressor):
 
 
 def _divide(part: Tensor, whole: Tensor) -> Tensor:
-    """The quotient, or 0 if the divisor is 0."""
+    """Shares of a whole, 0 where the whole is 0."""
     return part / whole.masked_fill(whole == 0, 1.0)

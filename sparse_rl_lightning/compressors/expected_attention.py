@@ -11,9 +11,9 @@ from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
-from sparse_rl_lightning.ops.importance import group_logits
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.ops.pools import accumulation_dtype
-from sparse_rl_lightning.ranges import check_choice, check_number
+from sparse_rl_lightning.ops.window_importance import group_logits
 from sparse_rl_lightning.records import LayerState
 
 Covariance = Literal["full", "diagonal", "none"]
@@ -37,8 +37,8 @@ class ExpectedAttention(Compressor):
         num_future: Number of positions ahead over which the rotation is averaged.
         covariance: Covariance to use, "full", "diagonal" or "none".
         value_norm: Multiply by the norm of the value.
-        epsilon: Number added to the expected attention first, so that a large value counts without any.
-        **sizes: Sizes of :class:`Compressor`.
+        epsilon: Added to the expected attention before, so that a large value counts without any.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
@@ -57,7 +57,7 @@ class ExpectedAttention(Compressor):
     ) -> None:
         super().__init__(budget, **sizes)
         if query_window < 1 or num_future < 1:
-            raise ValueError(
+            raise UserError(
                 f"ExpectedAttention: query_window and num_future must be at least 1, got query_window={query_window}, "
                 f"num_future={num_future}."
             )

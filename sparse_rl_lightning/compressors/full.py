@@ -1,4 +1,4 @@
-"""FullKV: the full cache, which never evicts anything."""
+"""FullKV: the full cache, nothing is ever evicted."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class FullKV(Compressor):
         super().__init__(budget=1, buffer=1, num_sinks=0, window=1)
 
     def score(self, layer: LayerState) -> Tensor:
-        """Equal scores; the engine never calls this."""
+        """Equal scores; the engine never asks for them."""
         return layer.valid.to(layer.keys.dtype)

@@ -27,7 +27,7 @@ class H2O(Compressor):
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         age_normalized: Divide by the number of queries that could see the token.
         value_weighted: Multiply by the norm of the value.
-        **sizes: Sizes of :class:`Compressor`.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from.

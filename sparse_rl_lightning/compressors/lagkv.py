@@ -1,4 +1,4 @@
-"""LagKV: keep what differs from the text that follows."""
+"""LagKV: keep entries that differ from those that follow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import LayerState
 
 
@@ -27,8 +28,8 @@ class LagKV(Compressor):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        lag_size: Number of entries in a chunk, at least 2.
-        **sizes: Sizes of :class:`Compressor`.
+        lag_size: Entries of a chunk, at least 2.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or a slot never has two chunks.
@@ -41,7 +42,7 @@ class LagKV(Compressor):
         smallest = self.schedule.minimum + self.buffer
         largest = (smallest - self.num_sinks) // 2
         if not 2 <= lag_size <= largest:
-            raise ValueError(
+            raise UserError(
                 f"LagKV: lag_size must be from 2 to {largest}, so that a slot of budget + buffer = "
                 f"{smallest} tokens holds two chunks behind its sinks; got lag_size={lag_size}."
             )

@@ -1,4 +1,4 @@
-"""Statistics of a model's queries for calibrated compressors: gathered from its own text, stored in a file."""
+"""Statistics of a model's queries for calibrated methods, gathered from its own text and kept in a file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_files
 from sparse_rl_lightning.records import LayerState
 
@@ -45,7 +46,7 @@ class QueryMoments:
         return self
 
     def main_directions(self, num_kv_heads: int) -> Tensor:
-        """The directions (H, D) of the rotated queries of each KV head, the filters of Q-Filters (arXiv 2503.02812).
+        """Main direction of the rotated queries of each KV head (H, D), the filters of Q-Filters (arXiv 2503.02812).
 
         For each query head this is the first right singular vector of its queries, of length 1 and oriented so that the
         queries lie on its positive side; then the mean over the heads of a group.
@@ -58,7 +59,7 @@ class QueryMoments:
 
 
 class QueryStatistics:
-    """Statistics of a model's queries for calibrated compressors; ``sparse-rl statistics`` writes a file of them.
+    """Statistics of a model's queries for calibrated compressors; ``sparse-rl statistics`` writes them to a file.
 
     Args:
         mean: Mean query (L, Hq, D) before the rotary positions are applied.
@@ -74,7 +75,7 @@ class QueryStatistics:
 
     @classmethod
     def of_layers(cls, moments: list[QueryMoments], num_kv_heads: int) -> QueryStatistics:
-        """The statistics of all layers from their sums, one item per layer."""
+        """Statistics from the sums of each layer."""
         return cls(
             mean=torch.stack([m.mean / m.count for m in moments]).float(),
             lengths=torch.stack([m.lengths / m.count for m in moments]).float(),
@@ -86,19 +87,19 @@ class QueryStatistics:
         """Read a file.
 
         Args:
-            path: Path of a file that :meth:`save` wrote.
-            owner: Name of the caller, for the message.
+            path: File that :meth:`save` wrote.
+            owner: Class that needs it, for the message.
 
         Raises:
             ValueError: If it is missing or contains something else; the message includes the command that writes it.
         """
         advice = f"Make it with: {COMMAND} {path}"
         if not Path(path).expanduser().is_file():
-            raise ValueError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
+            raise UserError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
         try:
             return cls(**load_file(Path(path).expanduser()))
         except (SafetensorError, TypeError) as error:
-            raise ValueError(f"{owner}: statistics={str(path)!r} does not hold query statistics. {advice}") from error
+            raise UserError(f"{owner}: statistics={str(path)!r} does not hold query statistics. {advice}") from error
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
@@ -116,7 +117,7 @@ class QueryStatistics:
         given = (num_heads, self.filters.shape[1], dim)
         wanted = (layer.queries.shape[1], num_kv_heads, key_dim)
         if given != wanted or layer.layer_index >= num_layers:
-            raise ValueError(
+            raise UserError(
                 f"{owner}: the statistics are of a model with {num_layers} layers of (query heads, KV heads, head "
                 f"size) = {given}, but layer {layer.layer_index} of this one has {wanted}. Make them for this model "
                 f"with: {COMMAND} STATISTICS.safetensors"
@@ -129,5 +130,5 @@ class QueryStatistics:
 
 
 def resolve_statistics(statistics: str | QueryStatistics, owner: str) -> QueryStatistics:
-    """The statistics themselves, or the :class:`QueryStatistics` in the file of a path."""
+    """The statistics themselves, read from the file if a path is given."""
     return statistics if isinstance(statistics, QueryStatistics) else QueryStatistics.load(statistics, owner)

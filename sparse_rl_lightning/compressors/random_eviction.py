@@ -1,4 +1,4 @@
-"""Random eviction: the baseline that every method has to beat."""
+"""RandomEviction: the baseline that every method has to beat."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.random import hash_uniform
+from sparse_rl_lightning.ops.keyed_random import hash_uniform
 from sparse_rl_lightning.records import LayerState
 
 
 class RandomEviction(Compressor):
     """Keep a uniform random sample of the past, besides sinks and window.
 
-    A token's random number depends on (key, layer, head, position), with the key of its sequence or, in the prompt, of
-    the prompt, and stays the same for all compressions. So the survivors are always an even sample of everything so
-    far, where new random numbers would thin out the past again and again; and they are the same in any batch and slot.
+    Each token draws a random number once, from (key, layer, head, position) with the key of its sequence or, in the
+    prompt, of the prompt, and keeps it for all compressions. So the survivors are always an even sample of everything
+    so far, where fresh numbers would thin out the past again and again; and they are the same in any batch and slot.
     """
 
     num_queries = 0
 
     def score(self, layer: LayerState) -> Tensor:
-        """The random number of each token: (S, H, N) in (0, 1)."""
+        """Random number of each token: (S, H, N) in (0, 1)."""
         heads = torch.arange(layer.positions.shape[1], device=layer.positions.device)
         # a prompt may be compressed before its samples begin
         in_prompt = layer.positions < layer.prompt_lengths[:, None, None]

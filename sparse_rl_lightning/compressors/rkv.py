@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.snapkv import SnapKV
-from sparse_rl_lightning.ops import KVPools, score_redundancy
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops import key_redundancy
 from sparse_rl_lightning.records import LayerState
 
 
@@ -27,8 +28,8 @@ class RKV(SnapKV):
         mix_lambda: Weight of the importance, from 0 to 1.
         similarity_threshold: Cosine above which two keys are similar, from -1 to 1; each key spares the last one
             similar to it.
-        **options: Options of :class:`SnapKV`. Published R-KV is ``variant="decode"``; "original" sums over the queries,
-            so its importance is up to ``window`` times larger.
+        **options: Arguments of :class:`SnapKV`. Published R-KV is ``variant="decode"``; "original" sums over the
+            queries, so its importance is up to ``window`` times larger.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
@@ -44,9 +45,9 @@ class RKV(SnapKV):
     ) -> None:
         super().__init__(budget, **options)
         if not 0 <= mix_lambda <= 1:
-            raise ValueError(f"RKV: mix_lambda must be from 0 to 1, got mix_lambda={mix_lambda}.")
+            raise UserError(f"RKV: mix_lambda must be from 0 to 1, got mix_lambda={mix_lambda}.")
         if not -1 <= similarity_threshold <= 1:
-            raise ValueError(
+            raise UserError(
                 f"RKV: similarity_threshold is a cosine and must be from -1 to 1, got "
                 f"similarity_threshold={similarity_threshold}."
             )
@@ -56,8 +57,6 @@ class RKV(SnapKV):
     def score(self, layer: LayerState) -> Tensor:
         """Weighted importance minus weighted redundancy: (S, H, N)."""
         importance = super().score(layer)
-        pools = KVPools.from_dense(layer.keys, layer.keys, layer.valid.sum(dim=-1))
-        slots = torch.arange(len(layer.lengths), device=layer.keys.device)
-        redundancy = score_redundancy(pools, slots, layer.keys.shape[2], self.similarity_threshold)
+        redundancy = key_redundancy(layer.keys, layer.valid.sum(dim=-1), self.similarity_threshold)
         share = redundancy.masked_fill(~layer.valid, -torch.inf).softmax(dim=-1).masked_fill(~layer.valid, 0.0)
         return self.mix_lambda * importance - (1 - self.mix_lambda) * share

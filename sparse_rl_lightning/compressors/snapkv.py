@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops import KVPools, score_importance
-from sparse_rl_lightning.ops.importance import GroupReduction, Pooling
-from sparse_rl_lightning.ranges import check_choice
+from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.ops.window_importance import GroupReduction, Pooling, window_importance
 from sparse_rl_lightning.records import LayerState
 
 Variant = Literal["decode", "original"]
@@ -30,12 +28,12 @@ class SnapKV(Compressor):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        kernel_size: Number of entries to pool over, an odd number; 1 pools nothing.
-        pooling: Pooling "max", "avg" or "none" over neighboring entries.
-        group_reduction: Reduction "max" of the logits over the query heads of a KV head before the softmax, or "mean"
-            of their importance after softmax and pooling.
-        variant: Variant "decode" or "original".
-        **sizes: Sizes of :class:`Compressor`; ``window`` is also the number of queries that score.
+        kernel_size: Entries that pooling looks at, an odd number; 1 pools nothing.
+        pooling: "max", "avg" or "none" over neighboring entries.
+        group_reduction: "max" of the logits over the query heads of a KV head before the softmax, or "mean" of their
+            importance after softmax and pooling.
+        variant: "decode" or "original".
+        **sizes: Arguments of :class:`Compressor`; ``window`` is also the number of queries that score.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or an option is not one of those listed.
@@ -54,7 +52,7 @@ class SnapKV(Compressor):
         super().__init__(budget, **sizes)
         if kernel_size < 1 or kernel_size % 2 == 0:
             name = type(self).__name__
-            raise ValueError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
+            raise UserError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
         check_choice("pooling", pooling, Pooling, type(self).__name__)
         check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
         check_choice("variant", variant, Variant, type(self).__name__)
@@ -64,15 +62,14 @@ class SnapKV(Compressor):
         self.variant: Variant = variant
 
     def score(self, layer: LayerState) -> Tensor:
-        """The pooled attention of the last queries: (S, H, N), 0 in the window."""
-        pools = KVPools.from_dense(layer.keys, layer.keys, layer.valid.sum(dim=-1), layer.positions)
-        return score_importance(
-            pools,
-            torch.arange(len(layer.lengths), device=layer.keys.device),
-            layer.queries.to(layer.keys.dtype).contiguous(),
-            layer.query_positions.contiguous(),
+        """Pooled attention of the last queries: (S, H, N), 0 in the window."""
+        return window_importance(
+            layer.queries.to(layer.keys.dtype),
+            layer.query_positions,
+            layer.keys,
+            layer.valid.sum(dim=-1),
+            layer.positions,
             layer.scale,
-            layer.keys.shape[2],
             window=self.window,
             exclude_window=self.variant == "decode",
             group_reduction=self.group_reduction,

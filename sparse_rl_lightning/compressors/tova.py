@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import shared_scores
-from sparse_rl_lightning.ops import KVPools, score_importance
+from sparse_rl_lightning.ops import window_importance
 from sparse_rl_lightning.records import LayerState
 
 
@@ -22,14 +21,14 @@ class TOVA(Compressor):
     num_queries = 1
 
     def score(self, layer: LayerState) -> Tensor:
-        """The attention of the last query, a mean over the layer's query heads: (S, H, N)."""
-        attention = score_importance(
-            KVPools.from_dense(layer.keys, layer.keys, layer.lengths, layer.positions),
-            torch.arange(len(layer.lengths), device=layer.keys.device),
-            layer.queries.to(layer.keys.dtype).contiguous(),
-            layer.query_positions.contiguous(),
+        """Attention of the last query, a mean over the layer's query heads: (S, H, N)."""
+        attention = window_importance(
+            layer.queries.to(layer.keys.dtype),
+            layer.query_positions,
+            layer.keys,
+            layer.lengths,
+            layer.positions,
             layer.scale,
-            layer.keys.shape[2],
             window=0,
             group_reduction="mean",
             pooling="none",

@@ -1,4 +1,4 @@
-"""TriAttention: the mean query, rotated to future positions, plus the queries' spread around it."""
+"""TriAttention: the mean query turned to the positions to come, plus the queries' spread around it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics, resolve_statistics
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate_to_mean
-from sparse_rl_lightning.ops.importance import GroupReduction, group_logits
-from sparse_rl_lightning.ranges import check_choice
+from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.ops.window_importance import GroupReduction, group_logits
 from sparse_rl_lightning.records import LayerState
 
 
@@ -23,7 +23,7 @@ class TriAttention(Compressor):
     Before rotation the queries of a head gather around one vector, so the logit of a key is a sum of cosines of its
     distance. The mean vector is rotated to the positions 1, 2, 4, ... up to ``max_offset`` after the next token; its
     mean product with the key is the first part of the score. The second adds, for every frequency, the length of the
-    key times the excess of the queries' mean length over the length of their mean. Scores are standardized over
+    key times what the mean length of the queries exceeds the length of their mean by. Scores are standardized over
     the live entries of each query head, then reduced over the group. These are the formulas of the published code
     with per-head selection; it standardizes over the completion only, since it never evicts the prompt.
 
@@ -31,8 +31,8 @@ class TriAttention(Compressor):
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         statistics: File written by ``sparse-rl statistics``, or the statistics themselves.
         max_offset: Largest distance ahead, in tokens.
-        group_reduction: Reduction "max" or "mean" over the query heads of a KV head.
-        **sizes: Sizes of :class:`Compressor`.
+        group_reduction: "max" or "mean" over the query heads of a KV head.
+        **sizes: Arguments of :class:`Compressor`.
 
     Raises:
         ValueError: If the numbers leave nothing to choose from, or the statistics are missing.
@@ -51,14 +51,14 @@ class TriAttention(Compressor):
     ) -> None:
         super().__init__(budget, **sizes)
         if max_offset < 1:
-            raise ValueError(f"TriAttention: max_offset must be at least 1 token, got max_offset={max_offset}.")
+            raise UserError(f"TriAttention: max_offset must be at least 1 token, got max_offset={max_offset}.")
         check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
         self.statistics = resolve_statistics(statistics, type(self).__name__)
         self.max_offset = max_offset
         self.group_reduction: GroupReduction = group_reduction
 
     def score(self, layer: LayerState) -> Tensor:
-        """The standardized expectation over future distances: (S, H, N)."""
+        """Standardized expectation over the distances to come: (S, H, N)."""
         mean, lengths, _ = self.statistics.layer(layer, type(self).__name__)
         offsets = 2 ** torch.arange(self.max_offset.bit_length(), device=mean.device)
         following = (newest_position(layer) + 1)[:, None]  # (S, 1)

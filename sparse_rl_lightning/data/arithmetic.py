@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row
+from sparse_rl_lightning.errors import UserError
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _VALIDATION_SHARE = 8  # one question in eight belongs to validation
@@ -67,12 +68,12 @@ class ArithmeticTasks(PromptDataModule):
         self.tasks = [tasks] if isinstance(tasks, str) else list(tasks)
         unknown = [task for task in self.tasks if task not in _GENERATORS]
         if unknown or not self.tasks:
-            raise ValueError(f"tasks must be among {', '.join(_GENERATORS)}, got tasks={tasks!r}.")
+            raise UserError(f"tasks must be among {', '.join(_GENERATORS)}, got tasks={tasks!r}.")
         for name, value, low in (("num_terms", num_terms, 2), ("digits", digits, 1), ("num_train", num_train, 1)):
             if value < low:
-                raise ValueError(f"ArithmeticTasks: {name} must be at least {low}, got {name}={value}.")
+                raise UserError(f"ArithmeticTasks: {name} must be at least {low}, got {name}={value}.")
         if num_val < 0:
-            raise ValueError(f"ArithmeticTasks: num_val must not be negative, got num_val={num_val}.")
+            raise UserError(f"ArithmeticTasks: num_val must not be negative, got num_val={num_val}.")
         self.num_terms = num_terms
         self.digits = digits
         self.num_train = num_train
@@ -99,7 +100,7 @@ class ArithmeticTasks(PromptDataModule):
                 misses = 0
             elif (misses := misses + 1) == _MAX_MISSES:
                 name = "num_val" if validation else "num_train"
-                raise ValueError(
+                raise UserError(
                     f"ArithmeticTasks: {name}={count} questions were asked for, but {task} with num_terms="
                     f"{self.num_terms}, digits={self.digits} has hardly more than the {len(rows)} found for this "
                     f"part. Lower {name}, or raise num_terms or digits."

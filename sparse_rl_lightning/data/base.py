@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
-from sparse_rl_lightning.ranges import check_number, check_seed
+from sparse_rl_lightning.errors import UserError, check_number, check_seed
 
 Row: TypeAlias = dict[str, Any]
 """A prompt (text, or a list of chat messages), its bare answer, and whatever else a reward function reads."""
@@ -69,7 +69,7 @@ class PromptDataModule(LightningDataModule):
         if self._train is None:
             self._train = self.train_rows()
         if not self._train:
-            raise ValueError(f"{type(self).__name__}: the training data has no rows.")
+            raise UserError(f"{type(self).__name__}: the training data has no rows.")
         sampler = RepeatedBlockSampler(
             self._train,
             block_size=self.prompts_per_rollout,
@@ -95,7 +95,7 @@ class PromptDataModule(LightningDataModule):
             self._val = self.val_rows()[: self.max_val_prompts]
         if not self._val:
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:  # silence looked like success
-                raise ValueError(
+                raise UserError(
                     f"{type(self).__name__} has no validation rows, so there is nothing to evaluate on. Give it some: "
                     "data.val_path of JsonlPrompts, data.num_val of ArithmeticTasks."
                 )

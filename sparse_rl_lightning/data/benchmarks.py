@@ -15,6 +15,7 @@ from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
 from sparse_rl_lightning.data.templates import PromptFormat, render
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
 from sparse_rl_lightning.rollout.prompts import valid_unicode
 
@@ -85,9 +86,9 @@ class MathBenchmarks(PromptDataModule):
         for argument, names in (("benchmarks", self.benchmarks), ("val_benchmarks", self.val_benchmarks)):
             unknown = [name for name in names if name not in known]
             if unknown:
-                raise ValueError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
+                raise UserError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
         if max_rows is not None and max_rows < 1:
-            raise ValueError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
+            raise UserError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
         render("", prompt_format)  # raises for an unknown format
         self.folder = folder
         self.train = train
@@ -164,7 +165,7 @@ class MathBenchmarks(PromptDataModule):
             return [record for _, record in read_table(name, config, split)], None
         path = Path(self.folder).expanduser() / published.file
         if not path.is_file():
-            raise ValueError(
+            raise UserError(
                 f"There is no {path}. MathBenchmarks reads the published file {published.file} "
                 f"({published.num_rows} rows) from data.folder; give its folder, or null for the hub's "
                 f"{published.hub[0]}, or leave {published.name} out of data.benchmarks."

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
+
 LINE_SUFFIXES = (".jsonl", ".json")
 FILE_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
 
@@ -25,7 +27,7 @@ def read_table(path: str, config: str | None = None, split: str = "train") -> li
     if not is_local(path):
         return _read_with_datasets(path, config, split)
     if not Path(path).is_file():
-        raise ValueError(f"There is no data file {path!r} (looked in {Path.cwd()}). Check the path.")
+        raise UserError(f"There is no data file {path!r} (looked in {Path.cwd()}). Check the path.")
     if path.endswith(LINE_SUFFIXES):
         return read_json_lines(path)
     return _read_parquet(path)
@@ -53,9 +55,9 @@ def read_json_lines(path: str) -> list[tuple[str, dict[str, Any]]]:
             row = json.loads(line.decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError) as error:
             excerpt = ascii(line[:60].decode("utf-8", "replace"))
-            raise ValueError(f"{where} is not JSON ({error}): {excerpt}") from error
+            raise UserError(f"{where} is not JSON ({error}): {excerpt}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{where} holds a JSON {type(row).__name__}; expected one object per line.")
+            raise UserError(f"{where} holds a JSON {type(row).__name__}; expected one object per line.")
         rows.append((where, row))
     return rows
 
@@ -70,7 +72,7 @@ def _read_parquet(path: str) -> list[tuple[str, dict[str, Any]]]:
     except (ImportError, ArrowException):  # datasets raises the error
         return _read_with_datasets("parquet", None, "train", data_files=path)
     if doubles := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{path} has more than one column {doubles[0]!r}. Rename or drop one.")
+        raise UserError(f"{path} has more than one column {doubles[0]!r}. Rename or drop one.")
     return _read_with_datasets("parquet", None, "train", data_files=path) if num_rows else []
 
 
@@ -85,7 +87,7 @@ def _read_with_datasets(
     try:
         table = datasets.load_dataset(path, config, split=split, data_files=data_files)
     except Exception as error:  # no dataset, no network, no such split or configuration: each raises a different class
-        raise ValueError(
+        raise UserError(
             f"datasets could not load {name!r} (configuration {config!r}, split {split!r}): {error} "
             f"A local file must end in one of {', '.join(FILE_SUFFIXES)}."
         ) from error

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import is_local, read_table
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
 
@@ -125,7 +126,7 @@ class JsonlPrompts(PromptDataModule):
             message = f"{path}: dropped {len(dropped)} of {len(table)} rows with an empty answer"
             message += f"{uncheckable} ({how}): {named}"
             if not rows:
-                raise ValueError(f"{message}. No row is left: check answer_column and answer_pattern.")
+                raise UserError(f"{message}. No row is left: check answer_column and answer_pattern.")
             rank_zero_warn(message)
         return rows
 
@@ -140,7 +141,7 @@ class JsonlPrompts(PromptDataModule):
         }
         for argument, column in columns.items():
             if column is not None and column not in record:
-                raise ValueError(
+                raise UserError(
                     f"{where} has no column {column!r} ({argument}). Its columns are: {', '.join(map(repr, record))}."
                 )
         row = {name: _clean(value, f"{where}, column {name!r}") for name, value in record.items()}
@@ -153,7 +154,7 @@ class JsonlPrompts(PromptDataModule):
         if value is None or value != value:  # a missing number in a parquet file is NaN
             return ""
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise ValueError(
+            raise UserError(
                 f"{where}: the answer in column {self.answer_column!r} must be text or a number, got "
                 f"{ascii(value)[:80]}."
             )
@@ -170,17 +171,17 @@ class JsonlPrompts(PromptDataModule):
         elif isinstance(value, list) and all(_is_message(item) for item in value):
             messages = value
         else:
-            raise ValueError(
+            raise UserError(
                 f"{place} must be text or a list of chat messages with role and content, got {ascii(value)[:80]}."
             )
         if not messages or not messages[-1]["content"].strip():
-            raise ValueError(f"{place} is empty. Fill it in or drop the row.")
+            raise UserError(f"{place} is empty. Fill it in or drop the row.")
         text = messages[-1]["content"]
         if self.prompt_template is not None:
             text = self.prompt_template.format(prompt=text)
         if isinstance(value, str) and not self.as_chat:
             if self.system_prompt is not None:
-                raise ValueError(f"{place} is plain text, which takes no system_prompt. Set as_chat, or leave it out.")
+                raise UserError(f"{place} is plain text, which takes no system_prompt. Set as_chat, or leave it out.")
             return text
         messages = [*messages[:-1], messages[-1] | {"content": text}]
         if self.system_prompt is not None and messages[0]["role"] != "system":
@@ -198,7 +199,7 @@ def _compile(pattern: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(GSM8K_PATTERN if pattern == "gsm8k" else pattern)
     except re.error as error:
-        raise ValueError(f"answer_pattern={pattern!r} is not a regular expression: {error}.") from error
+        raise UserError(f"answer_pattern={pattern!r} is not a regular expression: {error}.") from error
 
 
 def _check_template(template: str | None) -> None:
@@ -207,21 +208,21 @@ def _check_template(template: str | None) -> None:
     try:
         fields = [field for _, field, form, conversion in Formatter().parse(template) if form or conversion]
         if fields:
-            raise ValueError(f"{fields[0]!r} is formatted")
+            raise UserError(f"{fields[0]!r} is formatted")
         complete = "\0" in template.format(prompt="\0")
     except (LookupError, ValueError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"prompt_template={template!r} is malformed ({error}). Only {{prompt}} is filled in; double all other "
             "braces."
         ) from error
     if not complete:
-        raise ValueError(f"prompt_template={template!r} does not contain {{prompt}}.")
+        raise UserError(f"prompt_template={template!r} does not contain {{prompt}}.")
 
 
 def _clean(value: Any, where: str, level: int = 0) -> Any:
     """The value with every text inside it made valid Unicode, so that it can be tokenized and printed."""
     if level > MOST_LEVELS:
-        raise ValueError(f"{where} is nested more than {MOST_LEVELS} levels deep. Drop it, or store it as text.")
+        raise UserError(f"{where} is nested more than {MOST_LEVELS} levels deep. Drop it, or store it as text.")
     if isinstance(value, str):
         return valid_unicode(value)
     if isinstance(value, list):

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math import find_last_box
 
 Record = dict[str, Any]
@@ -139,5 +140,5 @@ def own_benchmark(name: str, path: str) -> Published:
         ValueError: If the name is one of the published ones.
     """
     if name in PUBLISHED:
-        raise ValueError(f"own: {name} is one of the published benchmarks, choose another name.")
+        raise UserError(f"own: {name} is one of the published benchmarks, choose another name.")
     return Published(name, path, 0, "", _answer, (path, None, "train"))

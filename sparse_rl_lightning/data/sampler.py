@@ -7,8 +7,12 @@ from collections.abc import Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.records import Rows
 
 
 class RepeatedBlockSampler(DistributedSampler[Any]):
@@ -48,7 +52,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
     ) -> None:
         for name, value in (("block_size", block_size), ("repeats", repeats)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {name}={value}.")
+                raise UserError(f"{name} must be at least 1, got {name}={value}.")
         super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
         self.num_rows = len(dataset)
         self.block_size = block_size
@@ -57,7 +61,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         self.position = 0  # indices already yielded in this epoch
         self._lengths = torch.zeros(self.num_rows) if lengths is None else torch.tensor(list(lengths))
         if self.num_blocks == 0:
-            raise ValueError(
+            raise UserError(
                 f"{self.num_rows} prompts do not fill one block: {block_size} prompts per rollout on each of "
                 f"{num_replicas} rank(s) are needed. Add prompts or lower prompts_per_rollout."
             )
@@ -124,7 +128,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
             changed = ", ".join(
                 f"{name} was {saved.get(name)} and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
             )
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint's place in the data fits another run: {changed}. Resume with the same numbers, "
                 "or start a new run from the checkpoint's weights."
             )
@@ -145,3 +149,27 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
             "ranks": self.num_replicas,
             "seed": self.seed,
         }
+
+
+def places_of_rank(trainer: Trainer, prompts: int) -> list[int] | None:
+    """Where a rank's prompts of a training block stand among those of all ranks, None where the loader deals otherwise.
+
+    A prompt is then drawn alike on any number of ranks.
+    """
+    sampler = getattr(trainer.train_dataloader, "sampler", None)
+    return sampler.places if isinstance(sampler, RepeatedBlockSampler) and sampler.block_size == prompts else None
+
+
+def rows_of(loader: Any) -> Rows:
+    """All rows of a training loader.
+
+    Raises:
+        ValueError: If its data set cannot be looked at as a whole.
+    """
+    data: Any = getattr(loader, "dataset", None)
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UserError(
+            "The longest training prompt must be known before the first rollout: fit with a data module of "
+            f"prompts (PromptDataModule), or with a loader over a list of rows, not over {type(data).__name__}."
+        )
+    return [data[index] for index in range(len(data))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.prompts import Prompt
 
 PromptFormat: TypeAlias = Literal["plain", "qwen", "llama"]
@@ -36,4 +37,4 @@ def render(question: str, prompt_format: PromptFormat) -> Prompt:
     if prompt_format == "qwen":
         text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
         return f"{text}<|im_start|>assistant\n"
-    raise ValueError(f"prompt_format must be plain, qwen or llama, got prompt_format={prompt_format!r}.")
+    raise UserError(f"prompt_format must be plain, qwen or llama, got prompt_format={prompt_format!r}.")

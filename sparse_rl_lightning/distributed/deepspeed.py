@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from sparse_rl_lightning.checkpoints.sharded import load_sharded, save_sharded
+from sparse_rl_lightning.errors import UserError
 
 
 class SparseRLDeepSpeed(DeepSpeedStrategy):
@@ -63,7 +64,7 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         if isinstance(self.accelerator, CPUAccelerator):
             precision = self.precision_plugin.precision
             if precision.startswith("16"):
-                raise ValueError(
+                raise UserError(
                     f"trainer.precision={precision} with trainer.strategy={type(self).__name__}: DeepSpeed has no "
                     "float16 on CPUs. Set trainer.precision to bf16-mixed or 32-true."
                 )
@@ -163,9 +164,9 @@ def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters:
         ValueError: If the stage is unknown, or parameters that are not sharded are to be offloaded.
     """
     if stage not in (1, 2, 3):
-        raise ValueError(f"stage must be 1, 2 or 3, got stage={stage}. Without sharding use --trainer.strategy=ddp.")
+        raise UserError(f"stage must be 1, 2 or 3, got stage={stage}. Without sharding use --trainer.strategy=ddp.")
     if offload_parameters and stage != 3:
-        raise ValueError(f"offload_parameters needs stage=3, which shards them; got stage={stage}.")
+        raise UserError(f"offload_parameters needs stage=3, which shards them; got stage={stage}.")
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import make_empty
+from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.sharding import of_all_ranks
 
 
@@ -66,9 +69,9 @@ def check_strategy(strategy: Strategy) -> None:
         ValueError: If it is such a strategy.
     """
     if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, SparseRLDeepSpeed):
-        raise ValueError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
+        raise UserError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
     if isinstance(strategy, FSDPStrategy):
-        raise ValueError(
+        raise UserError(
             "trainer.strategy=FSDPStrategy: rollouts cannot read weights that FSDP1 has flattened. Use FSDP2: "
             "{class_path: ModelParallelStrategy, init_args: {data_parallel_size: RANKS, tensor_parallel_size: 1}}."
         )
@@ -85,7 +88,7 @@ def check_processes(world_size: int) -> None:
     is_one_of_them = "RANK" in os.environ or "LOCAL_RANK" in os.environ
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if is_one_of_them and started > 1 and started != world_size:
-        raise ValueError(
+        raise UserError(
             f"{started} processes were started (WORLD_SIZE={started}), and the trainer is of {world_size}: each of "
             f"them would train by itself and overwrite the others' files. Let trainer.devices x trainer.num_nodes be "
             f"{started}, or start {world_size}."
@@ -106,10 +109,32 @@ def check_agreement(facts: dict[str, str]) -> None:
         values = [own.get(name, "none") for own in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            raise ValueError(
+            raise UserError(
                 f"Ranks differ in their {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. All must "
                 "read the same files: name a folder that they share, or copy rank 0's to the others' machines."
             )
+
+
+def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
+    """Refuse ranks that have other data, weights or checkpoints than the others, or a folder of their own. Collective.
+
+    Args:
+        trainer: The trainer of a fit that is starting.
+        facts: What must be the same on all ranks, as text; rows of data are added.
+
+    Raises:
+        ValueError: On all ranks, if any differs.
+    """
+    loaders: dict[str, Any] = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
+    for name, loader in loaders.items():
+        if isinstance(getattr(loader, "sampler", None), DistributedSampler):  # which deals the rows out
+            rows = loader.dataset
+            found = fingerprint(rows=[rows[index] for index in range(len(rows))])
+            facts[f"{name} rows"] = f"{len(rows)} of the hash {found}"
+    check_agreement(facts)
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, ModelParallelStrategy)):  # all ranks write
+        folders = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+        check_shared([Path(folder) for folder in folders if folder and "://" not in str(folder)])
 
 
 def check_shared(folders: list[Path]) -> None:
@@ -131,7 +156,7 @@ def check_shared(folders: list[Path]) -> None:
         if rank == 0:
             probe.unlink()
         if not all(seen):
-            raise ValueError(
+            raise UserError(
                 f"dirpath={str(folder)!r} of ModelCheckpoint is another folder on rank {seen.index(False)} than on "
                 "rank 0, and every rank writes its part of a checkpoint there: none would be whole. Name a folder that "
                 "all machines share."

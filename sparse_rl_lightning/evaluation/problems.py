@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.rollout import Progress, SamplingParams
 from sparse_rl_lightning.text import printable, say
@@ -49,7 +50,7 @@ def with_room(
     advice = f"lower model.max_completion_length, or model.max_completion_length_of if it names {name}"
     fits = [context is None or len(prompt) + params.max_completion_length <= context for prompt in prompts]
     if not any(fits):
-        raise ValueError(
+        raise UserError(
             f"{name}: no problem leaves room for {limits}, the shortest prompt has {min(map(len, prompts))} tokens. "
             f"Either {advice}, or leave {name} out of data.benchmarks."
         )

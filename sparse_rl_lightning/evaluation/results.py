@@ -20,7 +20,7 @@ from sparse_rl_lightning.metrics import Accuracy, accuracy
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker, extract_answer
-from sparse_rl_lightning.text import prompt_text, say
+from sparse_rl_lightning.text import prompt_text
 
 Table: TypeAlias = dict[str, list[Any]]
 CORRECT_COLUMNS: dict[Convention, str] = {"strict": "correct", "lenient": "correct_lenient"}
@@ -138,18 +138,13 @@ class ResultFolder:
         self.path = path
 
     def load(self, benchmark: str, cache: str, fingerprint: str) -> BenchmarkResult | None:
-        """A finished result of the same settings, None if there is none or it was judged by one convention only."""
-        file = self._file(benchmark, cache, "json")
+        """A finished result of the same settings, None if there is none."""
         try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
+            stored = json.loads(self._file(benchmark, cache, "json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if not isinstance(stored, dict) or stored.get("benchmark") != benchmark:
-            return None
-        if "lenient" not in stored:
-            say(f"{file} was written when answers were judged by one convention only: {benchmark} is evaluated again.")
-            return None
-        if stored.get("fingerprint") != fingerprint or stored.get("cache") != cache:
+        wanted = {"benchmark": benchmark, "cache": cache, "fingerprint": fingerprint}
+        if not isinstance(stored, dict) or any(stored.get(name) != value for name, value in wanted.items()):
             return None
         for name in ("accuracy", "lenient"):
             counts = stored[name]

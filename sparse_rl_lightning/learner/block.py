@@ -9,15 +9,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.learner.loss import Items
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.learner.packing import pack, token_counts, trimmed
-from sparse_rl_lightning.ops.random import hash_bits
+from sparse_rl_lightning.ops.keyed_random import hash_bits
 from sparse_rl_lightning.records import Rollout
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """How one rollout becomes optimiser steps: prompts x generations = steps_per_generation x micro-batch.
+    """How one rollout becomes optimizer steps: prompts x generations = steps_per_generation x micro-batch.
 
     Args:
         prompts: Prompts per rollout and rank that are trained on.
@@ -25,11 +26,11 @@ class BlockPlan:
         steps_per_generation: Micro-batches the rollout is cut into.
         num_iterations: Passes over the rollout.
         accumulate: Lightning's ``accumulate_grad_batches``.
-        packs: Share the sequences of an optimiser step among its micro-batches by tokens instead of by number. No
+        packs: Share the sequences of an optimizer step among its micro-batches by tokens instead of by number. No
             micro-batch is empty, and the loss of the step is the same.
 
     Raises:
-        ValueError: If a division leaves a rest.
+        ValueError: If the numbers do not divide evenly.
     """
 
     prompts: int
@@ -41,13 +42,13 @@ class BlockPlan:
 
     def __post_init__(self) -> None:
         if self.sequences % self.steps_per_generation:
-            raise ValueError(
+            raise UserError(
                 f"{self.prompts} prompts x num_generations={self.num_generations} = {self.sequences} sequences cannot "
                 f"be cut into steps_per_generation={self.steps_per_generation} equal micro-batches. Change "
-                "data.prompts_per_rollout, model.num_generations or model.steps_per_generation."
+                "data.prompts_per_rollout, model.sampling.num_generations or model.steps_per_generation."
             )
         if self.micro_batches % self.accumulate:
-            raise ValueError(
+            raise UserError(
                 f"steps_per_generation={self.steps_per_generation} x num_iterations={self.num_iterations} = "
                 f"{self.micro_batches} micro-batches per rollout are not a multiple of "
                 f"accumulate_grad_batches={self.accumulate}. Change trainer.accumulate_grad_batches, or "
@@ -71,7 +72,7 @@ class BlockPlan:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimiser steps per rollout."""
+        """Optimizer steps per rollout."""
         return self.micro_batches // self.accumulate
 
     def __str__(self) -> str:
@@ -79,7 +80,7 @@ class BlockPlan:
         return (
             f"{self.prompts} prompts x {self.num_generations} generations = {self.steps_per_generation} micro-batches "
             f"of {self.micro_batch} sequences {share}; {self.num_iterations} pass(es), {self.accumulate} "
-            f"micro-batch(es) per optimiser step: {self.optimizer_steps} optimiser step(s) per rollout"
+            f"micro-batch(es) per optimizer step: {self.optimizer_steps} optimizer step(s) per rollout"
         )
 
 
@@ -90,8 +91,8 @@ class RolloutBlock:
         plan: The cuts.
         rollout: All its sequences.
         index: Number of the rollout.
-        seed: Of the shuffling.
-        count: Counts the items of an optimiser step, given all its sequences.
+        seed: Seed of the order.
+        count: Returns the denominators of an optimizer step, given all its sequences.
         cursor: Micro-batches already served.
     """
 
@@ -101,30 +102,30 @@ class RolloutBlock:
         rollout: Rollout,
         index: int,
         seed: int,
-        count: Callable[[Rollout], Items],
+        count: Callable[[Rollout], Denominators],
         cursor: int = 0,
     ) -> None:
         self.plan, self.rollout, self.index, self.seed, self.cursor = plan, rollout, index, seed, cursor
         self._count = count
-        self._step: tuple[list[Tensor], Items] | None = None  # the optimiser step in progress
+        self._step: tuple[list[Tensor], Denominators] | None = None  # the optimizer step in progress
 
     @property
     def is_spent(self) -> bool:
         """Whether every micro-batch has been served."""
         return self.cursor >= self.plan.micro_batches
 
-    def next(self) -> tuple[Rollout, Items]:
-        """The next micro-batch, and the items of the optimiser step it belongs to, counted once per step."""
+    def next(self) -> tuple[Rollout, Denominators]:
+        """The next micro-batch, and the denominators of its optimizer step, counted once per step."""
         turn = self.cursor % self.plan.accumulate
         if self._step is None or turn == 0:
             self._step = self._begin(self.cursor - turn)
-        shares, items = self._step
+        shares, denominators = self._step
         self.cursor += 1
         part = self.rollout[shares[turn]]
-        return (trimmed(part) if self.plan.packs else part), items
+        return (trimmed(part) if self.plan.packs else part), denominators
 
     def last_window(self) -> Rollout:
-        """The sequences of the optimiser step that the last micro-batch served belongs to."""
+        """The sequences of the optimizer step that the last micro-batch served belongs to."""
         start = (self.cursor - 1) // self.plan.accumulate * self.plan.accumulate
         size = self.plan.micro_batch
         return self.rollout[self._order()[start * size : (start + self.plan.accumulate) * size]]
@@ -134,12 +135,14 @@ class RolloutBlock:
         return {"rollout": self.rollout.state(), "index": self.index, "cursor": self.cursor}
 
     @classmethod
-    def from_state(cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Items]) -> Self:
+    def from_state(
+        cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Denominators]
+    ) -> Self:
         """The block whose :meth:`state` this is."""
         return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
 
-    def _begin(self, start: int) -> tuple[list[Tensor], Items]:
-        """The sequences of every micro-batch of the optimiser step that begins at ``start``, and the step's items."""
+    def _begin(self, start: int) -> tuple[list[Tensor], Denominators]:
+        """The sequences of every micro-batch of the optimizer step that begins at ``start``, and its denominators."""
         size, accumulate = self.plan.micro_batch, self.plan.accumulate
         rows = self._order()[start * size : (start + accumulate) * size]
         window = self.rollout[rows]

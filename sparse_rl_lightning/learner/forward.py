@@ -1,34 +1,40 @@
-"""Learner: how the dense policy's log-probs are computed, in what precision and in which pieces."""
+"""Learner: log-probs of a policy at the tokens of a rollout, in what precision and in which pieces."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.acceptance import rollout_acceptance
-from sparse_rl_lightning.learner.packing import in_parts
+from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.learner.packing import Compute, in_parts
 from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.logprobs import replay_statistics
-from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
+from sparse_rl_lightning.retrieval.logprobs import RetrievalLogprobs, retrieval_logprobs
 from sparse_rl_lightning.retrievers import Retriever
 
 
 @dataclass(frozen=True)
-class Learner:
+class LearnerOptions:
     """Memory and precision of the learner's forward passes; none of it changes the loss beyond rounding.
 
     Args:
         micro_batch_tokens: Null cuts a rollout into micro-batches of as many sequences. A number packs the sequences
-            of every optimiser step into its micro-batches by their tokens, without common padding, and a micro-batch
+            of every optimizer step into its micro-batches by their tokens, without common padding, and a micro-batch
             of more tokens than this (rows x longest) goes through the model in parts.
         head_chunk_size: Tokens whose logits exist at the same time.
         head_in_float32: Compute logits in float32 whatever the policy is stored in. The sampler does not: what it
             rounds differently becomes part of the mismatch that is measured.
         gradient_checkpointing: Keep only the inputs of the policy's layers for the backward pass, and compute each
             layer again there: less memory for a third more time. Rollouts and rescoring are as without it.
+        rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
+            mismatch metrics, with one optimizer step per rollout, may switch it off.
+        disable_dropout: Set every dropout of the policy to zero.
 
     Raises:
         ValueError: If a number is not positive.
@@ -38,78 +44,101 @@ class Learner:
     head_chunk_size: int = 512
     head_in_float32: bool = False
     gradient_checkpointing: bool = False
+    rescore: bool = True
+    disable_dropout: bool = True
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_tokens", "head_chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"learner.{name} must be at least 1, got {name}={value}.")
+            if getattr(self, name) is not None:
+                check_number(f"learner.{name}", getattr(self, name), least=1)
 
     @property
     def packs(self) -> bool:
         """Whether micro-batches are packed by tokens."""
         return self.micro_batch_tokens is not None
 
+
+@dataclass(frozen=True)
+class Learner:
+    """Forward passes over rollouts; each returns two (B, T) tensors, 0 outside the completions.
+
+    Args:
+        options: Memory and precision.
+        temperature: Divisor of the logits, the sampler's.
+        retriever: The sampler's choice of pages, None where it reads everything.
+        steps_per_generation: Micro-batches of a rollout, which rescoring goes through one by one.
+        replays: Whether the learner attends as the sampler did, instead of densely.
+    """
+
+    options: LearnerOptions
+    temperature: float = 1.0
+    retriever: Retriever | None = None
+    steps_per_generation: int = 1
+    replays: bool = False
+
     def prepare(self, policy: PreTrainedModel) -> None:
         """Switch gradient checkpointing on, in the form that needs no gradient of the embeddings (frozen under LoRA).
 
         It works while the policy is in training mode, which it is in no rollout and no rescoring.
         """
-        if not self.gradient_checkpointing:
+        if not self.options.gradient_checkpointing:
             return
         name = "activation_checkpointing_enable"  # gradient_checkpointing_enable in older transformers
         enable = getattr(policy, name, None) or policy.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         policy.disable_input_require_grads()  # a hook on the embeddings, which the sampler calls too
 
-    def logprobs(
-        self,
-        policy: PreTrainedModel,
-        part: Rollout,
-        temperature: float,
-        replay: bool = False,
-        retriever: Retriever | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (B, T) of the completion tokens: dense, or as the sampler saw them.
+    def logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (B, T) that the policy is trained by."""
+        return self.replayed(policy, part) if self.replays else self.dense(policy, part)
 
-        Args:
-            policy: The policy.
-            part: Sequences.
-            temperature: The sampler's.
-            replay: Under the sampler's evictions.
-            retriever: Under the pages that it chooses.
+    def dense(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (B, T) under the full cache."""
+
+        def compute(part: Rollout) -> tuple[Tensor, Tensor]:
+            return sequence_logprobs(policy, part.sequences, part.completion_mask, *self._head)
+
+        return self._in_parts(compute, part)
+
+    def replayed(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (B, T) as the sampler saw the sequences: under its evictions, or retrieving.
 
         Raises:
             ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.rollout.replay_logprobs`.
         """
 
-        def compute(rollout: Rollout) -> tuple[Tensor, Tensor]:
-            if retriever is not None:
-                found = retrieval_logprobs(
-                    policy, rollout, retriever, temperature, self.head_chunk_size, self.head_in_float32
-                )
-                return found.logprobs, found.entropy
-            if replay:
-                return replay_statistics(policy, rollout, temperature, self.head_chunk_size, self.head_in_float32)
-            return sequence_logprobs(
-                policy, rollout.sequences, rollout.completion_mask, temperature, self.head_chunk_size,
-                self.head_in_float32,
-            )  # fmt: skip
+        def compute(part: Rollout) -> tuple[Tensor, Tensor]:
+            if self.retriever is None:
+                return replay_statistics(policy, part, *self._head)
+            found = self.retrieved(policy, part)
+            return found.logprobs, found.entropy
 
-        if self.micro_batch_tokens is None:
-            return compute(part)
-        return in_parts(compute, part, self.micro_batch_tokens)
+        return self._in_parts(compute, part)
 
-    def acceptance(self, policy: PreTrainedModel, part: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+    def retrieved(self, policy: PreTrainedModel, part: Rollout) -> RetrievalLogprobs:
+        """Log-probs under pages that are chosen again, and how they differ from the recorded ones; in one part."""
+        assert self.retriever is not None
+        return retrieval_logprobs(policy, part, self.retriever, *self._head)
+
+    def acceptance(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Lower and upper bound (B, T) of the acceptance at the completion tokens, without gradient.
 
         Raises:
             ValueError: As :func:`~sparse_rl_lightning.acceptance.rollout_acceptance`.
         """
+        return self._in_parts(lambda part: rollout_acceptance(policy, part, *self._head), part)
 
-        def compute(rollout: Rollout) -> tuple[Tensor, Tensor]:
-            return rollout_acceptance(policy, rollout, temperature, self.head_chunk_size, self.head_in_float32)
+    @torch.no_grad()
+    def rescored(self, policy: PreTrainedModel, rollout: Rollout, replayed: bool = False) -> Tensor:
+        """(B, T) log-probs of a whole rollout without dropout or gradient, by the code and in the parts of training."""
+        compute = self.replayed if replayed else self.logprobs
+        with eval_mode(policy):  # as the sampler: no dropout
+            return torch.cat([compute(policy, part)[0] for part in rollout.parts(self.steps_per_generation)])
 
-        if self.micro_batch_tokens is None:
-            return compute(part)
-        return in_parts(compute, part, self.micro_batch_tokens)
+    @property
+    def _head(self) -> tuple[float, int, bool]:
+        return self.temperature, self.options.head_chunk_size, self.options.head_in_float32
+
+    def _in_parts(self, compute: Compute, part: Rollout) -> tuple[Tensor, Tensor]:
+        most = self.options.micro_batch_tokens
+        return compute(part) if most is None else in_parts(compute, part, most)

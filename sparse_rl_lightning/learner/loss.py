@@ -1,15 +1,16 @@
-"""The loss of a micro-batch as its share of one optimiser step."""
+"""The loss of a micro-batch as its share of one optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import normalize_weights, off_policy_sequences
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.losses import (
     Denominator,
     ImportanceSamplingLevel,
@@ -21,81 +22,115 @@ from sparse_rl_lightning.losses import (
     kl_penalty,
     policy_loss,
 )
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout
 
 
 @dataclass(frozen=True)
-class Items:
-    """What the sums over all micro-batches of one optimiser step are divided by, None where each divides by its own."""
+class Denominators:
+    """Divisors of the sums over all micro-batches of one optimizer step, None where each divides by its own."""
 
-    policy: Tensor | None  # ()
-    penalty: Tensor | None  # (), of the KL term
+    policy: Tensor | None = None  # ()
+    penalty: Tensor | None = None  # (), of the KL term
     everything: Tensor | None = None  # (), of a policy term from which nothing is rejected
+    max_completion_length: int | None = None  # the constant of dr_grpo
 
-    def summed(self, add: Callable[[Tensor], Tensor]) -> Items:
-        """The same counts, each summed over all ranks by ``add``, in one call."""
-        names = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+    def summed(self, add: Callable[[Tensor], Tensor]) -> Denominators:
+        """The same, each summed over all ranks by ``add``, in one call."""
+        names = [name for name in ("policy", "penalty", "everything") if getattr(self, name) is not None]
         if not names:
             return self
-        totals = add(torch.stack([getattr(self, name) for name in names]))
-        return Items(**{"policy": None, "penalty": None, **dict(zip(names, totals.unbind(), strict=True))})
+        totals: Any = add(torch.stack([getattr(self, name) for name in names])).unbind()
+        return replace(self, **dict(zip(names, totals, strict=True)))
 
 
 @dataclass(frozen=True)
-class Objective:
-    """Policy term plus ``beta`` times KL term, both aggregated alike; arguments as in SparseGRPO.
+class GRPOLoss:
+    """The objective: a policy term plus ``beta`` times a KL term, both aggregated alike.
+
+    Args:
+        loss_type: ``grpo``, ``dapo``, ``bnpo``, ``dr_grpo`` or ``cispo``.
+        importance_sampling_level: Staleness ratio per ``token`` or per ``sequence`` (GSPO).
+        epsilon: Lower clip range.
+        epsilon_high: Upper clip range, null for ``epsilon``.
+        delta: Upper bound of the unclipped ratio, null for none.
+        denominator: What rejected tokens and sequences count for: ``all``, ``kept_tokens`` or ``kept``.
+        beta: Factor of the KL penalty to the initial policy; 0 loads no reference policy.
+        kl_estimator: ``k1``, ``k2`` or ``k3``.
+        kl_on: The penalty holds for all tokens of the ``completion``, or for those that rejection ``kept``.
+        mask_truncated_completions: Leave completions that hit the length limit out of the loss.
+        off_policy_delta: Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a sequence goes when its
+            advantage is negative and mean_t(log pi_old - log pi) exceeds this, pi being the learner as it is now. It
+            counts as zeros: no divisor changes, whatever ``denominator`` says. Null is off; slime's value is 1e-4, the
+            paper gives none.
+        off_policy_reference: pi_old is the dense policy before the update (``old``, as in slime), or the ``sampler`` as
+            in the paper and in TRL: then compression counts too, and ``off_policy_delta`` must be above its mismatch
+            (``mismatch/kl_k1``).
 
     Raises:
         ValueError: If a number is not finite or out of range, or an option is unknown.
     """
 
-    loss_type: LossType
-    importance_sampling_level: ImportanceSamplingLevel
-    epsilon: float
-    epsilon_high: float | None
-    delta: float | None
-    denominator: Denominator
-    beta: float
-    kl_estimator: KLEstimator
-    kl_on: Literal["completion", "kept"]
-    max_completion_length: int
-    mask_truncated_completions: bool
-    off_policy_delta: float | None = None  # of off-policy sequence masking, set by the callback OPSM
+    loss_type: LossType = "grpo"
+    importance_sampling_level: ImportanceSamplingLevel = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    denominator: Denominator = "all"
+    beta: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    kl_on: Literal["completion", "kept"] = "completion"
+    mask_truncated_completions: bool = False
+    off_policy_delta: float | None = None
     off_policy_reference: Literal["old", "sampler"] = "old"
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta, least=0)
-        check_options(self.loss_type, self.importance_sampling_level, self.epsilon, self.epsilon_high, self.delta)
-        if self.kl_on not in ("completion", "kept"):
-            raise ValueError(f"kl_on must be 'completion' or 'kept', got kl_on={self.kl_on!r}.")
+        check_number("loss.beta", self.beta, least=0)
+        try:
+            check_options(self.loss_type, self.importance_sampling_level, self.epsilon, self.epsilon_high, self.delta)
+        except ValueError as error:
+            raise UserError(f"loss.{error}") from error
+        if self.off_policy_delta is not None:
+            check_number("loss.off_policy_delta", self.off_policy_delta, least=0)
+        choices = {
+            "denominator": get_args(Denominator), "kl_estimator": get_args(KLEstimator),
+            "kl_on": ("completion", "kept"), "off_policy_reference": ("old", "sampler"),
+        }  # fmt: skip
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UserError(f"loss.{name} must be one of {allowed}, got {name}={getattr(self, name)!r}.")
 
-    def items(self, window: Rollout) -> Items:
-        """The counts of one optimiser step; ``window`` holds all its sequences."""
-        if self.loss_type == "bnpo":  # normalises every micro-batch by itself
-            return Items(None, None)
+    def denominators(self, window: Rollout, max_completion_length: int | None = None) -> Denominators:
+        """The divisors of one optimizer step.
+
+        Args:
+            window: All sequences of the step.
+            max_completion_length: The constant of ``dr_grpo``.
+        """
+        if self.loss_type == "bnpo":  # normalizes every micro-batch by itself
+            return Denominators()
         mask = self.mask(window)
         kept = window.keep if self.kl_on == "kept" else None
-        return Items(
+        return Denominators(
             policy=count_items(mask, window.keep, self.loss_type, self.denominator),
             penalty=count_items(mask, kept, self.loss_type, self.denominator) if self.beta > 0 else None,
             everything=count_items(mask, None, self.loss_type, self.denominator),
+            max_completion_length=max_completion_length,
         )
 
-    def __call__(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
-        """The part's contribution: contributions of all parts of an optimiser step add up to the step's loss.
+    def __call__(self, part: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
+        """The part's contribution: contributions of all parts of an optimizer step add up to the step's loss.
 
         Args:
             part: The micro-batch.
-            items: Of the optimiser step it belongs to.
             logprobs: (B, T) of the learner, with gradient.
+            denominators: Divisors of the optimizer step it belongs to.
 
         Returns:
             The loss with gradient, and metrics with TRL's names.
         """
         assert part.old_logprobs is not None
         assert part.advantages is not None
-        mask = self.mask(part)
+        mask, length = self.mask(part), denominators.max_completion_length
         output = policy_loss(
             logprobs,
             part.old_logprobs,
@@ -109,30 +144,23 @@ class Objective:
             epsilon_high=self.epsilon_high,
             delta=self.delta,
             denominator=self.denominator,
-            max_completion_length=self.max_completion_length,
-            num_items=items.policy,
+            max_completion_length=length,
+            num_items=denominators.policy,
         )
-        if self.beta > 0:
-            output = self._with_penalty(output, part, items, mask, logprobs)
-        return output
-
-    def mask(self, part: Rollout) -> Tensor:
-        """(B, T) bool: the tokens the loss speaks of."""
-        if not self.mask_truncated_completions:
-            return part.completion_mask
-        return part.completion_mask & part.finished[:, None]
-
-    def _with_penalty(
-        self, output: LossOutput, part: Rollout, items: Items, mask: Tensor, logprobs: Tensor
-    ) -> LossOutput:
+        if self.beta == 0:
+            return output
         assert part.ref_logprobs is not None
         penalty = kl_penalty(logprobs, part.ref_logprobs, mask, self.kl_estimator)
         kept = part.keep if self.kl_on == "kept" else None
-        term = aggregate(
-            penalty, mask, kept, self.loss_type, self.denominator, self.max_completion_length, items.penalty
-        )
+        term = aggregate(penalty, mask, kept, self.loss_type, self.denominator, length, denominators.penalty)
         metrics = {**output.metrics, "kl": penalty.detach().sum() / mask.sum().clamp(min=1)}
         return LossOutput(output.loss + self.beta * term, metrics)
+
+    def mask(self, part: Rollout) -> Tensor:
+        """(B, T) bool: tokens that the loss counts."""
+        if not self.mask_truncated_completions:
+            return part.completion_mask
+        return part.completion_mask & part.finished[:, None]
 
     def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
         """What rejection left, less the sequences that the learner has moved away from; divisors ignore these."""

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from sparse_rl_lightning.errors import UserError
+
 KEY = "sparse_rl_optimizer"
 
 
@@ -50,7 +52,7 @@ def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
     """
     missing = [part for part in parts if part not in checkpoint]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"ckpt_path: this checkpoint has no {', '.join(map(repr, missing))}, so training cannot go on from it: it "
             "is of another module, or was written with save_weights_only. Give another, or start anew from its "
             "weights: sparse-rl export, and model.policy."
@@ -72,13 +74,13 @@ def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
     if was is None and groups and not set(optimizer.defaults) <= set(groups[0]):
         was = "another optimizer"  # the checkpoint is from before names were kept
     if was is not None and was != now:
-        raise ValueError(
+        raise UserError(
             f"ckpt_path: this checkpoint is of {was}, model.optimizer is {now}, and neither knows the other's state. "
             "Resume with the same, or start anew from the checkpoint's weights: sparse-rl export, and model.policy."
         )
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if groups is not None and [len(group["params"]) for group in groups] != sizes:
-        raise ValueError(
+        raise UserError(
             "ckpt_path: this checkpoint's optimizer has other groups of parameters: it trained another part of the "
             "policy. Resume with the configuration it was trained with."
         )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from sparse_rl_lightning.errors import UserError
+
 Z95 = 1.959963984540054
 """Standard deviations on each side that enclose 95 % of a normal distribution."""
 
@@ -44,7 +46,7 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
     """
     num_samples = correct.shape[1]
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k must be between 1 and the {num_samples} samples of a problem, got k={k}.")
+        raise UserError(f"k must be between 1 and the {num_samples} samples of a problem, got k={k}.")
     wrong = num_samples - correct.sum(dim=1, dtype=torch.float64)  # (P,)
     draws = torch.arange(k, dtype=torch.float64, device=correct.device)
     none_right = ((wrong[:, None] - draws).clamp(min=0) / (num_samples - draws)).prod(dim=1)
@@ -108,7 +110,7 @@ def accuracy(correct: Tensor) -> Accuracy:
         ValueError: If there is no problem or no sample.
     """
     if correct.numel() == 0:
-        raise ValueError(f"accuracy needs at least one problem and one sample, got shape {tuple(correct.shape)}.")
+        raise UserError(f"accuracy needs at least one problem and one sample, got shape {tuple(correct.shape)}.")
     num_problems, num_samples = correct.shape
     scores = correct.double().mean(dim=1)
     steps = {2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 NGRAM = 4
 """Number of tokens in a phrase: short enough to catch loops of any length, long enough to spare plain grammar."""
 
@@ -27,7 +29,7 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
         ValueError: If ``n`` is not positive.
     """
     if n < 1:
-        raise ValueError(f"n must be at least 1 token, got n={n}.")
+        raise UserError(f"n must be at least 1 token, got n={n}.")
     if sequences.shape[1] < n or not sequences.numel():
         return torch.zeros(sequences.shape[0], device=sequences.device)
     phrases = _phrase_ids(sequences, n)  # (B, T - n + 1)

@@ -1,18 +1,22 @@
 """The LightningModules: what happens to a batch of prompts between the loader and the loss."""
 
 from sparse_rl_lightning.distributed import deepspeed as deepspeed  # its names are known to trainers from now on
-from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.learner.forward import LearnerOptions
+from sparse_rl_lightning.learner.loss import GRPOLoss
 from sparse_rl_lightning.modules.distill import DistillSparse, SparseAdapter
 from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
+from sparse_rl_lightning.rollout.options import RolloutOptions
 
 __all__ = [
     "DistillSparse",
     "Evaluation",
-    "Learner",
+    "GRPOLoss",
+    "LearnerOptions",
     "ReplayGRPO",
+    "RolloutOptions",
     "SparseAdapter",
     "SparseGRPO",
     "SupervisedWarmup",

@@ -1,4 +1,4 @@
-"""What all modules share: a policy with its tokenizer, an optimiser, and export to a Hugging Face folder."""
+"""What all modules share: a policy with its tokenizer, an optimizer, and export to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.callbacks.guards.last_save import LastSave
+from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
+from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.learner.resuming import (
     KEY,
     Configured,
@@ -30,11 +33,11 @@ from sparse_rl_lightning.learner.resuming import (
     schedule_change,
     take_over,
 )
+from sparse_rl_lightning.learner.training_state import TrainingState
 from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
-from sparse_rl_lightning.ranges import check_number
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
@@ -43,11 +46,11 @@ def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own 
 
 
 FINITE = ("lr", "weight_decay", "eps", "betas", "momentum")
-"""Settings of an optimiser that cannot be infinite; for others that may mean no limit (Prodigy's ``growth_rate``)."""
+"""Settings of an optimizer that cannot be infinite; for others that may mean no limit (Prodigy's ``growth_rate``)."""
 
 
 def check_numbers(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimiser whose numbers would ruin the weights: NaN, infinite, or a learning rate below 0.
+    """Refuse an optimizer whose numbers would ruin the weights: NaN, infinite, or a learning rate below 0.
 
     Raises:
         ValueError: If it has one.
@@ -65,10 +68,13 @@ class PolicyModule(LightningModule):
 
     Args:
         policy: A Hugging Face folder or hub name, or a source of models.
-        optimizer: Makes the optimiser from the parameters.
-        lr_scheduler: Makes the learning-rate schedule from the optimiser, stepped every optimiser step.
-        without_dropout: Set every dropout of the policy to zero.
+        optimizer: Makes the optimizer from the parameters.
+        lr_scheduler: Makes the learning-rate schedule from the optimizer, stepped every optimizer step.
+        disable_dropout: Set every dropout of the policy to zero.
     """
+
+    default_callbacks: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
+    """Callbacks that every run has; the trainer's own of the same class takes the place of one."""
 
     resumed_parts: tuple[str, ...] = ()
     """What a checkpoint must have besides Lightning's own parts, if training is to go on from it."""
@@ -78,36 +84,39 @@ class PolicyModule(LightningModule):
         policy: str | PolicySource,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
-        without_dropout: bool = True,
+        disable_dropout: bool = True,
     ) -> None:
         super().__init__()
         self.policy_source = resolve_policy(policy)
         self.optimizer_factory = optimizer
         self.lr_scheduler_factory = lr_scheduler
-        self.without_dropout = without_dropout
-        self.policy: PreTrainedModel | None = None
-        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.disable_dropout = disable_dropout
+        self.policy: PreTrainedModel = None  # type: ignore[assignment]  # until configure_model
+        self.tokenizer: PreTrainedTokenizerBase = None  # type: ignore[assignment]
+        self.training_state = TrainingState()
         self.same_on_ranks: dict[str, str] = {}
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
-        self._random_state_of_training: dict[str, Any] | None = None  # while a validation draws numbers of its own
         self._description: Configured | None = None
         self._resumed: tuple[int, list[str]] | None = None  # steps done, and what was changed since
 
-    def configure_callbacks(self) -> list[Callback]:
-        """What keeps the files of every run, unless the trainer has its own: RunLock, LogGuard, LastSave.
+    @property
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self._trainer is not None else 1
 
-        This is asked before the strategy starts anything, so strategy and number of processes are looked at here.
+    def configure_callbacks(self) -> list[Callback]:
+        """One of each of ``default_callbacks`` that the trainer was not given.
+
+        This is called before the strategy starts anything, so strategy and number of processes are looked at here.
 
         Raises:
             ValueError: If the strategy is one that trains something else, or the trainer is of other processes.
         """
-        from sparse_rl_lightning.callbacks import defaults  # it needs this package
-
         check_strategy(self.trainer.strategy)
         # ranks that have met and trained together may test one by one, as Lightning advises
         if self.trainer.state.fn == TrainerFn.FITTING or not torch.distributed.is_initialized():
             check_processes(self.trainer.world_size)
-        return defaults.added_to(self.trainer, defaults.EVERY_RUN)
+        given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [kind() for kind in self.default_callbacks if not any(isinstance(own, kind) for own in given)]
 
     def setup(self, stage: str) -> None:
         """Check the trainer's numbers; have single-file checkpoints written durably, unless it has a way of its own.
@@ -125,7 +134,7 @@ class PolicyModule(LightningModule):
                 strategy.checkpoint_io = DurableCheckpointIO()
 
     def configure_model(self) -> None:
-        """Load the policy once, whoever asks first."""
+        """Load the policy on first use."""
         if self.policy is not None:
             return
         self.policy, self.tokenizer = self.policy_source.load()
@@ -136,7 +145,7 @@ class PolicyModule(LightningModule):
             if name.endswith("inv_freq")
         ]
         self.policy.train()
-        if self.without_dropout:
+        if self.disable_dropout:
             disable_dropout(self.policy)
         self.on_policy_loaded()
         if self._device_mesh is not None:
@@ -147,10 +156,9 @@ class PolicyModule(LightningModule):
         """Called once, while the policy is still whole on every rank."""
 
     def _shard_fully(self) -> None:
-        assert self.policy is not None
         assert self.device_mesh is not None
         if self.device_mesh["tensor_parallel"].size() > 1:
-            raise ValueError(
+            raise UserError(
                 "ModelParallelStrategy: tensor parallelism is not supported. Set tensor_parallel_size to 1 and "
                 "data_parallel_size to the number of ranks."
             )
@@ -160,30 +168,24 @@ class PolicyModule(LightningModule):
         """Give rotary positions their precision back, which ``precision: bf16-true`` takes away with the weights'."""
         for module, name, value in self._rotary:
             setattr(module, name, value.to(self.device))
-
-        self._random_state_of_training = None  # of a validation that did not come to its end
+        self.training_state.forget()
 
     on_test_start = on_predict_start = on_fit_start
 
     def on_validation_start(self) -> None:
-        """As at the start of a fit; random numbers that are drawn from now on are none of training's."""
+        """As at the start of a fit; random numbers drawn during validation must not affect training."""
         PolicyModule.on_fit_start(self)
-        self._random_state_of_training = random_state()
+        self.training_state.set_aside()
 
     def on_validation_end(self) -> None:
-        """Training goes on as if there had been no validation, which a resumed run does not repeat."""
-        restore_random_state(self.random_state_of_training())
-        self._random_state_of_training = None
-
-    def random_state_of_training(self) -> dict[str, Any]:
-        """What a checkpoint must hold: ModelCheckpoint with a ``monitor`` saves before the module's validation ends."""
-        return random_state() if self._random_state_of_training is None else self._random_state_of_training
+        """Give training its random state back."""
+        self.training_state.bring_back()
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
-        """The optimiser over the trainable parameters, and its schedule if there is one.
+        """The optimizer over the trainable parameters, and its schedule if there is one.
 
         Raises:
-            ValueError: If the optimiser or this module refuses one of its numbers.
+            ValueError: If the optimizer or this module refuses one of its numbers.
         """
         optimizer, schedule = self._configured()
         self._description = Configured.of(optimizer, schedule)
@@ -192,22 +194,21 @@ class PolicyModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _configured(self) -> tuple[torch.optim.Optimizer, Any]:
-        """An optimiser and its schedule, None if there is none, as they are before the first step."""
+        """An optimizer and its schedule, None if there is none, as they are before the first step."""
         groups = self.parameter_groups()
         try:
             optimizer = self.optimizer_factory(groups)
         except ValueError as error:
-            raise ValueError(f"model.optimizer: {error}") from error
+            raise UserError(f"model.optimizer: {error}") from error
         check_numbers(optimizer)
         return optimizer, None if self.lr_scheduler_factory is None else self.lr_scheduler_factory(optimizer)
 
     def parameter_groups(self) -> list[Any]:
-        """What the optimiser gets: the trainable parameters, or groups of them with their own settings."""
-        assert self.policy is not None
+        """What the optimizer gets: the trainable parameters, or groups of them with their own settings."""
         return [p for p in self.policy.parameters() if p.requires_grad]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model before a single tensor is overwritten; in ``fit``, of another optimiser.
+        """Refuse a checkpoint of another model before a single tensor is overwritten; in ``fit``, of another optimizer.
 
         Raises:
             ValueError: If names or shapes of the weights differ, one is NaN or infinite, or training cannot go on from
@@ -226,7 +227,7 @@ class PolicyModule(LightningModule):
             checkpoint[KEY] = asdict(self._description)
 
     def on_train_start(self) -> None:
-        """Of a resumed run, apply what was changed in the configuration of optimiser and schedule."""
+        """Of a resumed run, apply what was changed in the configuration of optimizer and schedule."""
         if self._resumed is None:
             return
         (steps, changes), self._resumed = self._resumed, None
@@ -260,7 +261,7 @@ class PolicyModule(LightningModule):
         shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
         if unknown or missing or shapes:
             example = shapes[0] if shapes else (unknown or missing)[0]
-            raise ValueError(
+            raise UserError(
                 f"ckpt_path: this checkpoint is of another model: {len(unknown)} unknown, {len(missing)} missing and "
                 f"{len(shapes)} weights of another shape, for example {example!r}. Give the checkpoint of the policy "
                 "named under model.policy, or change model.policy."
@@ -272,8 +273,6 @@ class PolicyModule(LightningModule):
 
         On several ranks all call this, and rank zero writes.
         """
-        assert self.policy is not None
-        assert self.tokenizer is not None
         is_zero = self._trainer is None or self.global_rank == 0
         state = None
         if is_sharded(self.policy):
@@ -285,6 +284,5 @@ class PolicyModule(LightningModule):
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T, V) logits of the dense policy, for trying things out."""
         self.configure_model()
-        assert self.policy is not None
         logits: Tensor = self.policy(input_ids, use_cache=False).logits
         return logits

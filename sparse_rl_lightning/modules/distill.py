@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.learner.block import BlockPlan
-from sparse_rl_lightning.learner.loss import Items
-from sparse_rl_lightning.modules.generation import Rows
+from sparse_rl_lightning.learner.loss import Denominators
+from sparse_rl_lightning.modules.replay_grpo import check_attention, check_partial, replay_old
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.policies.lora import add_adapter, check_adapter, without_adapters
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
 
@@ -49,7 +50,7 @@ class SparseAdapter:
             check_number("adapter.lr", self.lr, least=0)
         check_number("adapter.kl_coef", self.kl_coef, least=0)
         if self.kl_coef == 0 and not self.policy_gradient:
-            raise ValueError(
+            raise UserError(
                 "adapter.kl_coef must not be 0 without the policy gradient, or the adapter learns nothing; got "
                 f"kl_coef={self.kl_coef}, policy_gradient={self.policy_gradient}."
             )
@@ -64,7 +65,7 @@ class DistillSparse(SparseGRPO):
     the sparse policy, and the k3 estimate on the sampled tokens of the divergence from it to the updated dense policy,
     which gives no gradient. What makes the sparse policy differentiable is exact replay of its evictions; with a
     retriever the learner chooses pages again, by the same rule and without gradient through the choice. Nothing is
-    rejected or reweighted in this loss: it speaks of the policy that drew the tokens. One optimiser holds both in two
+    rejected or reweighted in this loss: it speaks of the policy that drew the tokens. One optimizer holds both in two
     parameter groups; its schedule counts the steps of both. Export writes the dense policy, and the adapter in
     ``sparse_adapter/``. Needs ``pip install 'sparse-rl-lightning[lora]'``.
 
@@ -81,68 +82,61 @@ class DistillSparse(SparseGRPO):
             retriever beside a compressor that evicts, which no learner can follow.
     """
 
-    replays = keeps_evictions = True
-    trains_whole_policy = False
+    keeps_evictions = True
 
     def __init__(self, *args: Any, adapter: SparseAdapter | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.retriever is not None and self.compressor.evicts:
-            raise ValueError(
-                f"DistillSparse follows either evictions or a retriever: {type(self.compressor).__name__} moves "
-                f"entries between the pages that {type(self.retriever).__name__} chooses from. Set model.retriever to "
+        compressor, retriever = self.generator.compressor, self.generator.retriever
+        if retriever is not None and compressor.evicts:
+            raise UserError(
+                f"DistillSparse follows either evictions or a retriever: {type(compressor).__name__} moves "
+                f"entries between the pages that {type(retriever).__name__} chooses from. Set model.retriever to "
                 "null, or model.compressor to FullKV."
             )
-        if not self.rescore:
-            raise ValueError("DistillSparse corrects the policy by its dense log-probs: set model.rescore to true.")
+        if not self.learner.options.rescore:
+            raise UserError(
+                "DistillSparse corrects the policy by its dense log-probs: set model.learner.rescore to true."
+            )
+        check_partial(self)
+        check_attention(self, self.policy_source.attn_implementation)
         self.adapter = adapter or SparseAdapter()
+        self.generator.sparse_mode = self.adapter_on
         self._own: list[torch.nn.Parameter] = []  # trained by the policy's objective
         self._adapter_own: list[torch.nn.Parameter] = []
 
-    # ---------------------------------------------------------------- who wears the adapter
+    # ---------------------------------------------------------------- the adapter: off, but where it is named
 
-    def configure_model(self) -> None:
+    def on_policy_loaded(self) -> None:
         """Load the policy as SparseGRPO does, and put the adapter on it."""
-        if self.policy is not None:
-            return
-        super().configure_model()
-        assert self.policy is not None
+        super().on_policy_loaded()
+        check_attention(self, self.policy.config._attn_implementation)
         if getattr(self.policy, "peft_config", None):
-            raise ValueError("DistillSparse trains the policy's own weights: give a policy without adapters.")
+            raise UserError("DistillSparse trains the policy's own weights: give a policy without adapters.")
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         options = {"r": self.adapter.r, "lora_alpha": self.adapter.lora_alpha, "lora_dropout": 0.0}
         add_adapter(self.policy, self.adapter.target_modules, **options)
+        self.policy.disable_adapters()
         for parameter in trainable:
             parameter.requires_grad_(True)
         self._own, self._adapter_own = trainable, [p for n, p in self.policy.named_parameters() if "lora_" in n]
 
-    @property
-    def dense_policy(self) -> PreTrainedModel:
-        """The policy without its adapter, until the next sparse pass puts it on."""
-        policy = super().dense_policy
-        policy.disable_adapters()
-        return policy
+    @contextmanager
+    def adapter_on(self) -> Iterator[None]:
+        """Inside, the policy is the sparse one."""
+        self.policy.enable_adapters()
+        try:
+            yield
+        finally:
+            self.policy.disable_adapters()
 
-    @property
-    def sparse_policy(self) -> PreTrainedModel:
-        """The same model with its adapter, until the next dense pass takes it off."""
-        policy = super().dense_policy
-        policy.enable_adapters()
-        return policy
-
-    def generate(self, rows: Rows, *args: Any, dense: bool = False, **options: Any) -> ScoredRollout:
-        """As in SparseGRPO, with the adapter unless it is dense."""
-        self.sampler(dense)  # building it asks for the dense policy
-        _ = self.dense_policy if dense else self.sparse_policy
-        return super().generate(rows, *args, dense=dense, **options)
+    def on_after_backward(self) -> None:
+        """Take the adapter off, which a checkpointed backward pass still needed."""
+        self.policy.disable_adapters()
 
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the sparse policy, with gradient."""
-        return self._sparse_logprobs(self.sparse_policy, part)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """(B, T, V) logits of the dense policy, for trying things out."""
-        _ = self.dense_policy
-        return super().forward(input_ids)
+        """Log-probs and entropies of the sparse policy."""
+        with self.adapter_on():
+            return self.learner.replayed(self.policy, part)
 
     # ---------------------------------------------------------------- two objectives
 
@@ -152,15 +146,15 @@ class DistillSparse(SparseGRPO):
         return self.num_iterations + 1
 
     def plan(self, num_prompts: int) -> BlockPlan:
-        """As in SparseGRPO; no optimiser step may hold gradients of both.
+        """As in SparseGRPO; no optimizer step may hold gradients of both.
 
         Raises:
-            ValueError: If a division leaves a rest.
+            ValueError: If the numbers do not divide evenly.
         """
         if self.steps_per_generation % self._accumulate:
-            raise ValueError(
+            raise UserError(
                 f"DistillSparse: accumulate_grad_batches={self._accumulate} must divide steps_per_generation="
-                f"{self.steps_per_generation}, or an optimiser step would mix the policy's and the adapter's micro-"
+                f"{self.steps_per_generation}, or an optimizer step would mix the policy's and the adapter's micro-"
                 "batches. Change trainer.accumulate_grad_batches or model.steps_per_generation."
             )
         return super().plan(num_prompts)
@@ -170,37 +164,62 @@ class DistillSparse(SparseGRPO):
         """Whether the micro-batch last served is the adapter's."""
         return self.block is not None and self.block.cursor > self.steps_per_generation * self.num_iterations
 
-    def _rescore(self, scored: ScoredRollout) -> None:
-        super()._rescore(scored)
-        self._replay_old(scored)
+    @property
+    def grad_norm_key(self) -> str:
+        """The adapter's numbers have names of their own."""
+        return "distill/grad_norm" if self.trains_adapter else "grad_norm"
 
-    def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
+    def rescore(self, scored: ScoredRollout) -> None:
+        """Log-probs of the dense and of the sparse policy."""
+        super().rescore(scored)
+        with self.adapter_on():
+            replay_old(self, scored)
+
+    def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The policy's loss in its own passes, the adapter's in the last one; the other is frozen."""
-        self.configure_model()
         for parameters, trained in ((self._own, not self.trains_adapter), (self._adapter_own, self.trains_adapter)):
             for parameter in parameters:
                 parameter.requires_grad_(trained)
-        return self._adapter_loss(part, items) if self.trains_adapter else super().micro_batch_loss(part, items)
+        if self.trains_adapter:
+            return self.adapter_loss(part, denominators)
+        return super().micro_batch_loss(part, denominators)
 
-    def _adapter_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
+    def adapter_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
+        """The sparse policy's loss; leaves the adapter on, for the backward pass."""
         assert part.advantages is not None
-        with torch.no_grad(), eval_mode(self.dense_policy):
-            teacher, _ = self._logprobs(self.dense_policy, part)
-        logprobs, _ = self.replayed(part)  # last: a checkpointed backward pass still needs the adapter
-        objective = replace(
-            self.objective, beta=self.adapter.kl_coef, kl_estimator="k3", kl_on="completion", off_policy_delta=None
+        with torch.no_grad(), eval_mode(self.policy):
+            teacher, _ = self.learner.dense(self.policy, part)
+        self.policy.enable_adapters()
+        logprobs, _ = self.learner.replayed(self.policy, part)
+        loss = replace(
+            self.loss, beta=self.adapter.kl_coef, kl_estimator="k3", kl_on="completion", off_policy_delta=None
         )
         gain = part.advantages if self.adapter.policy_gradient else torch.zeros_like(part.advantages)
         own = replace(
             part, advantages=gain, old_logprobs=part.replay_logprobs, ref_logprobs=teacher, keep=None, weights=None,
             weight_reference=None,
         )  # fmt: skip
-        output = objective(own, Items(items.everything, items.everything), logprobs)
+        everything = denominators.everything
+        output = loss(own, logprobs, replace(denominators, policy=everything, penalty=everything))
         named = {"kl": "distill/kl", "clip_ratio/region_mean": "distill/clip_ratio"}
         metrics = {to: output.metrics[name] for name, to in named.items() if name in output.metrics}
-        return LossOutput(output.loss, metrics | {"distill/loss": output.loss.detach()}), logprobs
+        return LossOutput(output.loss, metrics | {"distill/loss": output.loss.detach()})
 
     # ---------------------------------------------------------------- Lightning
+
+    def on_fit_start(self) -> None:
+        """As SparseGRPO, in one process.
+
+        Raises:
+            ValueError: If there are several.
+        """
+        if self._world_size > 1:
+            raise UserError(
+                "DistillSparse trains one part of the policy at a time, which works in one process so far: set "
+                "trainer.devices and trainer.num_nodes to 1."
+            )
+        super().on_fit_start()
+        self.policy.disable_adapters()  # an interrupted fit may have left it on
 
     def parameter_groups(self) -> list[Any]:
         """The policy's own weights, then the adapter's with their learning rate."""
@@ -209,8 +228,6 @@ class DistillSparse(SparseGRPO):
 
     def export(self, folder: str | Path) -> None:
         """Write the dense policy as a plain Hugging Face folder, and the sampler's adapter in a folder inside it."""
-        assert self.policy is not None
-        assert self.tokenizer is not None
         plain = without_adapters(self.policy, merge=False)
         self.policy_source.exported(plain).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

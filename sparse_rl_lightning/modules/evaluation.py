@@ -13,10 +13,10 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import (
@@ -40,13 +40,12 @@ from sparse_rl_lightning.metrics import mean_accuracy
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.policies.geometry import context_length
 from sparse_rl_lightning.policies.source import PolicySource
-from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
+from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
 from sparse_rl_lightning.rewards.math.checker import known_convention
-from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.options import SamplerOptions, as_texts
-from sparse_rl_lightning.rollout.prompts import encode_prompts
+from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.options import as_texts
 from sparse_rl_lightning.text import prompt_text, say
 
 SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
@@ -123,22 +122,23 @@ class Evaluation(PolicyModule):
         super().__init__(policy)
         self.caches = name_caches([*([FullKV()] if dense else []), *(compressors or []), *(retrievers or [])])
         if not self.caches or batch_size < 1:
-            raise ValueError(
+            raise UserError(
                 "Evaluation needs dense: true, compressors or retrievers, and batch_size of at least 1; got "
                 f"{len(self.caches)} caches and batch_size={batch_size}."
             )
         samples = {"num_samples": num_samples, **{f"num_samples_of[{k}]": n for k, n in (num_samples_of or {}).items()}}
         if too_many := {name: number for name, number in samples.items() if number > MAX_SAMPLES}:
-            raise ValueError(f"Evaluation draws at most {MAX_SAMPLES} samples per problem, got {too_many}: lower them.")
+            raise UserError(f"Evaluation draws at most {MAX_SAMPLES} samples per problem, got {too_many}: lower them.")
         self.sampling = SamplingParams(
             num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
             top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
-            stop_strings=as_texts(stop_strings), seed=seed,
+            stop_strings=as_texts(stop_strings, "stop_strings"), seed=seed,
         )  # fmt: skip
-        self.sampler_options = SamplerOptions(
-            num_slots, as_texts(end_tokens), memory_limit, kv_dtype, cuda_graphs=cuda_graphs
-        )
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        options = RolloutOptions(
+            num_slots, as_texts(end_tokens, "end_tokens"), memory_limit, kv_dtype, cuda_graphs=cuda_graphs,
+            chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        self.generator = Generator(FullKV(), self.sampling, options)
         self.checker = MathChecker(check_workers)
         self.answers = known_convention(answers)
         self.num_samples_of = dict(num_samples_of or {})
@@ -149,6 +149,10 @@ class Evaluation(PolicyModule):
         self._clock = TimeLeft(0)
         self._digest = ""  # of the weights
         self._part_way = Expendable("A finished benchmark")
+
+    def on_policy_loaded(self) -> None:
+        """Hand the policy to the generator."""
+        self.generator.bind(self.policy, self.tokenizer)
 
     def params(self, benchmark: str) -> SamplingParams:
         """How a benchmark's completions are drawn."""
@@ -162,18 +166,16 @@ class Evaluation(PolicyModule):
         """Find out now that results can be written."""
         super().on_test_start()
         if self.trainer.world_size > 1:
-            raise ValueError(
-                f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1."
-            )
+            raise UserError(f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1.")
         writable_folder(self.folder.path, "trainer.default_root_dir")
         self.trainer.test_loop.verbose = False  # Lightning's own table would say the same again, less readably
         self.results, self._problems = [], []
-        self._digest = weights_digest(self.dense_policy)
+        self._digest = weights_digest(self.policy)
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """Evaluate one benchmark under every cache."""
         if "benchmark" not in batch[0]:
-            raise ValueError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
+            raise UserError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
         problems = self._encoded(batch)
         name = problems.name
         self.log(f"test/{name}/too_long", len(problems.too_long), batch_size=1)
@@ -204,7 +206,7 @@ class Evaluation(PolicyModule):
         try:
             say(f"Written: {', '.join(map(str, self._write(text)))}")
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"trainer.default_root_dir: the results cannot be written to {self.folder.path}: {error}. The table "
                 "above is what there is of them."
             ) from error
@@ -213,10 +215,10 @@ class Evaluation(PolicyModule):
         """The rows, each with its ``completions`` by cache: a list of ``num_samples`` texts."""
         params = self.params(benchmark_name(batch))
         rows: Rows = [{**row, "completions": {}} for row in batch]
-        count, prompts = params.num_generations, self.encode(batch)
+        count, prompts = params.num_generations, self.generator.encode(batch)
         for cache in self.caches:
             with self.caching(cache) as sampler:
-                draw = draw_from(sampler, self.texts, params, prompts, self._starts(batch, batch_idx))
+                draw = draw_from(sampler, self.generator.texts, params, prompts, self._starts(batch, batch_idx))
                 texts = evaluate(draw, batch, batch_size=self.batch_size).completions
             for n, row in enumerate(rows):
                 row["completions"][cache] = texts[n * count : (n + 1) * count]
@@ -229,31 +231,12 @@ class Evaluation(PolicyModule):
         """The folder of results."""
         return ResultFolder(Path(self.trainer.default_root_dir) / "evaluation")
 
-    @property
-    def dense_policy(self) -> PreTrainedModel:
-        """The policy, loaded on first use."""
-        self.configure_model()
-        assert self.policy is not None
-        return self.policy
-
-    def encode(self, rows: Rows) -> list[list[int]]:
-        """The token ids of the rows' prompts."""
-        self.configure_model()
-        assert self.tokenizer is not None
-        return encode_prompts(self.tokenizer, [row["prompt"] for row in rows], self.chat_template_kwargs)
-
-    def texts(self, rollout: Rollout) -> list[str]:
-        """The completions of a rollout as text."""
-        assert self.tokenizer is not None
-        return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
-
     @contextmanager
     def caching(self, cache: str) -> Iterator[RolloutSampler]:
         """A sampler with one of the caches, whose memory is given back afterwards."""
-        policy, kind = self.dense_policy, self.caches[cache]
-        assert self.tokenizer is not None
+        kind = self.caches[cache]
         pair = (kind, None) if isinstance(kind, Compressor) else (FullKV(), kind)
-        sampler = self.sampler_options.sampler(policy, self.tokenizer, *pair)
+        sampler = self.generator.options.sampler(self.policy, self.tokenizer, *pair)
         try:
             yield sampler
         finally:
@@ -270,8 +253,8 @@ class Evaluation(PolicyModule):
         return known[0] if known else self._with_room(batch)
 
     def _with_room(self, rows: Rows) -> Problems:
-        name, context = benchmark_name(rows), context_length(self.dense_policy.config)
-        return with_room(name, rows, self.encode(rows), self.params(name), context)
+        name, context = benchmark_name(rows), context_length(self.policy.config)
+        return with_room(name, rows, self.generator.encode(rows), self.params(name), context)
 
     def _work(self, problems: Problems) -> int:
         """Length limits of all sequences of a benchmark under one cache."""
@@ -292,7 +275,7 @@ class Evaluation(PolicyModule):
 
         self.checker.take_counters()
         with self.caching(cache) as sampler:
-            draw = draw_from(sampler, self.texts, params, problems.prompts, starts, report)
+            draw = draw_from(sampler, self.generator.texts, params, problems.prompts, starts, report)
             scores = evaluate(draw, problems.sampled, judge, self.batch_size)
         seconds, counters = time.perf_counter() - start, self.checker.take_counters()
         result = BenchmarkResult.of(problems, cache, self._fingerprint(problems, cache), scores, seconds, counters)
@@ -319,7 +302,7 @@ class Evaluation(PolicyModule):
             questions.append([[row_number(row, n) for n, row in enumerate(rows)], len(problems.sampled)])
         return fingerprint(
             weights=self._digest, cache=self.caches[cache], params=self.params(problems.name), questions=questions,
-            end_tokens=self.sampler_options.end_tokens, kv_dtype=self.sampler_options.kv_dtype,
-            chat_template_kwargs=self.chat_template_kwargs,
+            end_tokens=self.generator.options.end_tokens, kv_dtype=self.generator.options.kv_dtype,
+            chat_template_kwargs=self.generator.options.chat_template_kwargs or {},
             version=version("sparse-rl-lightning"),
         )  # fmt: skip

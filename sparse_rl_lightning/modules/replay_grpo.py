@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from sparse_rl_lightning.learner.loss import Items
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
@@ -42,53 +40,97 @@ class ReplayGRPO(SparseGRPO):
             ``rescore=False``, or the policy is to run flash attention.
     """
 
-    replays = keeps_evictions = True
+    keeps_evictions = True
 
     def __init__(
         self, *args: Any, replay_objective: ReplayObjective = "sparse", alpha: float = 0.5, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         if replay_objective not in get_args(ReplayObjective):
-            raise ValueError(
+            raise UserError(
                 f"replay_objective must be one of {get_args(ReplayObjective)}, got "
                 f"replay_objective={replay_objective!r}."
             )
-        if self.retriever is not None:
-            raise ValueError(
-                f"ReplayGRPO replays evictions, and {type(self.retriever).__name__} evicts nothing: which pages a "
+        retriever = self.generator.retriever
+        if retriever is not None:
+            raise UserError(
+                f"ReplayGRPO replays evictions, and {type(retriever).__name__} evicts nothing: which pages a "
                 "query reads changes with every query. Set model.retriever to null, or train with SparseGRPO."
             )
         if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
-        if replay_objective != "sparse" and not self.rescore:
-            raise ValueError(
-                f"replay_objective={replay_objective!r} needs the log-probs of the dense policy: set model.rescore to "
-                "true, or choose replay_objective='sparse'."
+            raise UserError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
+        if replay_objective != "sparse" and not self.learner.options.rescore:
+            raise UserError(
+                f"replay_objective={replay_objective!r} needs the log-probs of the dense policy: set "
+                "model.learner.rescore to true, or choose replay_objective='sparse'."
             )
+        check_partial(self)
+        check_attention(self, self.policy_source.attn_implementation)
         self.replay_objective = replay_objective
         self.alpha = alpha
         self.keeps_evictions = replay_objective != "dense"  # whose loss looks at old log-probs only
+        self.learner = replace(self.learner, replays=replay_objective == "sparse")
 
-    @torch.no_grad()
-    def _rescore(self, scored: ScoredRollout) -> None:
+    def on_policy_loaded(self) -> None:
+        """As SparseGRPO; refuse attention that takes no mask."""
+        super().on_policy_loaded()
+        check_attention(self, self.policy.config._attn_implementation)
+
+    def rescore(self, scored: ScoredRollout) -> None:
         """Log-probs of the policy before the update: replayed, dense, or both."""
-        super()._rescore(scored)
+        super().rescore(scored)
         if self.replay_objective != "sparse":  # otherwise what was computed is replayed
-            self._replay_old(scored)
+            replay_old(self, scored)
 
-    def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        if self.replay_objective == "sparse":
-            return self._sparse_logprobs(policy, part)
-        return super()._logprobs(policy, part)
-
-    def _policy_loss(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
-        output = super()._policy_loss(part, items, logprobs)
+    def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
+        """SparseGRPO's loss of the log-probs that the objective replays, or both terms of ``mixed``."""
+        output = super().micro_batch_loss(part, denominators)
         if self.replay_objective != "mixed":
             return output
         replayed, _ = self.replayed(part)
         own = replace(part, old_logprobs=part.replay_logprobs, keep=None, weights=None, weight_reference=None)
+        loss = replace(self.loss, beta=0.0, off_policy_delta=None)
         # nothing is rejected in the sparse term, so everything counts
-        term = replace(self.objective, beta=0.0, off_policy_delta=None)(own, Items(items.everything, None), replayed)
+        term = loss(own, replayed, replace(denominators, policy=denominators.everything, penalty=None))
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
-        loss = self.alpha * term.loss + (1 - self.alpha) * output.loss
-        return LossOutput(loss, {**output.metrics, **metrics})
+        total = self.alpha * term.loss + (1 - self.alpha) * output.loss
+        return LossOutput(total, {**output.metrics, **metrics})
+
+
+def replay_old(module: SparseGRPO, scored: ScoredRollout) -> None:
+    """Log-probs of the sparse policy before the update, by the learner's own kernels."""
+    start = time.perf_counter()
+    scored.rollout.replay_logprobs = module.learner.rescored(module.policy, scored.rollout, replayed=True)
+    scored.seconds["replay"] = time.perf_counter() - start
+
+
+def check_partial(module: SparseGRPO) -> None:
+    """Refuse partial rollouts.
+
+    Raises:
+        ValueError: If the module's rollouts are partial.
+    """
+    if module.generator.partial is not None:
+        raise UserError(
+            f"rollout.partial_rollout_steps={module.generator.partial.max_steps} does not work with "
+            f"{type(module).__name__}: no replay reproduces a sequence that several versions of the policy drew. Use "
+            "SparseGRPO, or model.rollout.partial_rollout_steps to null."
+        )
+
+
+def check_attention(module: SparseGRPO, name: str | None) -> None:
+    """Refuse attention under which nothing can be replayed.
+
+    Args:
+        module: The module that replays.
+        name: The policy's ``attn_implementation``, if it is known.
+
+    Raises:
+        ValueError: If it takes no mask.
+    """
+    if name is not None and "flash" in name:
+        raise UserError(
+            f"{type(module).__name__} attends under the sampler's evictions, and attn_implementation={name!r} takes "
+            "no such mask (and dense log-probs of other kernels would bring rounding back into xi). Set the "
+            "policy's attn_implementation to 'sdpa', or train with SparseGRPO."
+        )

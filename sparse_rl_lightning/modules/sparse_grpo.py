@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.advantages import ScaleRewards, informative_groups
+from sparse_rl_lightning.advantages import ScaleRewards, most_informative
+from sparse_rl_lightning.callbacks import (
+    DryRun,
+    EmptyRollouts,
+    Preemption,
+    RankWatch,
+    RolloutCallback,
+    StepGuard,
+    StepTimes,
+    ZeroSharding,
+)
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.distributed.ranks import advantages_of_rank, mean_over_ranks
-from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.learner.block import RolloutBlock
-from sparse_rl_lightning.learner.forward import Learner
-from sparse_rl_lightning.learner.loss import Items, Objective
-from sparse_rl_lightning.losses import Denominator, ImportanceSamplingLevel, KLEstimator, LossType
+from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
+from sparse_rl_lightning.distributed import ranks
+from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.evaluation.evaluate import evaluate
+from sparse_rl_lightning.evaluation.validation import ValidationLog
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
+from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
+from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
-from sparse_rl_lightning.modules.base import default_optimizer
-from sparse_rl_lightning.modules.block_module import BlockModule
-from sparse_rl_lightning.modules.generation import Rows, columns_of
-from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
+from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.policies.source import PolicySource
-from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
+from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rewards import check_rewards
-from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
-from sparse_rl_lightning.rollout.options import SamplerOptions, as_texts
-from sparse_rl_lightning.rollout.partial import PartialCheckpoint, PartialRollouts
+from sparse_rl_lightning.rewards.scoring import Rewards
+from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, SamplingParams
 
 
-class SparseGRPO(BlockModule):
+class SparseGRPO(PolicyModule):
     """GRPO whose rollouts run under a compressed KV cache, corrected by the callbacks it is trained with.
 
     A loader batch is the block of prompts of one rollout, repeated ``steps_per_generation`` x ``num_iterations`` times;
@@ -46,66 +57,31 @@ class SparseGRPO(BlockModule):
         compressor: What a full slot of the rollout cache keeps.
         reward_funcs: Reward functions with TRL's signature, a single one or several.
         reward_weights: Factor of each reward function, default 1.
-        reward_timeout: Seconds that a reward function may take for a rollout; it then runs in a forked process of its
-            own, which is killed when its time is up. Null: any time, in the trainer's process. Samples on which it
-            takes longer, or raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
-        num_generations: Samples per prompt, at least 2.
-        max_completion_length: Most tokens of a completion.
-        min_completion_length: End tokens are forbidden before.
-        temperature: Of the rollouts, and of every log-probability computed from them.
-        top_k: Draw from the k most likely tokens, 0 for all.
-        top_p: Draw from the smallest set of at least this probability.
-        min_p: Draw from tokens at least this likely relative to the best.
-        repetition_penalty: Makes tokens of the prompt and of the completion so far less likely where above 1. Log-probs
-            and the ratio xi are of the distribution without it.
-        generation_kwargs: The same settings by their names in transformers or vLLM, over those given here.
-        chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``; in
-            validation too.
+        sampling: How the completions of training are drawn, at least 2 per prompt.
+        rollout: Memory and speed of rollouts, what ends and rewards a completion.
+        loss: The objective.
+        learner: Packing by tokens, and memory and precision of the learner's passes.
         retriever: Which pages of the cache each query of a rollout reads, null for all; saves time, not memory.
-        num_slots: Sequences decoded at the same time, null for all.
-        end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
-            is prompted in a chat format.
-        stop_strings: Texts that end a completion, in validation too; it is cut after the token that completes one.
-        memory_limit: Memory that slots may take, bytes or (a float up to 1.0) a share of what is free: as many of
-            ``num_slots`` are used as fit.
-        kv_dtype: What cached keys and values are kept in, such as ``bfloat16``, or ``float8_e4m3fn`` for
-            a byte per number; null for what the policy computes in.
-        keep_pool: Keep the cache's memory while the learner works; false frees it after every rollout.
-        cuda_graphs: Decode from CUDA graphs on a GPU.
-        top_logprobs: Log-probs of this many most likely tokens of the sparse policy, for callbacks that read them.
-        partial_rollout_steps: Partial rollouts: decode steps after which the learner goes on with the groups that are
-            complete, while unfinished sequences wait in their slots for the next rollout. Null is off.
-        partial_checkpoint: Checkpoints ``store`` unfinished sequences, or ``restart`` them after a resume.
         steps_per_generation: Micro-batches a rollout is cut into.
         num_iterations: Passes over a rollout.
-        loss_type: ``grpo``, ``dapo``, ``bnpo``, ``dr_grpo`` or ``cispo``.
-        importance_sampling_level: Staleness ratio per ``token`` or per ``sequence`` (GSPO).
-        epsilon: Lower clip range.
-        epsilon_high: Upper clip range, null for ``epsilon``.
-        delta: Upper bound of the unclipped ratio, null for none.
-        denominator: What rejected tokens and sequences count for: ``all``, ``kept_tokens`` or ``kept``.
         scale_rewards: Advantages are divided by the deviation of the ``group``, the ``batch``, or by nothing.
-        beta: Factor of the KL penalty to the initial policy; 0 loads no reference policy.
-        kl_estimator: ``k1``, ``k2`` or ``k3``.
-        kl_on: The penalty holds for all tokens of the ``completion``, or for those rejection ``kept``.
-        mask_truncated_completions: Leave completions that hit the length limit out of the loss.
-        oversampling: Dynamic sampling: roll out this many times the prompts that are trained on, and keep the groups
-            whose rewards differ. 1 is off.
-        rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
-            mismatch metrics, with one optimiser step per rollout, may switch it off.
-        learner: Packing by tokens, and memory and precision of the learner's passes.
-        val_sampling: How validation draws, with a seed of its own; null is greedy.
-        val_max_completion_length: Of greedy validation, null for the same.
-        seed: Of the rollouts and of the order of micro-batches.
-        optimizer: Makes the optimiser from the parameters.
-        lr_scheduler: Makes the learning-rate schedule from the optimiser.
-        disable_dropout: Set every dropout of the policy to zero.
+        val_sampling: How validation draws, with a seed of its own; null is greedy with the length and the stop strings
+            of ``sampling``.
+        optimizer: Makes the optimizer from the parameters.
+        lr_scheduler: Makes the learning-rate schedule from the optimizer.
 
     Raises:
         ValueError: If an argument is out of range, or the numbers of prompts, generations and steps do not fit.
     """
 
-    keeps_evictions = False  # after scoring, for a loss that looks at their record
+    default_callbacks = (
+        DryRun, ZeroSharding, StepTimes, EmptyRollouts, StepGuard, RankWatch, Preemption,
+        *PolicyModule.default_callbacks,
+    )  # fmt: skip
+    resumed_parts = ("sparse_rl",)
+
+    keeps_evictions = False
+    """Whether the loss reads the record of evictions."""
 
     def __init__(
         self,
@@ -114,142 +90,130 @@ class SparseGRPO(BlockModule):
         # the list first: jsonargparse saves a list of functions only as the union's first member
         reward_funcs: list[Callable[..., list[float | None]]] | Callable[..., list[float | None]],
         reward_weights: list[float] | None = None,
-        reward_timeout: float | None = None,
-        num_generations: int = 8,
-        max_completion_length: int = 256,
-        min_completion_length: int = 0,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        generation_kwargs: dict[str, Any] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        sampling: SamplingParams = SamplingParams(num_generations=8),  # noqa: B008  # frozen, like the next three
+        rollout: RolloutOptions = RolloutOptions(),  # noqa: B008
+        loss: GRPOLoss = GRPOLoss(),  # noqa: B008
+        learner: LearnerOptions = LearnerOptions(),  # noqa: B008
         retriever: Retriever | None = None,
-        num_slots: int | None = None,
-        end_tokens: list[str] | None = None,
-        stop_strings: list[str] | None = None,
-        memory_limit: int | float | None = None,
-        kv_dtype: str | None = None,
-        keep_pool: bool = True,
-        cuda_graphs: bool = True,
-        top_logprobs: int = 0,
-        partial_rollout_steps: int | None = None,
-        partial_checkpoint: PartialCheckpoint = "store",
         steps_per_generation: int = 1,
         num_iterations: int = 1,
-        loss_type: LossType = "grpo",
-        importance_sampling_level: ImportanceSamplingLevel = "token",
-        epsilon: float = 0.2,
-        epsilon_high: float | None = None,
-        delta: float | None = None,
-        denominator: Denominator = "all",
         scale_rewards: ScaleRewards = "group",
-        beta: float = 0.0,
-        kl_estimator: KLEstimator = "k3",
-        kl_on: Literal["completion", "kept"] = "completion",
-        mask_truncated_completions: bool = False,
-        oversampling: float = 1.0,
-        rescore: bool = True,
-        learner: Learner | None = None,
         val_sampling: SamplingParams | None = None,
-        val_max_completion_length: int | None = None,
-        seed: int = 0,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
-        disable_dropout: bool = True,
     ) -> None:
-        steps = partial_rollout_steps
-        sampling = with_generation_kwargs(
-            SamplingParams(
-                num_generations=num_generations, max_completion_length=max_completion_length,
-                min_completion_length=min_completion_length, temperature=temperature, top_k=top_k, top_p=top_p,
-                min_p=min_p, repetition_penalty=repetition_penalty, top_logprobs=top_logprobs,
-                stop_strings=as_texts(stop_strings), seed=seed,
-            ), generation_kwargs,
-        )  # fmt: skip
-        super().__init__(
-            policy, compressor, reward_funcs, reward_weights, sampling,
-            SamplerOptions(num_slots, as_texts(end_tokens), memory_limit, kv_dtype, keep_pool, cuda_graphs),
-            objective=Objective(
-                loss_type=loss_type, importance_sampling_level=importance_sampling_level, epsilon=epsilon,
-                epsilon_high=epsilon_high, delta=delta, denominator=denominator, beta=beta, kl_estimator=kl_estimator,
-                kl_on=kl_on, max_completion_length=sampling.max_completion_length,
-                mask_truncated_completions=mask_truncated_completions,
-            ),
-            steps_per_generation=steps_per_generation, num_iterations=num_iterations, oversampling=oversampling,
-            learner=learner, partial=None if steps is None else PartialRollouts(steps, partial_checkpoint),
-            retriever=retriever, reward_timeout=reward_timeout, val_sampling=val_sampling,
-            val_max_completion_length=val_max_completion_length, chat_template_kwargs=chat_template_kwargs,
-            optimizer=optimizer, lr_scheduler=lr_scheduler, disable_dropout=disable_dropout,
-        )  # fmt: skip
-        if num_generations < 2:
-            raise ValueError(
-                f"num_generations must be at least 2, because a sample is judged against the others of its prompt; "
-                f"got num_generations={num_generations}."
-            )
-        if sampling.temperature == 0:
-            raise ValueError("temperature must be above 0 in training: greedy samples of a prompt are all the same.")
+        super().__init__(policy, optimizer, lr_scheduler, learner.disable_dropout)
+        sampling = rollout.for_training(sampling)
+        check_number("steps_per_generation", steps_per_generation, least=1)
+        check_number("num_iterations", num_iterations, least=1)
+        self.generator = Generator(compressor, sampling, rollout, retriever, steps_per_generation, rank_zero_info)
+        self.generator.version = lambda: self.global_step
+        self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn)
+        self.learner = Learner(learner, sampling.temperature, retriever, steps_per_generation)
+        self.loss = loss
+        self.block: RolloutBlock | None = None
+        self.num_rollouts = 0
+        self.steps_per_generation = steps_per_generation
+        self.num_iterations = num_iterations
         self.scale_rewards = scale_rewards
-        self.rescore = rescore
-        self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so in no checkpoint and no optimiser
+        self.val_sampling = val_sampling or SamplingParams(
+            max_completion_length=sampling.max_completion_length, temperature=0.0, stop_strings=sampling.stop_strings
+        )
+        self._validation = ValidationLog(self.log)
+        self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so in no checkpoint and no optimizer
 
     # ---------------------------------------------------------------- the algorithm
 
     def training_step(self, batch: Rows, batch_idx: int) -> Tensor:
         """Roll out at the start of a block, then train on its next micro-batch."""
         if self.block is None or self.block.is_spent:
-            self.block = self._new_block(batch)
-        return self._loss(*self.block.next())
-
-    def roll_out(self, rows: Rows) -> ScoredRollout:
-        """Everything that happens to a block of prompts before the first loss, in this order."""
-        self._dispatch("on_rollout_start", rows)
-        check_rewards(self.reward_funcs, columns_of(rows))
-        scored = self.draw(rows)  # sparse policy
-        self._dispatch("on_rollout_drawn", scored)
-        self._rescore(scored)  # dense policy
-        self._score(scored)  # rewards and advantages
-        self._dispatch("on_rollout_scored", scored)  # rejection, reweighting, tables
-        self._log_rollout(scored)
-        return scored
-
-    def _loss(self, part: Rollout, items: Items) -> Tensor:
-        """The micro-batch's share of its optimiser step's loss, and the metrics of the policy update."""
-        output, _ = self.micro_batch_loss(part, items)
+            self.block = self.new_block(self.roll_out(batch))
+        part, denominators = self.block.next()
+        output = self.micro_batch_loss(part, denominators)
         self.log_dict(output.metrics, batch_size=len(part))
-        if items.policy is None:  # every micro-batch by itself: Lightning takes the mean of them
+        if denominators.policy is None:  # every micro-batch by itself: Lightning takes the mean of them
             return output.loss
         return output.loss * self._accumulate * self._world_size  # trainer and strategy divide by both
 
-    def micro_batch_loss(self, part: Rollout, items: Items) -> tuple[LossOutput, Tensor]:
-        """The learner's forward pass: the loss with its metrics, and the log-probs (B, T) it comes from."""
-        logprobs, entropy = self._logprobs(self.dense_policy, part)
-        part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
-        output = self._policy_loss(part, items, logprobs)
-        output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
-        return output, logprobs
+    def roll_out(self, rows: Rows) -> ScoredRollout:
+        """Everything that happens to a block of prompts before the first loss, in this order."""
+        callbacks = self.rollout_callbacks()
+        for callback in callbacks:
+            callback.on_rollout_start(self.trainer, self, rows)
+        self.rewards.check(rows)
+        places = places_of_rank(self.trainer, len(rows)) if self._world_size > 1 else None
+        scored = self.generator.roll_out(rows, self.num_rollouts, places, self._report_progress)  # sparse policy
+        for callback in callbacks:
+            callback.on_rollout_drawn(self.trainer, self, scored)
+        self.rescore(scored)  # dense policy
+        self.score(scored)  # rewards and advantages
+        for callback in callbacks:  # rejection, reweighting, tables
+            callback.on_rollout_scored(self.trainer, self, scored)
+        metrics = rollout_metrics(scored) | self.generator.metrics(scored.rollout)
+        metrics = metrics if self._world_size == 1 else ranks.mean_over_ranks(metrics)
+        self.log_dict(metrics, batch_size=len(scored.completions))
+        return scored
 
-    def _policy_loss(self, part: Rollout, items: Items, logprobs: Tensor) -> LossOutput:
-        return self.objective(part, items, logprobs)
+    def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
+        """The learner's forward pass, and the micro-batch's share of its optimizer step's loss."""
+        logprobs, entropy = self.learner.logprobs(self.policy, part)
+        part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
+        output = self.loss(part, logprobs, denominators)
+        output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
+        return output
 
     # ---------------------------------------------------------------- stages of a rollout
 
     @torch.no_grad()
-    def _rescore(self, scored: ScoredRollout) -> None:
+    def rescore(self, scored: ScoredRollout) -> None:
         """Log-probs of the dense policy, by the forward code and in the micro-batches of the learner."""
         start, rollout = time.perf_counter(), scored.rollout
-        parts = rollout.parts(self.steps_per_generation)
-        if self.rescore:
-            with eval_mode(self.dense_policy):  # as the sampler: no dropout
-                rollout.old_logprobs = torch.cat([self._logprobs(self.dense_policy, part)[0] for part in parts])
+        if self.learner.options.rescore:
+            rollout.old_logprobs = self.learner.rescored(self.policy, rollout)
         if self._reference:
             self._score_by_reference(rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start
 
-    def _score_by_reference(self, rollout: Rollout) -> None:
-        parts = rollout.parts(self.steps_per_generation)
-        rollout.ref_logprobs = torch.cat([self.reference_logprobs(part) for part in parts])
+    def score(self, scored: ScoredRollout) -> None:
+        """Rewards and advantages; nothing is rejected yet."""
+        start, rollout = time.perf_counter(), scored.rollout
+        rollout.rewards = self.rewards(scored)
+        self.rewards.warn_of_none(scored)
+        trainer = self.trainer if self._world_size > 1 else None
+        rollout.advantages = ranks.advantages_of_rank(rollout.rewards, self._group_size, self.scale_rewards, trainer)
+        rollout.keep = rollout.completion_mask.clone()
+        scored.seconds["rewards"] = time.perf_counter() - start
+
+    def new_block(self, scored: ScoredRollout) -> RolloutBlock:
+        """The rollout as micro-batches, without what the loss does not read."""
+        rollout, oversampling = scored.rollout, self.generator.options.oversampling
+        rollout.topk_ids = rollout.topk_logprobs = None
+        rollout.evictions = rollout.evictions if self.keeps_evictions else None
+        if oversampling > 1:  # dynamic sampling
+            assert rollout.rewards is not None
+            wanted = max(1, round(len(scored.rows) / oversampling))
+            rollout = rollout[most_informative(rollout.rewards, self._group_size, wanted)]
+        plan = self.plan(len(rollout) // self._group_size)
+        block = RolloutBlock(plan, rollout, self.num_rollouts, self.generator.sampling.seed, self.denominators)
+        self.num_rollouts += 1
+        return block
+
+    def plan(self, num_prompts: int) -> BlockPlan:
+        """How a rollout of ``num_prompts`` prompts becomes optimizer steps.
+
+        Raises:
+            ValueError: If the numbers do not divide evenly.
+        """
+        return BlockPlan(
+            num_prompts, self._group_size, self.steps_per_generation, self.num_passes, self._accumulate,
+            self.learner.options.packs,
+        )  # fmt: skip
+
+    def denominators(self, window: Rollout) -> Denominators:
+        """The divisors of one optimizer step over all ranks; ``window`` holds this rank's sequences of it."""
+        own = self.loss.denominators(window, self.generator.sampling.max_completion_length)
+        return own if self._world_size == 1 else own.summed(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
 
     @torch.no_grad()
     def reference_logprobs(self, part: Rollout) -> Tensor:
@@ -257,89 +221,230 @@ class SparseGRPO(BlockModule):
         if not self._reference:
             return torch.zeros_like(part.sampler_logprobs)
         self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers wraps the signature away
-        return self._logprobs(self._reference[0], part)[0]
-
-    def _score(self, scored: ScoredRollout) -> None:
-        start, rollout = time.perf_counter(), scored.rollout
-        rollout.rewards = self.reward(scored)
-        self.tell_none(scored)
-        trainer = self.trainer if self._world_size > 1 else None
-        rollout.advantages = advantages_of_rank(rollout.rewards, self.num_generations, self.scale_rewards, trainer)
-        rollout.keep = rollout.completion_mask.clone()
-        scored.seconds["rewards"] = time.perf_counter() - start
-
-    def _new_block(self, rows: Rows) -> RolloutBlock:
-        scored = self.roll_out(rows)
-        rollout = scored.rollout
-        rollout.topk_ids = rollout.topk_logprobs = None  # large, and the loss does not read them
-        rollout.evictions = rollout.evictions if self.keeps_evictions else None
-        rollout = self._most_informative(rollout, len(rows)) if self.oversampling > 1 else rollout
-        plan = self.plan(len(rollout) // self.num_generations)
-        block = RolloutBlock(plan, rollout, self.num_rollouts, self.seed, self.count_items)
-        self.num_rollouts += 1
-        return block
-
-    def _most_informative(self, rollout: Rollout, num_prompts: int) -> Rollout:
-        """Dynamic sampling: the groups with differing rewards first, filled up with others, in prompt order."""
-        assert rollout.rewards is not None
-        wanted = max(1, round(num_prompts / self.oversampling))
-        uninformative = ~informative_groups(rollout.rewards, self.num_generations)
-        groups = uninformative.to(torch.uint8).argsort(stable=True)[:wanted].sort().values
-        members = torch.arange(self.num_generations, device=groups.device)
-        return rollout[(groups[:, None] * self.num_generations + members).flatten()]
-
-    def _logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        return self.learner.logprobs(policy, part, self.temperature or 1.0)
+        return self.learner.logprobs(self._reference[0], part)[0]
 
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (B, T) as the sampler saw them, with gradient: under its evictions, or retrieving."""
-        return self._sparse_logprobs(self.dense_policy, part)
+        """Log-probs and entropies (B, T) of the sparse policy as the sampler saw the sequences."""
+        return self.learner.replayed(self.policy, part)
 
-    def _sparse_logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        replay = self.retriever is None
-        return self.learner.logprobs(policy, part, self.temperature or 1.0, replay, self.retriever)
+    def rollout_callbacks(self) -> list[RolloutCallback]:
+        """The trainer's callbacks that see rollouts: editing ones first, otherwise in the trainer's order."""
+        if self._trainer is None:
+            return []
+        callbacks = [c for c in self.trainer.callbacks if isinstance(c, RolloutCallback)]  # type: ignore[attr-defined]
+        return sorted(callbacks, key=lambda callback: not callback.edits)
 
-    def _replay_old(self, scored: ScoredRollout) -> None:
-        """Log-probs of the sparse policy, by the learner's own kernels."""
-        start, rollout = time.perf_counter(), scored.rollout
-        with torch.no_grad(), eval_mode(self.dense_policy):
-            parts = [self.replayed(part)[0] for part in rollout.parts(self.steps_per_generation)]
-        rollout.replay_logprobs = torch.cat(parts)
-        scored.seconds["replay"] = time.perf_counter() - start
+    @property
+    def num_passes(self) -> int:
+        """How many times a rollout is served from beginning to end."""
+        return self.num_iterations
 
-    def _log_rollout(self, scored: ScoredRollout) -> None:
-        own = {} if self.partial is None else self.partial.metrics(scored.rollout)
-        metrics = rollout_metrics(scored) | own
-        metrics = metrics if self._world_size == 1 else mean_over_ranks(metrics)
-        self.log_dict(metrics, batch_size=len(scored.completions))
+    @property
+    def steps_per_rollout(self) -> int:
+        """How many batches the loader must yield per block of prompts."""
+        return self.steps_per_generation * self.num_passes
+
+    @property
+    def starts_rollout(self) -> bool:
+        """Whether the next training step begins with a rollout."""
+        return not self.training_state.has_block and (self.block is None or self.block.is_spent)
+
+    @property
+    def grad_norm_key(self) -> str:
+        """The name under which the length of this step's gradient is logged."""
+        return "grad_norm"
+
+    # ---------------------------------------------------------------- validation
+
+    def validation_step(self, batch: Rows, batch_idx: int) -> None:
+        """Completions with the sparse and with the full cache: what was trained, and what is deployed."""
+        self._evaluate(batch, "val", batch_idx)
+
+    def test_step(self, batch: Rows, batch_idx: int) -> None:
+        """The same as validation, logged under ``test/``."""
+        self._evaluate(batch, "test", batch_idx)
+
+    def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
+        """The rows, each with the first ``completion`` under the module's compressor, drawn as in validation."""
+        completions = self.generator.generate(batch, self.val_sampling, index=batch_idx).completions
+        first = completions[:: self.val_sampling.num_generations]
+        return [row | {"completion": text} for row, text in zip(batch, first, strict=True)]
+
+    def _evaluate(self, batch: Rows, stage: str, index: int) -> None:
+        for name in ("dense", "sparse") if self.generator.is_sparse else ("dense",):
+            draw = partial(self.generator.generate, params=self.val_sampling, dense=name == "dense", index=index)
+            scores = evaluate(draw, batch, self.rewards)
+            self._validation.batch(scores, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
+
+    def on_validation_epoch_start(self) -> None:
+        """Count this validation's rows only, also where the last one was interrupted."""
+        self._validation.begin()
+
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        """Log confidence intervals of the means; give the caches back: training rollouts size their own."""
+        self._validation.end()
+        self.generator.release()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     # ---------------------------------------------------------------- Lightning
 
+    def setup(self, stage: str) -> None:
+        """As the base; the generator learns which rank this is."""
+        super().setup(stage)
+        self.generator.rank, self.generator.world_size = self.global_rank, self._world_size
+
     def on_policy_loaded(self) -> None:
-        """Load the reference policy where the objective needs one."""
-        if self.objective.beta > 0:
+        """Hand the policy to generator and learner; load the reference policy where the loss needs one."""
+        if self.loss.beta > 0:
             self._reference = [self.policy_source.load_reference()]
             if self._world_size > 1:  # no strategy shares it
                 self.same_on_ranks["reference policy"] = weights_digest(self._reference[0])
+        self.learner.prepare(self.policy)
+        self.generator.bind(self.policy, self.tokenizer)
 
     def on_fit_start(self) -> None:
-        """Check that the numbers fit together, and that nothing needs log-probs that are not computed."""
+        """Check that prompts, generations, steps and ranks fit together, and say how; build the sampler."""
         super().on_fit_start()
+        if not self.generator.sampler().end_token_ids and not self.generator.sampling.stop_strings:
+            rank_zero_warn(
+                "Neither the policy nor its tokenizer names a token that ends a completion: every one will have "
+                "max_completion_length tokens. Set model.rollout.end_tokens or model.sampling.stop_strings."
+            )
+        self.block = None  # of an earlier, interrupted fit
+        self._check_ranks()
+        if self._world_size > 1:  # before the end of training is looked for, in checkpoints of different steps
+            ranks.check_agreement(self.same_on_ranks)
+        prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts_per_rollout", None)
+        if prompts is not None:
+            trained = max(1, round(prompts / self.generator.options.oversampling))
+            rank_zero_info(f"Each rollout: {self.plan(trained)}.")
         self._check_rescore()
 
+    def on_train_start(self) -> None:
+        """Ranks must have the same to start from; partial rollouts must know the longest prompt, and store all rows."""
+        super().on_train_start()
+        if self._world_size > 1:
+            self.same_on_ranks["optimizer steps"] = str(self.trainer.global_step)
+            ranks.check_training(self.trainer, self.same_on_ranks)
+        for callback in self.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):  # a resumed one would save again after the first micro-batch
+                callback._last_global_step_saved = self.trainer.global_step
+        if self.generator.partial is not None:
+            self.generator.begin_partial(rows_of(self.trainer.train_dataloader))
+
     def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:
-        """Take up the block of a resumed run, and score it where that run had no reference policy and this one has."""
-        super().on_train_batch_start(batch, batch_idx)
+        """After a resume, take up block and random state only now: loading the data consumed random numbers."""
+        state = self.training_state.take_block()
+        if state is not None:
+            plan = self.plan(len(state["rollout"]["sequences"]) // self._group_size)
+            self.block = RolloutBlock.from_state(plan, state, self.generator.sampling.seed, self.denominators)
+            self.block.rollout = self.block.rollout.to(self.device)
+        self.training_state.take_random()
         if self._reference and self.block is not None and self.block.rollout.ref_logprobs is None:
-            self._score_by_reference(self.block.rollout)
+            self._score_by_reference(self.block.rollout)  # resumed from a run without a reference policy
+
+    def on_train_end(self) -> None:
+        """Say what partial rollouts leave behind."""
+        unfinished = 0 if self.generator.partial is None else self.generator.partial.num_unfinished
+        if unfinished:
+            rank_zero_info(f"{unfinished} unfinished sequences of partial rollouts were not trained.")
+
+    def teardown(self, stage: str) -> None:
+        """End the processes of the reward functions."""
+        super().teardown(stage)
+        self.rewards.close()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store block, unfinished sequences, number of rollouts and random state, as tensors, numbers and texts."""
+        super().on_save_checkpoint(checkpoint)
+        if self.block is not None and self.block.cursor % self._accumulate:
+            rank_zero_warn(
+                "This checkpoint falls between two optimizer steps: the gradient accumulated so far is not in it. For "
+                "an exact resume, save with ModelCheckpoint.every_n_train_steps."
+            )
+        own = {
+            "num_rollouts": self.num_rollouts,
+            "block": None if self.block is None or self.block.is_spent else self.block.state(),
+            "partial": None if self.generator.partial is None else self.generator.partial.state(),
+            "random_state": self.training_state.random(),
+        }
+        checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(own, self._world_size)[1:]}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the weights' checks from the base, and keep the rest for the first batch."""
+        super().on_load_checkpoint(checkpoint)
+        if self.generator.shadow is not None:
+            self.generator.shadow.version = None  # it holds other weights than these, be they of the same step
+        state = checkpoint.get("sparse_rl")
+        if state is None:
+            return
+        self.num_rollouts = state["num_rollouts"]
+        states = [state, *state.get("other_ranks", [])]
+        if len(states) != self._world_size:
+            rank_zero_warn(
+                f"The checkpoint is of {len(states)} rank(s), this run has {self._world_size}: the rest of its last "
+                "rollout and its random state are dropped, training goes on with a new rollout."
+            )
+            return
+        state = states[self.global_rank]
+        self.training_state.load(state)
+        if self.generator.partial is not None:
+            self.generator.partial.load_state(state.get("partial"))
+        elif state.get("partial") is not None:
+            rank_zero_warn(
+                "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model.rollout."
+                "partial_rollout_steps is null now."
+            )
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _group_size(self) -> int:
+        return self.generator.sampling.num_generations
+
+    @property
+    def _accumulate(self) -> int:
+        return self.trainer.accumulate_grad_batches if self._trainer is not None else 1
+
+    def _report_progress(self, progress: Progress) -> None:
+        for callback in self.rollout_callbacks():
+            callback.on_rollout_progress(self.trainer, self, progress)
+
+    def _score_by_reference(self, rollout: Rollout) -> None:
+        parts = rollout.parts(self.steps_per_generation)
+        rollout.ref_logprobs = torch.cat([self.reference_logprobs(part) for part in parts])
+
+    def _check_ranks(self) -> None:
+        """Refuse, by name, what several ranks cannot do."""
+        if self._world_size > 1 and self.generator.partial is not None:
+            raise UserError(
+                "rollout.partial_rollout_steps works in one process so far: set model.rollout.partial_rollout_steps to "
+                "null, or trainer.devices and trainer.num_nodes to 1."
+            )
+        if self.learner.options.packs and is_sharded(self.policy):
+            raise UserError(
+                "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
+                "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
+            )
 
     def _check_rescore(self) -> None:
-        if self.rescore:
+        """Refuse a run without dense log-probs where something needs them."""
+        if self.learner.options.rescore:
             return
-        needing = [type(c).__name__ for c in self._rollout_callbacks() if c.edits]
+        needing = [type(callback).__name__ for callback in self.rollout_callbacks() if callback.edits]
+        needing += ["loss.off_policy_delta"] if self.loss.off_policy_delta is not None else []
         steps = self.steps_per_rollout // self.trainer.accumulate_grad_batches
         if needing or steps > 1:
-            raise ValueError(
-                f"rescore=False leaves no dense log-probs, but {', '.join(needing) or f'{steps} optimiser steps'} "
-                f"{'need' if needing else 'per rollout need'} them. Set model.rescore to true."
+            raise UserError(
+                f"rescore=False leaves no dense log-probs, but {', '.join(needing) or f'{steps} optimizer steps'} "
+                f"{'need' if needing else 'per rollout need'} them. Set model.learner.rescore to true."
             )
+
+    def _check_resumed(self, checkpoint: dict[str, Any]) -> None:
+        """Note which checkpoint training goes on from, for all ranks to compare."""
+        if self._world_size > 1:
+            self.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
+        super()._check_resumed(checkpoint)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.rollout.prompts import encode_prompt
@@ -22,8 +23,8 @@ class SupervisedWarmup(PolicyModule):
     Args:
         policy: A Hugging Face folder or hub name, or a source of models.
         solution_column: Column of the data rows that holds the text to learn.
-        optimizer: Makes the optimiser from the parameters.
-        lr_scheduler: Makes the learning-rate schedule from the optimiser.
+        optimizer: Makes the optimizer from the parameters.
+        lr_scheduler: Makes the learning-rate schedule from the optimizer.
         disable_dropout: Set every dropout of the policy to zero.
         chat_template_kwargs: Arguments of the tokenizer's chat template.
     """
@@ -53,7 +54,6 @@ class SupervisedWarmup(PolicyModule):
         self.log_dict({"val_loss": loss, "val_token_accuracy": accuracy}, prog_bar=True, batch_size=len(batch))
 
     def _loss(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-        assert self.policy is not None
         ids, targets = self._encode(rows)
         logits = self.policy(ids, use_cache=False).logits[:, :-1].float()
         wanted = targets[:, 1:]
@@ -64,11 +64,10 @@ class SupervisedWarmup(PolicyModule):
     def _encode(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
         """Token ids (B, T) right-padded, and targets (B, T) with -100 outside the solutions."""
         tokenizer = self.tokenizer
-        assert tokenizer is not None
         ids, targets = [], []
         for row in rows:
             if self.solution_column not in row:
-                raise ValueError(
+                raise UserError(
                     f"solution_column={self.solution_column!r} is not among the columns of the data: {sorted(row)}."
                 )
             prompt = encode_prompt(tokenizer, row["prompt"], self.chat_template_kwargs)

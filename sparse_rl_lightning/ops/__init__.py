@@ -1,15 +1,16 @@
-"""Operations on the cache: plain PyTorch mathematics, and ops on slots with compiled kernels where they are built."""
+"""Operations on the cache, each in PyTorch and, where they are built, in compiled kernels."""
 
+from sparse_rl_lightning.ops.append import append
+from sparse_rl_lightning.ops.decode_attention import decode_attention
+from sparse_rl_lightning.ops.evict import evict
+from sparse_rl_lightning.ops.fork import fork
+from sparse_rl_lightning.ops.key_redundancy import key_redundancy
 from sparse_rl_lightning.ops.library import has_kernel, load
+from sparse_rl_lightning.ops.page_attention import page_attention
 from sparse_rl_lightning.ops.pools import KVPools
-from sparse_rl_lightning.ops.slot_append import append
-from sparse_rl_lightning.ops.slot_attention import attend
-from sparse_rl_lightning.ops.slot_fork import fork
-from sparse_rl_lightning.ops.slot_importance import score_importance
-from sparse_rl_lightning.ops.slot_page_attention import attend_pages
-from sparse_rl_lightning.ops.slot_pages import select_pages, summarize_pages
-from sparse_rl_lightning.ops.slot_redundancy import score_redundancy
-from sparse_rl_lightning.ops.slot_select import select_and_compact, select_and_store
+from sparse_rl_lightning.ops.select_pages import select_pages
+from sparse_rl_lightning.ops.summarize_pages import summarize_pages
+from sparse_rl_lightning.ops.window_importance import window_importance
 
 MISSING = load()
 """Why the compiled kernels for "cpu" and "cuda" are not in use; an empty text where they are."""
@@ -22,14 +23,13 @@ __all__ = [
     "MISSING",
     "KVPools",
     "append",
-    "attend",
-    "attend_pages",
+    "decode_attention",
+    "evict",
     "fork",
     "has_kernel",
-    "score_importance",
-    "score_redundancy",
-    "select_and_compact",
-    "select_and_store",
+    "key_redundancy",
+    "page_attention",
     "select_pages",
     "summarize_pages",
+    "window_importance",
 ]

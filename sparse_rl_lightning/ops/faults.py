@@ -1,7 +1,7 @@
-"""What CUDA kernels could not do, as they write it into one word: they neither raise nor wait.
+"""Faults of CUDA kernels, which neither raise nor wait, as one word in memory.
 
-CPU kernels and references raise where they stand. A CUDA kernel leaves out what cannot be done, writes a word that
-nobody has written yet, and the rollout looks at it when it looks at the device (``cuda_ext/include/heads.h``).
+CPU kernels and references raise at once. A CUDA kernel leaves out what cannot be done and writes the word, unless
+there is one; the rollout reads it whenever it reads from the device (``cuda_ext/include/heads.h``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,3 @@ def fault(word: int) -> str:
         f"{op} left out slot {slot}: {kind}. What was drawn since the last look is worthless; this is an error in what "
         "the op was given, not in the model."
     )
-
-
-def word_of(op: str, kind: int, slot: int) -> int:
-    """The word that a kernel writes for the fault FAULTS[kind - 1] of an op."""
-    return OPS.index(op) + 1 | kind << 4 | slot << 8

@@ -28,17 +28,3 @@ def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 def to_computed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What was read from a pool in a type that torch computes in: float8 exactly as ``dtype``, others as they are."""
     return x.to(dtype) if x.dtype == FLOAT8 else x
-
-
-def computing_dtype(stored: torch.dtype, given: torch.dtype) -> torch.dtype:
-    """The type that queries and new keys and values must have: the pools' own, or for float8 pools the one given.
-
-    Raises:
-        ValueError: If the pools are float8 and nothing computes in the type given.
-    """
-    if stored != FLOAT8:
-        return stored
-    if given not in COMPUTING:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPUTING)
-        raise ValueError(f"with float8 pools queries, new keys and values must be one of {names}, got {given}.")
-    return given

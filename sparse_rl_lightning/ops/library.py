@@ -1,9 +1,8 @@
-"""Definition of the ops with torch, and the native library that carries their compiled kernels.
+"""Definition of the ops with torch, and the native library with their compiled kernels.
 
-Every op exists in two overloads with one signature: ``sparse_rl::<op>`` runs the compiled kernel where there is one and
-the PyTorch reference elsewhere; ``sparse_rl::<op>.reference`` always runs the reference; ``decode_attention`` has a
-third, ``flash``. The reference may allocate and may wait for the device; the kernels do neither.
-``SPARSE_RL_NATIVE=0`` in the environment leaves the library out.
+``sparse_rl::<op>`` runs the compiled kernel where there is one and the PyTorch reference elsewhere. The reference may
+allocate and may wait for the device; the kernels do neither. ``SPARSE_RL_NATIVE=0`` in the environment leaves the
+library out.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sparse_rl_lightning.ops.checks import check_arguments
 from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
@@ -28,6 +28,8 @@ NATIVE_DTYPES = {
     "cpu": {torch.float32, torch.bfloat16},
     "cuda": {torch.float32, torch.bfloat16, torch.float16, FLOAT8},
 }
+REFERENCES: dict[str, Callable[..., None]] = {}
+"""The PyTorch reference of each op, arguments checked, without gradients and autocast."""
 
 
 def schema_hash() -> str:
@@ -35,51 +37,52 @@ def schema_hash() -> str:
     return hashlib.sha256(repr(sorted(SCHEMAS.items())).encode()).hexdigest()[:12]
 
 
-def register(name: str, reference: Callable[..., None], **others: Callable[..., None]) -> None:
+def register(name: str, reference: Callable[..., None]) -> None:
     """Define one op of :data:`SCHEMAS` with its reference for all devices and its (empty) fake.
 
     Args:
         name: The op.
         reference: The PyTorch function with the op's signature.
-        **others: More overloads of the op, by name.
     """
-    overloads = {name: reference, f"{name}.reference": reference}
-    overloads |= {f"{name}.{other}": function for other, function in others.items()}
-    for overload, function in overloads.items():
-        qualified = f"{NAMESPACE}::{overload}"
-        torch.library.define(qualified, " ".join(SCHEMAS[name].split()))
-        torch.library.impl(qualified, "default", func=_quiet(function))
-        torch.library.register_fake(qualified, _nothing)
+
+    def run(*args: Any) -> None:
+        check_arguments(name, args)
+        # autocast would round sums to bf16
+        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
+            reference(*args)
+
+    REFERENCES[name] = run
+    qualified = f"{NAMESPACE}::{name}"
+    torch.library.define(qualified, " ".join(SCHEMAS[name].split()))
+    torch.library.impl(qualified, "default", func=run)
+    torch.library.register_fake(qualified, _nothing)
 
 
-def call(
-    name: str, like: torch.Tensor, check: Callable[[], None], *args: Any, overload: str = "default"
-) -> None:  # fmt: skip
+def call(name: str, like: torch.Tensor, *args: Any) -> None:
     """Run an op: its kernel if one serves the type and device of ``like``, else its reference.
 
-    The kernels check their arguments themselves, and faster; ``check`` then only turns their complaint into Python's.
+    The kernels check their arguments themselves, and faster; only where one complains, Python looks for a clearer
+    sentence.
 
     Args:
         name: The op.
-        like: The key pool, whose type, device and head size decide.
-        check: Raises ValueError if the arguments do not fit.
+        like: The keys, whose type, device and head size decide.
         *args: The op's arguments.
-        overload: Another overload to run instead.
+
+    Raises:
+        ValueError: If a tensor has the wrong shape, type, device or layout.
     """
-    packet = getattr(torch.ops.sparse_rl, name)
-    if overload != "default":
-        check()
-        getattr(packet, overload)(*args)
+    op = getattr(torch.ops.sparse_rl, name).default
+    if torch.compiler.is_compiling() or like.is_meta:
+        op(*args)
         return
-    native = has_type(like) and not _wide_beside_float8(like, args)
-    if torch.compiler.is_compiling() or not (native and has_kernel(name, like.device.type)):
-        check()
-        (packet.default if native else packet.reference)(*args)
+    if not (has_kernel(name, like.device.type) and _serves(like, args)):
+        REFERENCES[name](*args)
         return
     try:
-        packet.default(*args)
+        op(*args)
     except RuntimeError:
-        check()
+        check_arguments(name, args)
         raise
 
 
@@ -94,19 +97,14 @@ def load() -> dict[str, str]:
     return {device: _load(name) for device, name in LIBRARIES.items()}
 
 
-def has_type(key_pool: torch.Tensor) -> bool:
-    """Whether compiled kernels for the pool's device take its type and head size."""
-    device = key_pool.device.type
+def _serves(keys: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether compiled kernels for the device of the keys take their type and head size, and the queries' type."""
+    device = keys.device.type
     # CUDA kernels load 16 bytes at a time, and eight elements
-    whole_words = device != "cuda" or key_pool.shape[-1] % max(8, 16 // key_pool.element_size()) == 0
-    return key_pool.dtype in NATIVE_DTYPES.get(device, ()) and whole_words
-
-
-def _wide_beside_float8(key_pool: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether float8 pools come with float64 queries, which no kernel takes."""
-    if key_pool.dtype != FLOAT8:
-        return False
-    return any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
+    whole_words = device != "cuda" or keys.shape[-1] % max(8, 16 // keys.element_size()) == 0
+    # float8 pools go with queries of any type; no kernel computes in float64
+    wide = keys.dtype == FLOAT8 and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
+    return keys.dtype in NATIVE_DTYPES.get(device, ()) and whole_words and not wide
 
 
 @cache
@@ -130,16 +128,6 @@ def _load(name: str) -> str:
             reason = f"{path.name} cannot be loaded: {error}"
     warnings.warn(f"sparse_rl_lightning runs on its PyTorch reference. {reason}", stacklevel=2)
     return reason
-
-
-def _quiet(function: Callable[..., None]) -> Callable[..., None]:
-    """The function without gradients and autocast, which would round its sums to bf16."""
-
-    def run(*args: Any) -> None:
-        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
-            function(*args)
-
-    return run
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

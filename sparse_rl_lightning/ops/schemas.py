@@ -1,65 +1,79 @@
-"""The signatures of all ops, nothing else: setup.py and the loader read them to tell matching builds from stale ones.
+"""Signatures of all ops, nothing else: setup.py and the loader read them to tell matching builds from stale ones.
 
-Conventions, the same in every op. Keys, values and positions live in flat pools of R rows: ``key_pool`` and
-``value_pool`` (R, D), ``position_pool`` (R) int32. ``offsets`` int64, ``capacities`` int32 and ``lengths`` int32 say
-for each slot and KV head at which row its entries start, how many fit and how many are live: (S, H) in ops on one
-layer, (L, S, H) in ops on all layers. Live entries stand first, in the order of their positions. State is indexed by
-slot; inputs and outputs of a call are indexed by row b of ``slots`` (B) int64. ``slots[b] = -1`` is a row to skip:
-nothing of it is read or written, except that outputs get zeros. A slot may be listed once. ``seen`` (S) int64 counts
+Keys, values and positions live in flat pools of R rows. ``offsets``, ``capacities`` and ``lengths`` give the first row,
+the room and the number of live entries of each slot and KV head. Live entries come first, in the order of their
+positions. State is indexed by slot; inputs and outputs of a call are indexed by row b of ``slots``. ``slots[b] = -1``
+skips a row: nothing of it is read or written, except that outputs get zeros. A slot may be listed once. ``seen`` counts
 the tokens fed to each slot so far: the position of the token being appended, and the death step of what is evicted.
 
-``errors`` (1) int32 is where CUDA kernels, which cannot raise, say what they had to leave out (``ops/faults.py``); all
-others raise instead.
+The two scores, ``window_importance`` and ``key_redundancy``, know no slots and no pools. They read the heads of a
+strided (S, H, N, D) tensor, such as a view of a pool.
 
-Everything is contiguous and on one device. Pools, queries and their like share one floating type T; scores, sums
-and probabilities are float32 (float64 if T is). Pools may also be float8_e4m3fn whatever T is (ops/float8.py). Ops
-return nothing, allocate nothing and do not wait for the device.
+CUDA kernels cannot raise: they report to ``errors`` what they had to leave out (``ops/faults.py``); all others raise.
+Ops return nothing, allocate nothing and do not wait for the device.
 """
 
+SHAPES = {
+    # Sizes and type of every tensor, in all ops. L layers (only in ops on all layers), S slots, B rows of a call, H KV
+    # heads, Hq query heads, D head size, R rows of the pools, N entries, T tokens of a sequence, A recent queries,
+    # r rotated elements, P pages, C vectors kept of a page, K pages read. `query` is the type of queries, new keys and
+    # new values, `pool` that of the pools: the same or float8_e4m3fn (ops/float8.py). `sum` is float32, or float64
+    # for float64.
+    "key_pool": "R D pool", "value_pool": "R D pool", "position_pool": "R int32", "state_pool": "R f float32",
+    "offsets": "L S H int64", "capacities": "L S H int32", "lengths": "L S H int32",
+    "slots": "B int64", "sources": "B int64", "destinations": "B int64", "seen": "S int64", "errors": "1 int32",
+    "query": "B Hq D query", "key": "B H D query", "value": "B H D query", "cos": "B r sum", "sin": "B r sum",
+    "query_ring": "L S Hq A D query", "death": "L S H T int32",
+    "out": "B Hq D query", "lse": "B Hq sum", "probs": "B Hq M sum",
+    "scores": "L B H N float32", "budgets": "L B H int32",
+    "source_keys": "Q D pool", "source_values": "Q D pool",
+    "source_offsets": "L B H int64", "source_lengths": "L B H int32",
+    "summaries": "S H C P D pool", "limits": "B int32", "page_scores": "B H P sum", "pages": "B H K int32",
+    "queries": "S Hq A D query", "query_positions": "S A int64",
+    "keys": "S H N D query", "positions": "S H N int64",
+    "importance": "S H N sum", "redundancy": "S H N sum", "scratch": "S H X N sum",
+}  # fmt: skip
+STRIDED = ("keys", "positions")  # whole heads lie anywhere; everything else is contiguous
+ON_ALL_LAYERS = ("evict", "fork")
+
 SCHEMAS = {
-    # query (B, Hq, D), key and value (B, H, D), cos and sin (B, r) float32 with r <= D, query_ring (S, Hq, A, D)
     "append": """(
         Tensor(a!) query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor slots, Tensor seen,
         Tensor offsets, Tensor capacities, Tensor(b!) key_pool, Tensor(c!) value_pool, Tensor(d!) position_pool,
         Tensor(e!) lengths, Tensor(f!)? query_ring, Tensor(g!)? errors=None) -> ()""",
-    # query, out (B, Hq, D), lse (B, Hq), probs (B, Hq, M) with M >= max_length >= lengths
+    # M >= max_length >= lengths
     "decode_attention": """(
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, float scale,
         int max_length, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? probs, Tensor(d!)? errors=None) -> ()""",
-    # queries (S, Hq, A, D), query_positions (S, A) int64, scores (B, H, N), scratch (B, H, A + 1, N)
+    # scratch with X = A + 1
     "window_importance": """(
-        Tensor queries, Tensor query_positions, Tensor key_pool, Tensor position_pool, Tensor slots, Tensor offsets,
-        Tensor lengths, float scale, int window, bool exclude_window, str group_reduction, str query_reduction,
-        str pooling, int kernel_size, Tensor(a!) scores, Tensor(b!) scratch, Tensor(c!)? errors=None) -> ()""",
-    # redundancy (B, H, N), scratch (B, H, 2, N)
+        Tensor queries, Tensor query_positions, Tensor keys, Tensor positions, Tensor lengths, float scale, int window,
+        bool exclude_window, str group_reduction, str query_reduction, str pooling, int kernel_size,
+        Tensor(a!) importance, Tensor(b!) scratch) -> ()""",
+    # scratch with X = 2
     "key_redundancy": """(
-        Tensor key_pool, Tensor slots, Tensor offsets, Tensor lengths, float threshold, Tensor(a!) redundancy,
-        Tensor(b!) scratch, Tensor(c!)? errors=None) -> ()""",
-    # scores (L, B, H, N) float32, budgets (L, B, H) int32, death (L, S, H, T) int32, state_pool (R, C) float32
-    "select_and_compact": """(
+        Tensor keys, Tensor lengths, float threshold, Tensor(a!) redundancy, Tensor(b!) scratch) -> ()""",
+    # In this order: what is kept (scores to window), of which slots (slots, seen), where they live (offsets,
+    # capacities), the memory (key_pool to lengths), what else changes (death, state_pool). With the four tensors of a
+    # source, entries are copied from there and entry i has position i; without them they close ranks in place.
+    "evict": """(
         Tensor scores, Tensor budgets, int num_sinks, int window, Tensor slots, Tensor seen, Tensor offsets,
-        Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? death,
-        Tensor(f!)? state_pool, Tensor(g!)? errors=None) -> ()""",
-    # the same from other memory: source_offsets int64 and source_lengths int32 (L, B, H); entry i has position i
-    "select_and_store": """(
-        Tensor scores, Tensor budgets, int num_sinks, int window, Tensor source_keys, Tensor source_values,
-        Tensor source_offsets, Tensor source_lengths, Tensor slots, Tensor seen, Tensor offsets, Tensor capacities,
-        Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? death,
-        Tensor(f!)? errors=None) -> ()""",
-    # sources, destinations (B) int64 slots, query_ring (L, S, Hq, A, D), death (L, S, H, T), state_pool (R, C)
+        Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths,
+        Tensor(e!)? death, Tensor(f!)? state_pool, Tensor? source_keys, Tensor? source_values, Tensor? source_offsets,
+        Tensor? source_lengths, Tensor(g!)? errors=None) -> ()""",
     "fork": """(
         Tensor sources, Tensor destinations, Tensor offsets, Tensor capacities, Tensor(a!) key_pool,
         Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? query_ring,
         Tensor(f!)? death, Tensor(g!)? state_pool, Tensor(h!)? errors=None) -> ()""",
-    # summaries (S, H, C, P, D) of type T: of each complete page its mean key (C = 1), or largest and smallest (C = 2)
+    # of each complete page its mean key (C = 1), or the largest and the smallest elements of its keys (C = 2)
     "summarize_pages": """(
         Tensor key_pool, Tensor slots, Tensor offsets, Tensor lengths, int page_size, bool newest_only,
         Tensor(a!) summaries, Tensor(b!)? errors=None) -> ()""",
-    # query (B, Hq, D), limits (B) int32 pages to read, scores (B, H, P), pages (B, H, K) int32 ascending, then -1
+    # limits are numbers of pages; pages ascend, then -1
     "select_pages": """(
         Tensor query, Tensor summaries, Tensor slots, Tensor lengths, Tensor limits, int page_size, int num_first,
-        int num_last, bool group_max, Tensor(a!) scores, Tensor(b!) pages, Tensor(c!)? errors=None) -> ()""",
-    # query, out (B, Hq, D), pages (B, H, K) int32 ascending, the first -1 ends a list, lse (B, Hq)
+        int num_last, bool group_max, Tensor(a!) page_scores, Tensor(b!) pages, Tensor(c!)? errors=None) -> ()""",
+    # pages ascend, the first -1 ends a list
     "page_attention": """(
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, Tensor pages,
         int page_size, float scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? errors=None) -> ()""",

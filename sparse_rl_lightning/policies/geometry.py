@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.output_head import output_head
 from sparse_rl_lightning.policies.replaced import check_reachable
@@ -79,26 +80,26 @@ def check_supported(model: PreTrainedModel) -> None:
         ValueError: For hybrid models, and for models without weights, an output head or a plain rotary decoder.
     """
     if not hasattr(model, "get_output_embeddings"):
-        raise ValueError(f"model must be a causal language model of transformers, got {type(model)}.")
+        raise UserError(f"model must be a causal language model of transformers, got {type(model)}.")
     check_reachable(model)
     output_head(model)
     config, name = model.config, type(model).__name__
     if model.device.type == "meta":
-        raise ValueError(f"The weights of this {name} are on the meta device: they hold no numbers. Load them first.")
+        raise UserError(f"The weights of this {name} are on the meta device: they hold no numbers. Load them first.")
     if config.model_type not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"{name} (model_type {config.model_type!r}) is not supported: other families may scale logits or attention "
             f"in ways that this library does not reproduce. Supported: {', '.join(FAMILIES)}."
         )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
-        raise ValueError(
+        raise UserError(
             f"{name} has rope_type={rope!r}, whose frequencies change with the length of the sequence, so cached keys "
             "would not fit. Use rope_type 'default', 'linear', 'llama3' or 'yarn'."
         )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if not layer_types <= {"full_attention", "sliding_attention"}:
-        raise ValueError(
+        raise UserError(
             f"{name} has layers of type {sorted(layer_types)}, only 'full_attention' layers can be evicted from. "
             "Choose a full-attention model such as Qwen2, Qwen3 or Llama."
         )
@@ -138,7 +139,7 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
     """
     window = sliding_window(model.config)
     if window is not None and longest > window:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} uses sliding-window attention (sliding_window={window}), and sequences of up to "
             f"{longest} tokens exceed the window: only full attention can be evicted from. Keep prompt and completion "
             "within the window, or choose a full-attention model such as Qwen2, Qwen3 or Llama."

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
-from sparse_rl_lightning.ranges import check_number
 
 
 class LoraPolicy(PolicySource):
@@ -126,7 +126,7 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **optio
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ValueError("Adapters (LoRA) need peft: pip install 'sparse-rl-lightning[lora]'") from error
+        raise UserError("Adapters (LoRA) need peft: pip install 'sparse-rl-lightning[lora]'") from error
     _check_targets(model, target_modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -162,7 +162,7 @@ def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:
     unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
     if unknown or not targets:
         linear = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-        raise ValueError(
+        raise UserError(
             f"target_modules: {unknown or 'an empty list'} would train nothing. This policy's linear layers are "
             f"{linear}; give some of them, or 'all-linear'."
         )
@@ -172,13 +172,13 @@ def _check_trainable(model: PreTrainedModel) -> None:
     """Refuse if anything but adapters could change the policy, or export could not merge them."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not any(bool(p.any()) for p in trainable.values()) or any("lora_" not in name for name in trainable):
-        raise ValueError(
+        raise UserError(
             f"LoRA would train {len(trainable)} of the policy's tensors, but every one must be an adapter's and some "
             "must not be zero. Check target_modules, and that the policy below has no adapters of its own."
         )
     heads = (model.get_output_embeddings(), model.get_input_embeddings())
     if model.config.tie_word_embeddings and any(hasattr(head, "base_layer") for head in heads):
-        raise ValueError(
+        raise UserError(
             "target_modules: embedding and output head share one weight in this policy, so an adapter on one of them "
             "cannot be added to it. Leave them out."
         )

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import FAMILIES
 
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
@@ -43,16 +44,16 @@ def load_pretrained(
                 trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
         except Exception as error:  # foreign data: nearly every class of errors has been seen
-            raise ValueError(f"{where} cannot be loaded. {_reason(path, error)}") from error
+            raise UserError(f"{where} cannot be loaded. {_reason(path, error)}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except Exception as error:
-            raise ValueError(f"{where}: its tokenizer cannot be loaded. {_reason(path, error)}") from error
+            raise UserError(f"{where}: its tokenizer cannot be loaded. {_reason(path, error)}") from error
     model, found = loaded
     _check_whole(found, where)
     check_finite(model.named_parameters(), where)
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-        raise ValueError(
+        raise UserError(
             f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
         )
     return model, tokenizer
@@ -70,7 +71,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
     """
     broken = [name for name, value in weights if value.is_floating_point() and not bool(value.isfinite().all())]
     if broken:
-        raise ValueError(
+        raise UserError(
             f"{where}: {len(broken)} weights hold NaN or infinity, for example {broken[0]!r}. They are of a run that "
             "diverged, or damaged: give others."
         )
@@ -83,7 +84,7 @@ def _check_whole(found: dict[str, Any], where: str) -> None:
     if missing or mismatched:
         shapes = "".join(f", {name!r} is {[*there]} and must be {[*ours]}" for name, there, ours in mismatched[:1])
         names = f", there is no {missing[0]!r}" if missing else ""
-        raise ValueError(
+        raise UserError(
             f"{where} does not hold this model: {len(missing)} weights are missing, {len(mismatched)} of another shape "
             f"and {len(unexpected)} unknown{names}{shapes}. Its config.json and its weights must be of one model."
         )

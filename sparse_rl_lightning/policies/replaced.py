@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from sparse_rl_lightning.errors import UserError
+
 
 def is_replaced(module: nn.Module) -> bool:
     """Whether this object's own ``forward`` was set, as accelerate's hooks, Liger and others do.
@@ -46,14 +48,14 @@ def check_reachable(model: Any) -> None:
     """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         if getattr(config, "is_prompt_learning", False):
-            raise ValueError(
+            raise UserError(
                 f"The adapter {name!r} of {type(model).__name__} is a soft prompt ({config.peft_type}), which rollouts "
                 "and log-probabilities would pass over. Use LoRA, or another adapter that lives in the layers."
             )
     wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
     for module in (model, wrapped):
         if isinstance(module, nn.Module) and is_replaced(module):
-            raise ValueError(refusal(module))
+            raise UserError(refusal(module))
 
 
 def refusal(module: nn.Module) -> str:

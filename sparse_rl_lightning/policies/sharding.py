@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.replaced import is_replaced, refusal
 
 _Found = TypeVar("_Found")
@@ -72,7 +73,7 @@ def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Ten
     if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         return function(*inputs)
     if type(module) is not nn.Linear or has_own_hooks(module) or is_replaced(module):
-        raise ValueError(
+        raise UserError(
             f"The policy's output head is a {type(module).__name__} with hooks or a forward of its own: ZeRO-3 knows "
             "plain nn.Linear heads only. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
         )
@@ -131,13 +132,13 @@ class ShadowPolicy:
 
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         if getattr(policy, "peft_config", None):
-            raise ValueError(
+            raise UserError(
                 "LoraPolicy is not supported where weights are sharded (ZeRO-3, FSDP2): few weights are trained, so "
                 "ZeRO-2 shards all that is large. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
             )
         for module in policy.modules():
             if is_replaced(module):
-                raise ValueError(f"{refusal(module)} Where weights are sharded no module's forward may be replaced.")
+                raise UserError(f"{refusal(module)} Where weights are sharded no module's forward may be replaced.")
         self.policy = policy
         self.version: int | None = None  # version of the weights inside, None without any
         self.model = _twin(policy, dtype)

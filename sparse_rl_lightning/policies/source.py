@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import freeze
 from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained
 
@@ -60,7 +61,7 @@ class PretrainedPolicy(PolicySource):
         looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
         path = os.path.expanduser(self.path)
         if looks_local and not (Path(path) / "config.json").is_file():
-            raise ValueError(
+            raise UserError(
                 f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "
                 "such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run configs/warmup.yaml first."
             )
@@ -108,7 +109,7 @@ def check_attention(name: str | None) -> None:
     """
     module, remedy = FLASH_PACKAGES.get(name or "", ("", ""))
     if module and importlib.util.find_spec(module) is None:
-        raise ValueError(
+        raise UserError(
             f"attn_implementation={name!r} needs the package {module}, which is not installed: {remedy} (with nvcc, on "
             "a machine with an NVIDIA GPU), or set the policy's attn_implementation to 'sdpa'."
         )

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.source import PolicySource
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {  # configuration and model classes, whose arguments differ
@@ -133,7 +134,7 @@ def tiny_model(
         ValueError: If the architecture is unknown.
     """
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")
+        raise UserError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")
     config_class, model_class = ARCHITECTURES[architecture]
     config = config_class(
         vocab_size=vocab_size,

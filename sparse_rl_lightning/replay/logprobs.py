@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.geometry import check_window
 from sparse_rl_lightning.records import Rollout
@@ -57,10 +58,10 @@ def replay_statistics(
         ValueError: For the reasons of :func:`replay_logprobs`.
     """
     if rollout.evictions is None:
-        raise ValueError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
+        raise UserError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
     rows = drawn_by_several(rollout).nonzero().flatten().tolist()
     if rows:
-        raise ValueError(
+        raise UserError(
             f"Sequences {rows} were drawn by several versions of the policy (partial rollouts): no replay reproduces "
             "them. Replay the others, rollout[indices], or switch partial rollouts off."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.report.measures import MEASURES, greedy
 from sparse_rl_lightning.report.page import course, figures, render, warnings_of
 from sparse_rl_lightning.report.plots import COLORS, Named, color, plots_of_runs
@@ -24,7 +25,7 @@ def comparison(records: Named) -> str:
     """
     names = [name for name, _ in records]
     if len(names) < 2 or len(set(names)) < len(names):
-        raise ValueError(f"A comparison needs at least two runs, each under a name of its own, got {names}.")
+        raise UserError(f"A comparison needs at least two runs, each under a name of its own, got {names}.")
     differing, same = differing_settings(records)
     runs = [
         {"name": name, "title": record.title, "color": color(place), "course": course(record),

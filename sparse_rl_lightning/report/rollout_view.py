@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import EvictionRecord
 from sparse_rl_lightning.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
-    from transformers import PreTrainedTokenizerBase
 
 WHITE, BLUE, RED, INK = (255, 255, 255), (37, 99, 235), (194, 65, 12), (31, 41, 55)
 NOTHING, FADED = (229, 231, 235), (156, 163, 175)  # grays: background of a token without a number, letters of a 0
@@ -127,7 +128,7 @@ class TextHeat:
     def __post_init__(self) -> None:
         for label, values in self.rows.items():
             if len(values) != len(self.tokens):
-                raise ValueError(
+                raise UserError(
                     f"rows[{label!r}] has {len(values)} numbers for {len(self.tokens)} tokens: give one for each, or "
                     "cut both to the same tokens."
                 )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.report.record import PROGRESS, SUMMARY, RunRecord
 from sparse_rl_lightning.text import shortened
 
@@ -42,7 +43,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise ValueError(f"{str(path)!r} is no folder. Give the folder of a run, such as runs/quickstart.")
+        raise UserError(f"{str(path)!r} is no folder. Give the folder of a run, such as runs/quickstart.")
     versions = [*_versions(path), *_versions(path / "lightning_logs")]  # the latter is Lightning's default
     problems: list[str] = []
     for file in (path / PROGRESS, path / SUMMARY, path / METRICS, *(version / METRICS for version in versions)):
@@ -56,8 +57,8 @@ def read_run(folder: str | Path) -> RunRecord:
         told = [f"{problem} The page is made from {file.name}." for problem in problems] + _older(file)
         return replace(record, warnings=[*({"file": file.name, "text": one} for one in told), *record.warnings])
     if problems:
-        raise ValueError("\n".join([*problems, "Nothing else in the folder describes a run."]))
-    raise ValueError(
+        raise UserError("\n".join([*problems, "Nothing else in the folder describes a run."]))
+    raise UserError(
         f"There is no run in {str(path)!r}: it has no {SUMMARY} or {PROGRESS} (RunSummary writes them) and no "
         f"{METRICS} (CSVLogger). Give the folder that the run names as trainer.default_root_dir or as its logger's."
     )
@@ -84,7 +85,7 @@ def _from_json(file: Path) -> RunRecord:
     """The record in a file written by RunSummary."""
     found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(found, dict) or not isinstance(found.get("history"), list):
-        raise ValueError("it is no summary of a run.")
+        raise UserError("it is no summary of a run.")
     summary = found["summary"] if isinstance(found.get("summary"), dict) else {}
     counts = _numbers(summary)
     history: dict[float, dict[str, float]] = {}
@@ -124,7 +125,7 @@ def _from_csv(file: Path) -> RunRecord:
         elif is_same or (history and "completions/mean_length" not in row):
             history[-1].update({name: value for name, value in row.items() if name != "step"})
     if not history:
-        raise ValueError("no rollout was logged in it.")
+        raise UserError("no rollout was logged in it.")
     place = file.parent.parent if file.parent.name.startswith("version_") else file.parent
     return RunRecord(
         history=history,

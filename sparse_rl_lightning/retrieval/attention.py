@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_rl_lightning.ops.pages import keep_pages
+from sparse_rl_lightning.ops.select_pages import keep_pages
 from sparse_rl_lightning.replay.hooks import register
 from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
 from sparse_rl_lightning.retrievers import Retriever

@@ -14,8 +14,9 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.pages import keep_pages, list_pages, page_counts
-from sparse_rl_lightning.ops.slot_pages import write_summaries
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.select_pages import keep_pages, list_pages, page_counts
+from sparse_rl_lightning.ops.summarize_pages import write_summaries
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import EvictionRecord
 from sparse_rl_lightning.retrievers import Retriever
@@ -115,7 +116,9 @@ class PagedCache(SlotCache):
             return super()._attend(layer, slots, query, probs)
         self._refresh(layer, slots, newest_only=True)
         pages = self.choose(layer, slots, query)
-        return ops.attend_pages(self.layers[layer], slots, query, pages, self.retriever.page_size, self.geometry.scale)
+        return ops.page_attention(
+            self.layers[layer], slots, query, pages, self.retriever.page_size, self.geometry.scale
+        )
 
     def choose(self, layer: int, slots: Tensor, query: Tensor) -> Tensor:
         """(R, H, K) int32 pages that (R, Hq, D) queries read."""
@@ -196,22 +199,22 @@ def check_retriever(retriever: Retriever, compressor: Compressor, num_layers: in
     """
     name, other = type(retriever).__name__, type(compressor).__name__
     if retriever.num_dense_layers >= num_layers:
-        raise ValueError(
+        raise UserError(
             f"{name}: num_dense_layers={retriever.num_dense_layers} leaves none of the model's {num_layers} layers to "
             "retrieve in. Lower num_dense_layers."
         )
     if compressor.needs_attention:
-        raise ValueError(
+        raise UserError(
             f"{other} counts the attention that every entry receives, and {name} does not compute it for the pages "
             "that are not read. Combine it with a compressor that does not, such as SnapKV or RKV."
         )
     if compressor.evicts and compressor.budget_rule.splits_heads:
-        raise ValueError(
+        raise UserError(
             f"{name} keeps as many pages of every head, and {type(compressor.budget_rule).__name__} gives heads "
             f"different memory. Set {other}'s budget_rule to Uniform or Pyramid."
         )
     if kv_dtype.itemsize < 2:
-        raise ValueError(
+        raise UserError(
             f"{name} keeps vectors of the pages in the type of the keys, for which kv_dtype={kv_dtype} is too narrow. "
             "Use bfloat16, float16 or float32."
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.geometry import check_window
 from sparse_rl_lightning.records import Rollout
@@ -52,7 +53,7 @@ def retrieval_logprobs(
     """
     kv = rollout.kv
     if kv is not None and bool((kv.stored < kv.full).any()):
-        raise ValueError(
+        raise UserError(
             "This rollout was compressed besides (rollout.kv.stored is below rollout.kv.full), so that its pages were "
             "not those of its tokens. Only a sampler with FullKV and a retriever can be followed."
         )

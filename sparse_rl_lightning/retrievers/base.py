@@ -1,4 +1,4 @@
-"""Retriever: how to summarize a page, and how to score it for a query; everything else is shared code."""
+"""Retriever: summaries of the pages of a cache, and scores of pages for a query."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
-from sparse_rl_lightning.ops.pages import PageReduction
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.select_pages import PageReduction
 
 
 class Retriever(Budgeted):
@@ -24,12 +25,12 @@ class Retriever(Budgeted):
         budget: Number of tokens that a query reads per layer and KV head, first and last pages included (Sparrow counts
             only its chosen pages: its 1024 tokens are ``1024 + 3 * 16`` here); a number, or a schedule by the length of
             the sequence.
-        page_size: Number of entries in a page.
-        num_first_pages: Number of pages at the beginning that are always read.
-        num_last_pages: Number of pages at the end that are always read, beginning with the incomplete one of the query.
-        num_dense_layers: Number of first layers whose queries read everything.
-        budget_rule: Rule by which the other layers share the budget, null for equal shares; a layer reads whole pages.
-            All heads of a layer read the same number, so rules that split heads are refused.
+        page_size: Entries of a page.
+        num_first_pages: Pages at the beginning that are always read.
+        num_last_pages: Pages at the end that are always read, the incomplete one with the query's own token first.
+        num_dense_layers: First layers whose queries read everything.
+        budget_rule: Rule by which the other layers share the budget, null for equally; a layer reads whole pages. All
+            heads of a layer read as much, so rules that split heads are refused.
 
     Raises:
         ValueError: If the rule splits heads, a budget is not a whole number of pages, or leaves nothing to choose.
@@ -49,7 +50,7 @@ class Retriever(Budgeted):
     ) -> None:
         name = type(self).__name__
         if page_size < 1 or num_first_pages < 0 or num_last_pages < 1 or num_dense_layers < 0:
-            raise ValueError(
+            raise UserError(
                 f"{name}: page_size and num_last_pages must be at least 1, num_first_pages and num_dense_layers at "
                 f"least 0, got page_size={page_size}, num_first_pages={num_first_pages}, "
                 f"num_last_pages={num_last_pages}, num_dense_layers={num_dense_layers}."
@@ -59,7 +60,7 @@ class Retriever(Budgeted):
         self.num_last_pages = num_last_pages
         self.num_dense_layers = num_dense_layers
         if budget_rule is not None and budget_rule.splits_heads:
-            raise ValueError(
+            raise UserError(
                 f"{name}: all heads of a layer read as many pages, but {type(budget_rule).__name__} splits heads. "
                 "Set budget_rule to Uniform or Pyramid."
             )
@@ -70,20 +71,20 @@ class Retriever(Budgeted):
         broken = [tokens for tokens in schedule.budgets if tokens % page_size]
         if broken:
             near = [tokens for tokens in (broken[0] // page_size, -(-broken[0] // page_size)) if tokens]
-            raise ValueError(
+            raise UserError(
                 f"{name}: page_size={page_size} does not divide budget={broken[0]}. Take "
                 f"{' or '.join(str(pages * page_size) for pages in near)} tokens, or another page_size."
             )
         reserved = self.num_first_pages + self.num_last_pages
         if schedule.minimum < reserved * page_size:
-            raise ValueError(
+            raise UserError(
                 f"{name}: budget={schedule.minimum} is smaller than the pages that are always read: "
                 f"(num_first_pages + num_last_pages) x page_size = ({self.num_first_pages} + {self.num_last_pages}) x "
                 f"{page_size} = {reserved * page_size} tokens. Raise budget or lower one of them."
             )
 
     def raised(self, steps: int) -> LengthSchedule:
-        """The schedule that :meth:`raise_budget` sets, in whole pages."""
+        """The schedule that ``raise_budget`` sets, in whole pages."""
         raised, page = super().raised(steps), self.page_size
         return LengthSchedule(list(raised.starts), [-(-budget // page) * page for budget in raised.budgets])
 
@@ -91,17 +92,17 @@ class Retriever(Budgeted):
 
     @abstractmethod
     def summarize(self, keys: Tensor) -> Tensor:
-        """The summary of complete pages: (..., page_size, D) post-RoPE keys to (..., num_vectors, D) of their type."""
+        """Summaries of complete pages: (..., page_size, D) post-RoPE keys to (..., num_vectors, D) of their type."""
 
     @abstractmethod
     def score(self, queries: Tensor, summaries: Tensor) -> Tensor:
-        """The value of pages for queries, higher is read.
+        """Scores of pages for queries, higher is read.
 
         The engine scores one query at a time and the learner many, so no query may affect another.
 
         Args:
-            queries: Queries (..., G, Q, D), post-RoPE, G query heads of a group.
-            summaries: Summaries (..., num_vectors, P, D) of P pages from :meth:`summarize`.
+            queries: (..., G, Q, D) post-RoPE, G query heads of a group.
+            summaries: (..., num_vectors, P, D) of P pages, from :meth:`summarize`.
 
         Returns:
             The scores (..., Q, P).
@@ -113,7 +114,7 @@ class Retriever(Budgeted):
     def kernel(self) -> PageReduction | None:
         """The reduction over a group with which the ops ``summarize_pages`` and ``select_pages`` compute the same.
 
-        None runs :meth:`summarize` and :meth:`score` in PyTorch, as for a user's own subclass.
+        None runs :meth:`summarize` and :meth:`score` in PyTorch, as for a subclass of your own.
         """
         return None
 
@@ -128,7 +129,7 @@ class Retriever(Budgeted):
         return [max(round(share / self.page_size), reserved) for share in shares]
 
     def page_limits(self, num_layers: int, device: torch.device | str) -> PageLimits:
-        """The numbers of pages that a sequence reads in each retrieving layer, as a function of tensors of lengths."""
+        """Pages that a sequence reads in each of the layers that retrieve, as a function of tensors of lengths."""
         starts = torch.tensor(self.schedule.starts, dtype=torch.int64, device=device)
         pages = [self.layer_pages(num_layers, budget) for budget in self.schedule.budgets]
         return PageLimits(starts, torch.tensor(pages, dtype=torch.int32, device=device).T.contiguous())

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.ops.pages import PageReduction, page_means, page_scores
-from sparse_rl_lightning.ranges import check_choice
+from sparse_rl_lightning.errors import check_choice
+from sparse_rl_lightning.ops.select_pages import PageReduction, page_scores
+from sparse_rl_lightning.ops.summarize_pages import page_means
 from sparse_rl_lightning.retrievers.base import Retriever
 
 
@@ -18,10 +19,10 @@ class Centroid(Retriever):
     It keeps one vector per page, 1/32 of the memory of keys and values with pages of 16.
 
     Args:
-        budget: Number of tokens that a query reads per layer and KV head.
-        group_reduction: Reduction over the query heads of a group: their scores are averaged (``mean``, as Sparrow
-            does) or the largest counts (``max``).
-        **sizes: Sizes of :class:`Retriever`.
+        budget: Tokens that a query reads per layer and KV head.
+        group_reduction: Scores of the query heads of a group are averaged (``mean``, as Sparrow does) or the largest
+            counts (``max``).
+        **sizes: Arguments of :class:`Retriever`.
 
     Raises:
         ValueError: If the numbers do not fit, or the reduction is unknown.

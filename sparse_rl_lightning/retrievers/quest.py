@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.ops.pages import PageReduction, page_bounds, page_scores
-from sparse_rl_lightning.ranges import check_choice
+from sparse_rl_lightning.errors import check_choice
+from sparse_rl_lightning.ops.select_pages import PageReduction, page_scores
+from sparse_rl_lightning.ops.summarize_pages import page_bounds
 from sparse_rl_lightning.retrievers.base import Retriever
 
 
@@ -20,9 +21,9 @@ class Quest(Retriever):
     grouped heads; here a group reads the same pages, as in Vortex, and the largest bound of its heads counts.
 
     Args:
-        budget: Number of tokens that a query reads per layer and KV head.
-        group_reduction: Reduction over the query heads of a group, of their bounds: ``max`` or ``mean``.
-        **sizes: Sizes of :class:`Retriever`.
+        budget: Tokens that a query reads per layer and KV head.
+        group_reduction: The largest bound of the query heads of a group counts (``max``) or their mean (``mean``).
+        **sizes: Arguments of :class:`Retriever`.
 
     Raises:
         ValueError: If the numbers do not fit, or the reduction is unknown.

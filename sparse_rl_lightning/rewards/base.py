@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -33,7 +33,7 @@ exactly and would refuse every function that names a column.)
 """
 
 
-class RewardMistake(ValueError):
+class RewardMistake(UserError):
     """A mistake in a reward function's code: it cannot be called, or its result cannot be read, for any sample."""
 
 
@@ -69,11 +69,11 @@ def compute_rewards(
         RuntimeError: If a reward function raises.
     """
     if weights is not None and len(weights) != len(functions):
-        raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
+        raise UserError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
     for place, weight in enumerate(weights or ()):
         check_number(f"reward_weights[{place}]", weight)
     if not functions:
-        raise ValueError("At least one reward function is needed.")
+        raise UserError("At least one reward function is needed.")
     batch = reward_batch(prompts, completions, completion_ids, columns)
     names = reward_names(functions)
     table = reward_table([_strictly(function, name, batch) for function, name in zip(functions, names, strict=True)])
@@ -93,11 +93,11 @@ def reward_batch(
     """
     reserved = [name for name in (*_ARGUMENTS, "self") if name in columns]
     if reserved:
-        raise ValueError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
+        raise UserError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
     named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
     for name, values in named.items():
         if len(values) != len(completions):
-            raise ValueError(f"{name} has {len(values)} entries for {len(completions)} completions.")
+            raise UserError(f"{name} has {len(values)} entries for {len(completions)} completions.")
     return named
 
 
@@ -156,7 +156,7 @@ def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -
     given = [*_ARGUMENTS, *columns]
     for function, name in zip(functions, reward_names(functions), strict=True):
         if any(map(_is_async, (function, getattr(function, "__call__", None)))):  # noqa: B004  # of a class
-            raise ValueError(_ASYNC.format(name))
+            raise UserError(_ASYNC.format(name))
         _check_columns(function, name, given)
 
 

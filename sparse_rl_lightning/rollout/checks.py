@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import check_window, context_length
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
@@ -35,15 +36,15 @@ def check_prompts(
     """
     vocab_size, context = model.config.vocab_size, context_length(model.config)
     if params.top_logprobs > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"top_logprobs must be at most the vocabulary's {vocab_size} tokens, got "
             f"top_logprobs={params.top_logprobs}."
         )
     if len(prompts) == 0:
-        raise ValueError("prompts is empty: give at least one list of token ids.")
+        raise UserError("prompts is empty: give at least one list of token ids.")
     shape = tuple(getattr(prompts, "shape", ()))
     if len(shape) > 1:
-        raise ValueError(
+        raise UserError(
             f"prompts is one array of shape {shape}, whose rows may be padded: give a list with the token ids of each "
             "prompt without padding, e.g. [row[mask].tolist() for row, mask in zip(ids, attention_mask.bool())]."
         )
@@ -51,7 +52,7 @@ def check_prompts(
     longest = max(len(prompt) for prompt in found) + params.max_completion_length
     for index, prompt in enumerate(found):
         if context is not None and len(prompt) + params.max_completion_length > context:
-            raise ValueError(
+            raise UserError(
                 f"prompt {index} has {len(prompt)} tokens; with max_completion_length={params.max_completion_length} "
                 f"that exceeds the model's context of {context} tokens. Drop long prompts or lower "
                 "max_completion_length."
@@ -64,15 +65,15 @@ def _token_ids(prompt: Any, index: int, vocab_size: int) -> list[int]:
     """One prompt as a list of whole numbers in the vocabulary."""
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(given, str) or not hasattr(given, "__len__"):
-        raise ValueError(
+        raise UserError(
             f"prompt {index} is {given!r:.80}: prompts is a list with a list of token ids for each prompt. Text must "
             "be tokenized first, and a single prompt stands in a list of its own."
         )
     if len(given) == 0:
-        raise ValueError(f"prompt {index} is empty: every prompt needs at least one token.")
+        raise UserError(f"prompt {index} is empty: every prompt needs at least one token.")
     wrong = [token for token in given if not _is_token(token, vocab_size)]
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"prompt {index} holds {wrong[0]!r}: prompts are lists of token ids, whole numbers from 0 to "
             f"{vocab_size - 1}."
         )
@@ -92,7 +93,7 @@ def check_end_tokens(ids: Sequence[int] | Tensor, vocab_size: int) -> list[int]:
     ids = ids.tolist() if isinstance(ids, Tensor) else ids
     wrong = [token for token in ids if not _is_token(token, vocab_size)]
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"end_token_ids holds {wrong[0]!r}, which the model can never draw: end tokens are whole numbers from 0 to "
             f"{vocab_size - 1}. Without end_token_ids they are those of the model's generation_config."
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
 HONORED = {
@@ -55,23 +56,23 @@ def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | N
         for key, value in (kwargs or {}).items():
             name, value = _setting(key, value)
             if name in changes:
-                raise ValueError(f"generation_kwargs gives {name} twice, the second time as {key}: remove one of them.")
+                raise UserError(f"generation_kwargs gives {name} twice, the second time as {key}: remove one of them.")
             if name is not None:
                 changes[name] = value
         return replace(params, **changes)
     except TypeError as error:
-        raise ValueError(f"generation_kwargs: a value of {dict(kwargs or {})} has the wrong type ({error}).") from error
+        raise UserError(f"generation_kwargs: a value of {dict(kwargs or {})} has the wrong type ({error}).") from error
 
 
 def _setting(key: str, value: Any) -> tuple[str | None, Any]:
     """What a key is called here and its value; no name where it changes nothing."""
     if key == "do_sample":
         if not isinstance(value, bool):
-            raise ValueError(f"generation_kwargs: do_sample must be true or false, got {value!r}.")
+            raise UserError(f"generation_kwargs: do_sample must be true or false, got {value!r}.")
         return (None if value else "temperature"), 0.0
     if key not in HONORED:
         advice = f"set {ELSEWHERE[key]} instead" if key in ELSEWHERE else "remove it"
-        raise ValueError(
+        raise UserError(
             f"generation_kwargs: {key} is not honored, {advice}. Honored are {', '.join(['do_sample', *HONORED])}."
         )
     name = HONORED[key]

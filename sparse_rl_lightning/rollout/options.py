@@ -1,21 +1,53 @@
-"""How a module's samplers are built from its settings."""
+"""RolloutOptions: how rollouts are made, beside how their tokens are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout import RolloutSampler
 from sparse_rl_lightning.rollout.engine.memory import check_limit
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
+from sparse_rl_lightning.rollout.sampler import RolloutSampler
+
+PartialCheckpoint = Literal["store", "restart"]
 
 
 @dataclass(frozen=True)
-class SamplerOptions:
-    """What the compressed and the full cache's sampler have in common; arguments as in SparseGRPO."""
+class RolloutOptions:
+    """Memory and speed of rollouts, what ends and rewards a completion, and how prompts are rendered.
+
+    Args:
+        num_slots: Sequences decoded at the same time, null for all.
+        end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
+            is prompted in a chat format.
+        memory_limit: Memory that slots may take, bytes or (a float up to 1.0) a share of what is free: as many of
+            ``num_slots`` are used as fit.
+        kv_dtype: Type of cached keys and values, such as ``bfloat16``, or ``float8_e4m3fn`` for a byte per number; null
+            for the type that the policy computes in.
+        keep_pool: Keep the cache's memory while the learner works; false frees it after every rollout.
+        cuda_graphs: Decode from CUDA graphs on a GPU.
+        partial_rollout_steps: Partial rollouts: decode steps after which the learner goes on with the groups that are
+            complete, while unfinished sequences wait in their slots for the next rollout. Null is off.
+        partial_checkpoint: Checkpoints ``store`` unfinished sequences, or ``restart`` them after a resume.
+        oversampling: Dynamic sampling: roll out this many times the prompts that are trained on, and keep the groups
+            whose rewards differ. 1 is off.
+        reward_timeout: Seconds that a reward function may take for a rollout; it then runs in a forked process of its
+            own, which is killed when its time is up. Null: any time, in the trainer's process. Samples on which it
+            takes longer, or raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
+        chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``; in
+            validation too.
+        generation_kwargs: Settings of ``sampling`` by their names in transformers or vLLM, over those given there.
+
+    Raises:
+        ValueError: If a number is out of range, or partial rollouts meet a setting that they cannot work with.
+    """
 
     num_slots: int | None = None
     end_tokens: tuple[str, ...] = ()
@@ -23,10 +55,47 @@ class SamplerOptions:
     kv_dtype: str | None = None
     keep_pool: bool = True
     cuda_graphs: bool = True
+    partial_rollout_steps: int | None = None
+    partial_checkpoint: PartialCheckpoint = "store"
+    oversampling: float = 1.0
+    reward_timeout: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    generation_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.num_slots is not None:
+            check_number("rollout.num_slots", self.num_slots, least=1)
+        object.__setattr__(self, "end_tokens", as_texts(self.end_tokens, "rollout.end_tokens"))
         if self.memory_limit is not None:
             check_limit(self.memory_limit)
+        check_number("rollout.oversampling", self.oversampling, least=1)
+        if self.reward_timeout is not None:
+            check_number("rollout.reward_timeout", self.reward_timeout, above=0)
+        if self.partial_checkpoint not in ("store", "restart"):
+            raise UserError(
+                f"rollout.partial_checkpoint must be 'store' or 'restart', got {self.partial_checkpoint!r}."
+            )
+        if self.partial_rollout_steps is not None:
+            self._check_partial(self.partial_rollout_steps)
+
+    def for_training(self, sampling: SamplingParams) -> SamplingParams:
+        """Settings of drawing with ``generation_kwargs`` over them.
+
+        Raises:
+            ValueError: If nothing can be learned from what they draw.
+        """
+        sampling = with_generation_kwargs(sampling, self.generation_kwargs)
+        if sampling.num_generations < 2:
+            raise UserError(
+                "sampling.num_generations must be at least 2, because a sample is judged against the others of its "
+                f"prompt; got num_generations={sampling.num_generations}. In Python SamplingParams has 1 unless it is "
+                "given: write sampling=SamplingParams(num_generations=8, ...)."
+            )
+        if sampling.temperature == 0:
+            raise UserError(
+                "sampling.temperature must be above 0 in training: greedy samples of a prompt are all the same."
+            )
+        return sampling
 
     def sampler(
         self,
@@ -40,6 +109,12 @@ class SamplerOptions:
         Raises:
             ValueError: If an option or the retriever does not fit, or an end token is not in the vocabulary.
         """
+        vocabulary = tokenizer.get_vocab()
+        unknown = [token for token in self.end_tokens if token not in vocabulary]
+        if unknown:
+            raise UserError(
+                f"rollout.end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them."
+            )
         sampler = RolloutSampler(
             policy,
             compressor,
@@ -51,23 +126,42 @@ class SamplerOptions:
             memory_limit=self.memory_limit,
             retriever=retriever,
         )
-        sampler.end_token_ids = sorted({*sampler.end_token_ids, *self._end_token_ids(tokenizer)})
+        sampler.end_token_ids = sorted({*sampler.end_token_ids, *(vocabulary[token] for token in self.end_tokens)})
         return sampler
 
-    def _end_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        vocabulary = tokenizer.get_vocab()
-        unknown = [token for token in self.end_tokens if token not in vocabulary]
-        if unknown:
-            raise ValueError(f"end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them.")
-        return [vocabulary[token] for token in self.end_tokens]
+    def _check_partial(self, steps: int) -> None:
+        """Refuse, by name, settings that partial rollouts cannot work with."""
+        if steps < 1:
+            raise UserError(f"rollout.partial_rollout_steps must be at least 1 or null (off), got {steps}.")
+        reasons = {
+            "num_slots=null": (
+                self.num_slots is None,
+                "unfinished sequences stay in a fixed number of slots. Set model.rollout.num_slots",
+            ),
+            f"oversampling={self.oversampling}": (
+                self.oversampling > 1,
+                "a block may hold fewer groups than prompts, so none can be left out. Set model.rollout.oversampling "
+                "to 1",
+            ),
+            "keep_pool=False": (
+                not self.keep_pool,
+                "unfinished sequences stay in the pool while the learner works. Set model.rollout.keep_pool to true",
+            ),
+        }
+        for setting, (given, why) in reasons.items():
+            if given:
+                raise UserError(
+                    f"rollout.partial_rollout_steps={steps} does not work with {setting}: {why}, or "
+                    "model.rollout.partial_rollout_steps to null."
+                )
 
 
-def as_texts(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """A list of a configuration as a tuple; a single text is not taken apart into its letters.
+def as_texts(texts: Sequence[str] | None, name: str) -> tuple[str, ...]:
+    """A list of texts as a tuple.
 
     Raises:
-        ValueError: If it is a text.
+        ValueError: If a single text is given, which would be split into its characters.
     """
     if isinstance(texts, str):
-        raise ValueError(f"Give a list of texts, got the text {texts!r}: write [{texts!r}].")
+        raise UserError(f"{name} is a list of texts, got the text {texts!r}: write [{texts!r}].")
     return tuple(texts or ())

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout import Progress, RolloutSampler, RolloutSession, SamplingParams
-
-Rows: TypeAlias = list[dict[str, Any]]
-PartialCheckpoint = Literal["store", "restart"]
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.records import Rollout, Rows
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.scheduler import Progress
+from sparse_rl_lightning.rollout.options import PartialCheckpoint
+from sparse_rl_lightning.rollout.sampler import RolloutSampler
+from sparse_rl_lightning.rollout.session import RolloutSession
 
 STORABLE = (str, int, float, bool, type(None))
 
@@ -39,18 +40,13 @@ class PartialRollouts:
     Args:
         max_steps: Decode steps per rollout.
         checkpoint: ``store`` what is in the slots, or ``restart`` unfinished sequences after a resume.
-
-    Raises:
-        ValueError: If an argument is out of range.
+        unit: Divisor of the number of groups in every rollout, so that they fill whole micro-batches.
     """
 
-    def __init__(self, max_steps: int, checkpoint: PartialCheckpoint = "store") -> None:
-        if max_steps < 1:
-            raise ValueError(f"partial_rollout_steps must be at least 1 or null (off), got {max_steps}.")
-        if checkpoint not in ("store", "restart"):
-            raise ValueError(f"partial_checkpoint must be 'store' or 'restart', got {checkpoint!r}.")
+    def __init__(self, max_steps: int, checkpoint: PartialCheckpoint = "store", unit: int = 1) -> None:
         self.max_steps = max_steps
         self.checkpoint = checkpoint
+        self.unit = unit
         self.max_prompt_length = 0
         self.session: RolloutSession | None = None
         self.rows: dict[int, dict[str, Any]] = {}  # of the prompts in the session, by their numbers
@@ -71,8 +67,6 @@ class PartialRollouts:
         rows: Rows,
         prompts: Sequence[Sequence[int]],
         sequence_ids: Sequence[int],
-        *,
-        unit: int,
         progress: Callable[[Progress], None] | None = None,
     ) -> tuple[Rollout, Rows]:
         """Add prompts, decode, and take what is complete.
@@ -83,7 +77,6 @@ class PartialRollouts:
             rows: The prompts' rows of the data set.
             prompts: Their token ids.
             sequence_ids: As for :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`.
-            unit: The number of groups taken is a multiple of this.
             progress: Called after every decode step; it counts from the beginning of this call.
 
         Returns:
@@ -93,11 +86,11 @@ class PartialRollouts:
         self.rows |= dict(zip(session.add(prompts, sequence_ids), rows, strict=True))
         session.advance(
             self.max_steps,
-            until=lambda: not session.scheduler.waiting and len(session.complete) >= unit,
+            until=lambda: not session.scheduler.waiting and len(session.complete) >= self.unit,
             progress=None if progress is None else _since(session.scheduler.progress, progress),
         )
         complete = session.complete
-        taken = complete[: min(len(complete), len(rows)) // unit * unit]
+        taken = complete[: min(len(complete), len(rows)) // self.unit * self.unit]
         return session.take(taken), [self.rows.pop(number) for number in taken]
 
     def metrics(self, rollout: Rollout) -> dict[str, Tensor | float]:
@@ -124,10 +117,6 @@ class PartialRollouts:
         if self.session is None:
             return self._saved
         session = self.session.state(restart=self.checkpoint == "restart")
-        rank_zero_info(
-            f"Checkpoint with {self.num_unfinished} unfinished sequences of partial rollouts: "
-            f"{state_bytes(session) / 2**20:,.1f} MiB ({self.checkpoint})."
-        )
         return {"session": session, "rows": dict(self.rows), "settings": self._settings(self.session)}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
@@ -159,7 +148,7 @@ class PartialRollouts:
         names = list(own) if saved["session"]["slots"] else ["num_generations"]
         changed = [f"{n} was {saved['settings'][n]}, is {own[n]}" for n in names if saved["settings"][n] != own[n]]
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint's unfinished sequences were drawn under other settings: {'; '.join(changed)}. Resume "
                 "with the same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
             )
@@ -174,7 +163,7 @@ def check_storable(rows: Rows) -> None:
     for row in rows:
         for name, value in row.items():
             if (foreign := _foreign(value)) is not None:
-                raise ValueError(
+                raise UserError(
                     f"partial_rollout_steps keeps rows in checkpoints, but column {name!r} of the training data holds "
                     f"a {foreign}. Make it text, a number, or a list or dictionary of them, or drop the column."
                 )

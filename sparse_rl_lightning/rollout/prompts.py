@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
+
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text that is already rendered, or chat messages with ``role`` and ``content``."""
 
@@ -47,7 +49,7 @@ def encode_prompt(
     else:
         ids = _encode_messages(tokenizer, prompt, chat_template_kwargs or {})
     if not ids:
-        raise ValueError(f"empty prompt: {prompt!r} has no tokens. Drop the row or fill in its prompt.")
+        raise UserError(f"empty prompt: {prompt!r} has no tokens. Drop the row or fill in its prompt.")
     return ids
 
 
@@ -72,7 +74,7 @@ def encode_prompts(
         try:
             encoded.append(encode_prompt(tokenizer, prompt, chat_template_kwargs))
         except ValueError as error:
-            raise ValueError(f"Prompt {row} of {len(prompts)}: {error}") from error
+            raise UserError(f"Prompt {row} of {len(prompts)}: {error}") from error
     return encoded
 
 
@@ -94,12 +96,12 @@ def _encode_messages(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
 ) -> list[int]:
     if not messages:
-        raise ValueError("empty prompt: the list of chat messages is empty. Drop the row or fill in its prompt.")
+        raise UserError("empty prompt: the list of chat messages is empty. Drop the row or fill in its prompt.")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise ValueError(f"a chat message must be a mapping with role and content (text), got {message!r}.")
+            raise UserError(f"a chat message must be a mapping with role and content (text), got {message!r}.")
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
+        raise UserError(
             f"the prompt is a list of chat messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
             "template. Use an instruct model's tokenizer, set tokenizer.chat_template, or give prompts as plain text."
         )
@@ -110,7 +112,7 @@ def _encode_messages(
             clean, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
         )
     except Exception as error:  # templates raise what they like, e.g. for roles that do not alternate
-        raise ValueError(f"the chat template refuses the messages {clean!r}: {error}") from error
+        raise UserError(f"the chat template refuses the messages {clean!r}: {error}") from error
     return cast("list[int]", ids)
 
 
@@ -118,12 +120,12 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
     """A template ignores what it does not read, so a slip of the pen would change nothing and say nothing."""
     own = [name for name in arguments if name in OWN_ARGUMENTS]
     if own:
-        raise ValueError(f"chat_template_kwargs: {', '.join(own)} cannot be set, prompts are encoded in one way only.")
+        raise UserError(f"chat_template_kwargs: {', '.join(own)} cannot be set, prompts are encoded in one way only.")
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
     named = ("chat_template", "tools", "documents")
     unread = [name for name in arguments if name not in named and not re.search(rf"\b{re.escape(name)}\b", template)]
     if unread:
-        raise ValueError(
+        raise UserError(
             f"chat_template_kwargs: the chat template of {tokenizer.name_or_path!r} does not read {', '.join(unread)}. "
             "Correct or remove it."
         )

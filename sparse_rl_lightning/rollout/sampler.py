@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import Rollout
@@ -84,9 +85,9 @@ class RolloutSampler:
         retriever: Retriever | None = None,
     ) -> None:
         if num_slots is not None and num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
+            raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
         if max_prefill_tokens < 1:
-            raise ValueError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
+            raise UserError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
         geometry = CacheGeometry.of(model, _kv_dtype(kv_dtype))  # refuses models that cannot be served
         self.model = model
         self.compressor = compressor or FullKV()
@@ -134,14 +135,14 @@ class RolloutSampler:
         total = len(prompts) * params.num_generations
         numbers = torch.arange(total) if sequence_ids is None else torch.tensor(list(sequence_ids))
         if len(numbers) != total:
-            raise ValueError(
+            raise UserError(
                 f"sequence_ids must name {total} sequences (prompts x num_generations), got {len(numbers)}."
             )
         try:
             with drawing(self.model):
                 key = self.engine_key(params, total, max(len(p) for p in prompts), before=self.memory_plan)
                 self.memory_plan = key.memory_plan
-                scheduler = self.scheduler(self._engine_for(key), params)
+                scheduler = self.scheduler(self._engine_for(key), params, key.size.num_slots)
                 self._warn_if_nothing_is_evicted(scheduler, [len(p) for p in prompts])
                 scheduler.add(prompts, sequence_keys(params.seed, numbers).tolist())
                 while scheduler.has_unfinished:
@@ -199,14 +200,15 @@ class RolloutSampler:
             g, size, params.for_drawing(), self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, plan
         )
 
-    def scheduler(self, engine: Engine, params: SamplingParams) -> Scheduler:
+    def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:
         """A rollout on this engine, without prompts yet.
 
         Raises:
             ValueError: If stop strings lack a tokenizer.
         """
         stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
-        return Scheduler(engine, params, stop, self.max_prefill_tokens, steps_per_look(engine.key.geometry.device))
+        check_every = steps_per_look(engine.key.geometry.device)
+        return Scheduler(engine, params, num_slots, stop, self.max_prefill_tokens, check_every)
 
     # ---------------------------------------------------------------- inside
 
@@ -254,5 +256,5 @@ def _kv_dtype(kind: torch.dtype | str | None) -> torch.dtype | None:
     }  # fmt: skip
     found = known.get(kind) if isinstance(kind, str) else kind
     if kind is not None and found not in known.values():
-        raise ValueError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
+        raise UserError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
     return found

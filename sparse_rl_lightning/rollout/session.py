@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import Rollout, tensors_to
 from sparse_rl_lightning.rollout.checks import check_prompts, drawing
@@ -45,13 +46,13 @@ class RolloutSession:
 
     def __init__(self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int) -> None:
         if sampler.num_slots is None:
-            raise ValueError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
+            raise UserError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
         self.sampler, self.params, self.max_prompt_length = sampler, params, max_prompt_length
         self._broken = False
         with drawing(sampler.model):
             key = sampler.engine_key(params, sampler.num_slots, max_prompt_length, logs=VersionedLogs)
             self.engine = Engine(sampler.model, key)
-            self.scheduler = sampler.scheduler(self.engine, params)
+            self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots)
 
     def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
         """Queue prompts behind those that wait.
@@ -69,12 +70,12 @@ class RolloutSession:
         prompts = check_prompts(prompts, self.params, self.sampler.model)
         longest = max(len(prompt) for prompt in prompts)
         if longest > self.max_prompt_length:
-            raise ValueError(
+            raise UserError(
                 f"A prompt has {longest} tokens, the session was made for max_prompt_length={self.max_prompt_length}."
             )
         total = len(prompts) * self.params.num_generations
         if len(sequence_ids) != total:
-            raise ValueError(f"sequence_ids must name {total} sequences, got {len(sequence_ids)}.")
+            raise UserError(f"sequence_ids must name {total} sequences, got {len(sequence_ids)}.")
         return self.scheduler.add(prompts, sequence_keys(self.params.seed, sequence_ids).tolist())
 
     def advance(
@@ -94,7 +95,7 @@ class RolloutSession:
         sampler, scheduler = self.sampler, self.scheduler
         stop = None if max_steps is None else scheduler.num_steps + max_steps
         if self._broken:
-            raise ValueError(
+            raise UserError(
                 "An earlier advance() of this RolloutSession was interrupted in the middle of a step: load_state() "
                 "what was saved before, or make a new session."
             )
@@ -184,7 +185,7 @@ class RolloutSession:
         self._check_settings(state)
         missing = [slot for slot in state["slots"] if slot >= scheduler.num_slots]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"The state was written with at least {max(missing) + 1} slots, this session has "
                 f"{scheduler.num_slots}: set num_slots as it was, or save unfinished sequences for a restart."
             )
@@ -234,7 +235,7 @@ class RolloutSession:
         names = list(own) if state["slots"] else ["num_generations"]
         changed = [f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name]]
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"The state was written by a session with other settings: {'; '.join(changed)}. Make the session with "
                 "the same, or save unfinished sequences for a restart, state(restart=True), with the same "
                 "num_generations."

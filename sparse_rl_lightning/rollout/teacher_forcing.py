@@ -85,7 +85,7 @@ def force(
     with drawing(model):
         key = EngineKey(geometry, size, params, compression.compressor)
         engine = ForcedEngine(model, key, compression, texts.to(geometry.device), note)
-        scheduler = Scheduler(engine, params)
+        scheduler = Scheduler(engine, params, count)
         keys = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
         scheduler.add([text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)], keys.tolist())
         while scheduler.has_unfinished:

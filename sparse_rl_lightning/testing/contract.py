@@ -55,7 +55,7 @@ RULES = (
     Rule(
         "determinism",
         "Draw random numbers as a function of layer.sequence_keys, layer.layer_index and layer.positions, with "
-        "sparse_rl_lightning.ops.random.hash_uniform.",
+        "sparse_rl_lightning.ops.keyed_random.hash_uniform.",
         rules.determinism,
     ),
     Rule(

@@ -207,7 +207,7 @@ def test_ops_are_attributed() -> None:
     assert {name: found[name] for name in want} == want
     assert list(names.values()).count("aten::tanh") == 1  # the other is part of the score
     assert split.kind_of("sparse_rl::append", [], shape) == "attention and append"
-    assert split.kind_of("sparse_rl::select_and_compact", [], shape) == "eviction"
+    assert split.kind_of("sparse_rl::evict", [], shape) == "eviction"
     assert split.kind_of("aten::add", [[4, 1], []], shape) is None
 
 

@@ -217,7 +217,7 @@ def test_a_schedule_in_yaml(folder: Path) -> None:
     ]
     for way in ways:
         cli = main(["fit", "--config", write(with_budget(way)), "--trainer.default_root_dir=runs/own"])
-        assert cli.model.compressor.schedule == LengthSchedule([0, 16], [10, 12])
+        assert cli.model.generator.compressor.schedule == LengthSchedule([0, 16], [10, 12])
         saved = yaml.safe_load((Path(cli.trainer.log_dir) / "run_config.yaml").read_text())
         again = saved["model"]["init_args"]["compressor"]["init_args"]["budget"]
         assert again["class_path"].endswith(way["class_path"].rpartition(".")[2])
@@ -225,7 +225,7 @@ def test_a_schedule_in_yaml(folder: Path) -> None:
 
 def test_a_plain_number_stays_a_number(folder: Path) -> None:
     cli = main(["fit", "--config", write(config(max_steps=1)), "--model.compressor.budget=14"])
-    assert cli.model.compressor.budget == 14
+    assert cli.model.generator.compressor.budget == 14
     saved = yaml.safe_load(Path("runs/own/version_0/run_config.yaml").read_text())
     assert saved["model"]["init_args"]["compressor"]["init_args"]["budget"] == 14
 

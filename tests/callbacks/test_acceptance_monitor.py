@@ -18,7 +18,7 @@ from sparse_rl_lightning.callbacks import AcceptanceMonitor, RolloutCallback
 from sparse_rl_lightning.callbacks.monitors.acceptance import acceptance_of, drawn_by_newest
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import FullKV, RandomEviction
-from sparse_rl_lightning.modules import Learner, SupervisedWarmup
+from sparse_rl_lightning.modules import LearnerOptions, SupervisedWarmup
 from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
 from sparse_rl_lightning.testing import tiny_model
 
@@ -52,7 +52,7 @@ class Keeps(RolloutCallback):
     def on_rollout_scored(self, trainer: Any, module: Any, scored: Any) -> None:
         rollout = scored.rollout
         self.reported.append(0 if rollout.topk_ids is None else rollout.topk_ids.shape[-1])
-        policy = module.dense_policy
+        policy = module.policy
         with torch.no_grad():
             dense = policy(rollout.sequences).logits.log_softmax(-1)
             with attention_implementation(policy, REPLAY):
@@ -60,8 +60,8 @@ class Keeps(RolloutCallback):
         self.exact.append(exact_acceptance(dense, sparse)[:, :-1][rollout.completion_mask[:, 1:]])
 
 
-@pytest.mark.parametrize("learner", [Learner(), Learner(micro_batch_tokens=60, head_chunk_size=5)])
-def test_all_numbers_of_a_run_around_the_exact_ones(learner: Learner) -> None:
+@pytest.mark.parametrize("learner", [LearnerOptions(), LearnerOptions(micro_batch_tokens=60, head_chunk_size=5)])
+def test_all_numbers_of_a_run_around_the_exact_ones(learner: LearnerOptions) -> None:
     keeps = Keeps()
     trainer = fit(sharp(learner=learner), 1, [AcceptanceMonitor(top_k=4, bin_size=8, num_bins=3), keeps])
     got, exact = numbers(trainer), keeps.exact[0].double().numpy()
@@ -96,7 +96,7 @@ def test_the_sampler_reports_only_where_it_is_asked(own: int) -> None:
     keeps, grpo = Keeps(), sharp(top_logprobs=own)
     fit(grpo, 5, [AcceptanceMonitor(every_n_rollouts=2, top_k=5), keeps])
     assert keeps.reported == [5, own, 5, own, 5]
-    assert grpo.sampling.top_logprobs == own
+    assert grpo.generator.sampling.top_logprobs == own
 
 
 def test_a_run_is_the_same_without_it() -> None:
@@ -104,7 +104,7 @@ def test_a_run_is_the_same_without_it() -> None:
     fit(with_it, 3, [AcceptanceMonitor(every_n_rollouts=2, ceiling_every_n_rollouts=1)])
     fit(without, 3)
     assert torch.equal(weights(with_it), weights(without))
-    assert with_it.sampler(dense=True).cache is None, "the full cache's memory is still taken"
+    assert with_it.generator.sampler(dense=True).cache is None, "the full cache's memory is still taken"
 
 
 def test_the_ceiling_is_measured_when_due_and_survives_a_checkpoint(tmp_path: Path) -> None:
@@ -171,12 +171,12 @@ def test_an_adapter_of_the_sampler_counts_but_not_in_the_ceiling() -> None:
 def test_what_an_older_policy_began_is_left_out() -> None:
     grpo = sharp(num_slots=5, partial_rollout_steps=4)
     grpo.configure_model()
-    rollout = grpo.generate([{"prompt": "0123456789abcdef"}]).rollout
+    rollout = grpo.generator.generate([{"prompt": "0123456789abcdef"}]).rollout
 
     class Session:
         version = 3
 
-    grpo.partial.session = Session()
+    grpo.generator.partial.session = Session()
     rollout.policy_versions = 3 * rollout.completion_mask.int()
     rollout.policy_versions[1, rollout.prompt_lengths[1]] = 2
     rollout.policy_versions[2] = 2 * rollout.completion_mask[2].int()
@@ -187,10 +187,10 @@ def test_what_an_older_policy_began_is_left_out() -> None:
 def test_the_training_flag_comes_back() -> None:
     grpo = sharp(top_logprobs=4)
     grpo.configure_model()
-    rollout = grpo.generate([{"prompt": "0123"}]).rollout
-    grpo.dense_policy.train()
+    rollout = grpo.generator.generate([{"prompt": "0123"}]).rollout
+    grpo.policy.train()
     lower, upper = acceptance_of(grpo, rollout)
-    assert grpo.dense_policy.training
+    assert grpo.policy.training
     assert not lower.requires_grad
     assert bool((lower <= upper).all())
 

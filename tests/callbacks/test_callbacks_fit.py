@@ -26,6 +26,7 @@ from sparse_rl_lightning.compressors import Compressor, FullKV, StreamingLLM
 from sparse_rl_lightning.data import PromptDataModule
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy
+from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ALPHABET = "0123456789abcdef"
@@ -55,12 +56,10 @@ def fit(
         LoadedPolicy(policy, tokenizer),
         compressor or StreamingLLM(budget=8, buffer=3, num_sinks=1, window=4),
         has_answer,
-        num_generations=4,
-        max_completion_length=10,
+        sampling=SamplingParams(num_generations=4, max_completion_length=10, seed=3),
         steps_per_generation=2,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         val_sampling=options.get("val_sampling"),
-        seed=3,
     )
     trainer = Trainer(
         accelerator="cpu", max_steps=steps, logger=options.get("logger", False),
@@ -116,9 +115,11 @@ def test_summary_reports_the_run_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     assert [s["answer"] for s in numbers["samples"]] == ["0", "1"]
 
     module = with_summary.lightning_module
-    assert module.sampler().cache is None  # evaluation gave its memory back
-    dense, sparse = (module.generate(Prompts().val_rows()[:5], module.val_sampling, dense=d) for d in (True, False))
-    assert numbers["summary"]["after"]["dense"] == pytest.approx(float(module.reward(dense).mean()))
+    assert module.generator.sampler().cache is None  # evaluation gave its memory back
+    dense, sparse = (
+        module.generator.generate(Prompts().val_rows()[:5], module.val_sampling, dense=d) for d in (True, False)
+    )
+    assert numbers["summary"]["after"]["dense"] == pytest.approx(float(module.rewards(dense).mean()))
     assert [s["completion"] for s in numbers["samples"]] == sparse.completions[:2] != dense.completions[:2]
 
     assert "greedy accuracy, 5 held-out problems" in shown

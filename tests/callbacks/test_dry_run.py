@@ -16,6 +16,7 @@ from sparse_rl_lightning.compressors import RKV, FullKV, StreamingLLM
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO, SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import LayerState
+from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 LONGEST = 17  # tokens of the longest prompt of Rows
@@ -92,7 +93,7 @@ class Trace(Callback):
         self.left = {
             "gradients": [name for name, p in pl_module.named_parameters() if p.grad is not None],
             "optimiser": dict(trainer.optimizers[0].state),
-            "cache": pl_module.sampler().cache,
+            "cache": pl_module.generator.sampler().cache,
             "rollouts": pl_module.num_rollouts,
         }
 
@@ -137,10 +138,10 @@ def test_a_rollout_that_does_not_fit_ends_before_it_begins() -> None:
         ValueError, match="DryRun: out of memory on cpu in the worst case, rollout in 8192 slots"
     ) as found:
         fit(grpo, 1, [DryRun(enabled=True), recorder])
-    for part in ("budget 2000000000", "prompt of 17 tokens", "GiB", "Lower model.num_slots (now null: 8192)"):
+    for part in ("budget 2000000000", "prompt of 17 tokens", "GiB", "Lower model.rollout.num_slots (now null: 8192)"):
         assert part in str(found.value)
     assert recorder.scored == []
-    assert grpo.sampler().cache is None
+    assert grpo.generator.sampler().cache is None
 
 
 class Hungry(SparseGRPO):
@@ -160,7 +161,9 @@ class Greedy(torch.optim.SGD):
 def test_an_update_that_does_not_fit_names_its_size() -> None:
     tokenizer = character_tokenizer("0123456789abcdef")
     policy = LoadedPolicy(tiny_model(vocab_size=len(tokenizer), hidden_size=32), tokenizer)
-    grpo = Hungry(policy, RKV(budget=12, buffer=4), likes_a, num_generations=4, max_completion_length=12)
+    grpo = Hungry(
+        policy, RKV(budget=12, buffer=4), likes_a, sampling=SamplingParams(num_generations=4, max_completion_length=12)
+    )
     match = r"update on 16 sequences of 29 tokens.*Raise model.steps_per_generation \(now 1\)"
     with pytest.raises(ValueError, match=match):
         fit(grpo, 1, [DryRun(enabled=True)])

@@ -92,7 +92,7 @@ def test_every_n_rollouts_and_never_in_what_others_see() -> None:
 def test_sequences_of_several_policies_are_left_out() -> None:
     grpo = sparse_module()
     grpo.configure_model()
-    rollout = grpo.generate([{"prompt": "0123456789abcdef"}, {"prompt": "ab"}]).rollout
+    rollout = grpo.generator.generate([{"prompt": "0123456789abcdef"}, {"prompt": "ab"}]).rollout
     want = mismatch_split(grpo, rollout[1:])
     rollout.policy_versions = torch.zeros_like(rollout.sequences, dtype=torch.int32)
     rollout.policy_versions[0, int(rollout.prompt_lengths[0]) + 1 :] = 1

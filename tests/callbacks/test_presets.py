@@ -1,11 +1,9 @@
-"""Published corrections by name: numbers worked by hand, one word on the command line, and OPSM at the loss."""
+"""Published corrections by name: numbers worked by hand, one word on the command line, and masking at the loss."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks import (
     MIS,
-    OPSM,
     TIS,
     GeometricTIS,
     IcePop,
@@ -27,7 +24,7 @@ from sparse_rl_lightning.callbacks import (
 )
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.corrections import mask_sequences, normalize_weights, off_policy_sequences
-from sparse_rl_lightning.learner.loss import Objective
+from sparse_rl_lightning.learner.loss import GRPOLoss
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 # Sequence 1: ratios 4, 1/4, 2: product 2, geometric mean 2 ** (1/3) = 1.259921. Sequence 2: 8, 1: product 8, mean
@@ -80,14 +77,13 @@ def test_weights_by_hand(callback: RolloutCallback, expected: list[list[float]])
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS", "MIS", "OPSM"])
+@pytest.mark.parametrize("name", ["TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS", "MIS"])
 def test_one_word_on_the_command_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = write(config(callbacks=[], max_steps=1, logger=False, enable_checkpointing=False))
     cli = main(["fit", "--config", path, f"--trainer.callbacks+={name}"])
     assert name in [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert cli.trainer.global_step == 1
-    assert cli.model.objective.off_policy_delta == (1e-4 if name == "OPSM" else None)
 
 
 def test_sequence_bounds_are_checked() -> None:
@@ -115,41 +111,34 @@ def test_opsm_drops_bad_sequences_the_learner_has_left(delta: float, kept: list[
     assert off_policy_sequences(NOW, OLD, ADVANTAGES, INSIDE, delta).tolist() == kept
 
 
-def objective(**changes: Any) -> Objective:
-    plain = Objective("grpo", "token", 0.2, None, None, "all", 0.0, "k3", "completion", 3, False)
-    return replace(plain, **changes)
-
-
-def loss_and_gradient(own: Objective, **fields: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(own: GRPOLoss, **fields: Tensor) -> tuple[Tensor, Tensor]:
     part = Rollout(
         INSIDE.long(), torch.ones(3, dtype=torch.int64), INSIDE, torch.ones(3, dtype=torch.bool),
         **{"sampler_logprobs": OLD, "old_logprobs": OLD, "advantages": ADVANTAGES, **fields},
     )  # fmt: skip
     logprobs = NOW.clone().requires_grad_()
-    loss = own(part, own.items(part), logprobs).loss
+    loss = own(part, logprobs, own.denominators(part)).loss
     loss.backward()
     assert logprobs.grad is not None
     return loss.detach(), logprobs.grad
 
 
 def test_opsm_at_the_loss_counts_the_sequence_as_zeros() -> None:
-    loss, gradient = loss_and_gradient(objective(off_policy_delta=1e-4))
+    loss, gradient = loss_and_gradient(GRPOLoss(off_policy_delta=1e-4))
     only = INSIDE & torch.tensor([[False], [True], [True]])
-    expected = loss_and_gradient(objective(), keep=only)
+    expected = loss_and_gradient(GRPOLoss(), keep=only)
     torch.testing.assert_close((loss, gradient), expected)
     assert gradient[0].count_nonzero() == 0
     assert gradient[1].count_nonzero() == 2
 
 
 def test_opsm_can_compare_with_the_sampler() -> None:
-    away = loss_and_gradient(objective(off_policy_delta=1e-4, off_policy_reference="sampler"), sampler_logprobs=NOW)
-    torch.testing.assert_close(away, loss_and_gradient(objective()))  # the sampler is where the learner is
+    away = loss_and_gradient(GRPOLoss(off_policy_delta=1e-4, off_policy_reference="sampler"), sampler_logprobs=NOW)
+    torch.testing.assert_close(away, loss_and_gradient(GRPOLoss()))  # the sampler is where the learner is
 
 
 def test_opsm_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="delta must be at least 0"):
-        OPSM(delta=-1.0)
-    with pytest.raises(ValueError, match="reference must be"):
-        OPSM(reference="dense")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="OPSM needs a module with a policy objective"):
-        OPSM().setup(Trainer(accelerator="cpu", logger=False), LightningModule(), "fit")
+    with pytest.raises(ValueError, match=r"loss\.off_policy_delta must be at least 0"):
+        GRPOLoss(off_policy_delta=-1.0)
+    with pytest.raises(ValueError, match=r"loss\.off_policy_reference must be"):
+        GRPOLoss(off_policy_reference="dense")  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ class Shorten(RolloutCallback):
 
     def on_rollout_start(self, trainer: Any, module: Any, rows: Any) -> None:
         length = self.length if self.start <= module.num_rollouts < self.end else 12
-        module.sampling = replace(module.sampling, max_completion_length=length)
+        module.generator.sampling = replace(module.generator.sampling, max_completion_length=length)
 
 
 class Reject(RolloutCallback):
@@ -180,8 +180,8 @@ def test_the_budget_is_raised_and_the_memory_planned_anew() -> None:
     budgets = [6, 8, 10, 13, 13]  # times 5/4, rounded up; from the next rollout on
     sizes = [scored.rollout.kv.peak_bytes for scored in recorder.scored]
     assert sizes == [16 * (budget + BUFFER) * BYTES for budget in budgets]
-    assert grpo.sampler().cache.pool_bytes == sizes[-1]
-    assert set(grpo.sampler().cache.size.capacities) == {13 + BUFFER}
+    assert grpo.generator.sampler().cache.pool_bytes == sizes[-1]
+    assert set(grpo.generator.sampler().cache.size.capacities) == {13 + BUFFER}
     kept = [int(scored.rollout.kv.stored.max()) for scored in recorder.scored]
     assert all(most <= budget + BUFFER for most, budget in zip(kept, budgets, strict=True))
     assert kept[3] > budgets[0] + BUFFER
@@ -196,10 +196,10 @@ def test_the_budget_is_raised_and_the_memory_planned_anew() -> None:
 @pytest.mark.filterwarnings("ignore:TailGuard")
 def test_under_retrieval_more_is_read() -> None:
     recorder, grpo = Recorder(), sharp()
-    grpo.compressor = FullKV()
-    grpo.retriever = Centroid(budget=4, page_size=2, num_first_pages=0, num_last_pages=1, num_dense_layers=1)
+    grpo.generator.compressor = FullKV()
+    grpo.generator.retriever = Centroid(budget=4, page_size=2, num_first_pages=0, num_last_pages=1, num_dense_layers=1)
     fit(grpo, 3, guarded("raise", [recorder], max_raises=1, **EAGER))
-    assert grpo.retriever.budget == 6  # a quarter more, in whole pages
+    assert grpo.generator.retriever.budget == 6  # a quarter more, in whole pages
     shares = [scored.rollout.kv.read_share for scored in recorder.scored]
     assert shares[1] > shares[0]
 
@@ -208,9 +208,9 @@ def test_under_retrieval_more_is_read() -> None:
 def test_every_budget_of_a_schedule_is_raised_to_the_next() -> None:
     recorder, grpo = Recorder(), sharp()
     schedule = LengthSchedule(starts=[0, 12], budgets=[6, 8])
-    grpo.compressor = RandomEviction(budget=schedule, buffer=BUFFER, num_sinks=1, window=2)
+    grpo.generator.compressor = RandomEviction(budget=schedule, buffer=BUFFER, num_sinks=1, window=2)
     fit(grpo, 3, guarded("raise", [recorder], max_raises=1, **EAGER))
-    assert grpo.compressor.schedule == schedule.raised(1) == LengthSchedule(starts=[0, 12], budgets=[8, 10])
+    assert grpo.generator.compressor.schedule == schedule.raised(1) == LengthSchedule(starts=[0, 12], budgets=[8, 10])
     sizes = [scored.rollout.kv.peak_bytes for scored in recorder.scored]
     assert sizes == [16 * (budget + BUFFER) * BYTES for budget in (8, 10, 10)]
 
@@ -221,7 +221,7 @@ def test_a_raised_budget_means_fewer_slots_under_a_memory_limit() -> None:
             self.seen: list[tuple[int, int, int]] = []
 
         def on_rollout_scored(self, trainer: Any, module: Any, scored: Any) -> None:
-            plan = module.sampler().memory_plan
+            plan = module.generator.sampler().memory_plan
             self.seen.append((plan.num_slots, plan.pool_bytes, plan.total_bytes))
             assert scored.rollout.kv.peak_bytes == plan.pool_bytes
             assert plan.total_bytes <= plan.limit
@@ -245,7 +245,7 @@ def test_a_resumed_run_keeps_the_raised_budget_and_is_bitwise_the_same(tmp_path:
     recorder = Recorder()
     fit(whole, 7, guarded("raise", [recorder], **options))
     fit(first, 3, guarded("raise", **options)).save_checkpoint(tmp_path / "last.ckpt")
-    assert (first.compressor.budget, whole.compressor.budget) == (8, 10)
+    assert (first.generator.compressor.budget, whole.generator.compressor.budget) == (8, 10)
     resumed = Recorder()
     fit(second, 7, guarded("raise", [resumed], **options), ckpt_path=tmp_path / "last.ckpt")
     sizes = [scored.rollout.kv.peak_bytes for scored in recorder.scored]
@@ -356,7 +356,7 @@ def test_one_word_of_a_configuration(word: str, folder: Path) -> None:
     path.write_text(path.read_text().replace("WORD", word))  # as a person writes it, without quotes
     cli = main(["fit", "--config", str(path)])
     # 12, 15, 19: the second raise waits for the next rollout
-    assert cli.model.compressor.budget == (12 if word != "raise" else 15)
+    assert cli.model.generator.compressor.budget == (12 if word != "raise" else 15)
     assert cli.trainer.callback_metrics.get("guard/budget", 12) == (12 if word != "raise" else 19)
     assert cli.trainer.global_step == (1 if word == "stop" else 4)
     assert (folder / "runs/own/checkpoints/tail_guard_00000.ckpt").exists() == (word == "stop")

@@ -35,26 +35,34 @@ def bomb(text: str) -> str:
 
 
 NUMBERS = [
-    Case("model.beta=.nan", "beta must be a finite number, at least 0, got beta=nan.", 1),
-    Case("model.beta=.inf", "beta must be a finite number, at least 0, got beta=inf.", 1, slow=True),
-    Case("model.epsilon=.nan", "epsilon must be a finite number, at least 0, got epsilon=nan.", 1),
-    Case("model.epsilon=-0.2", "epsilon must be at least 0, got epsilon=-0.2.", 1),
-    Case("model.epsilon=2", slow=True),
-    Case("model.temperature=.inf", "temperature must be a finite number, 0 (greedy) or more, got temperature=inf.", 1),
-    Case("model.temperature=.nan", "temperature must be a finite number, 0 (greedy) or more", 1, slow=True),
-    Case("model.temperature=-1", "temperature must be a finite number, 0 (greedy) or more", 1, slow=True),
-    Case("model.temperature=0.001", slow=True),
-    Case("model.top_p=.nan", "top_p must be in (0, 1], got top_p=nan.", 1, slow=True),
+    Case("model.loss.beta=.nan", "loss.beta must be a finite number, at least 0, got beta=nan.", 1),
+    Case("model.loss.beta=.inf", "loss.beta must be a finite number, at least 0, got beta=inf.", 1, slow=True),
+    Case("model.loss.epsilon=.nan", "loss.epsilon must be a finite number, at least 0, got epsilon=nan.", 1),
+    Case("model.loss.epsilon=-0.2", "loss.epsilon must be at least 0, got epsilon=-0.2.", 1),
+    Case("model.loss.epsilon=2", slow=True),
+    Case(
+        "model.sampling.temperature=.inf",
+        "temperature must be a finite number, 0 (greedy) or more, got temperature=inf.",
+        1,
+    ),
+    Case("model.sampling.temperature=.nan", "temperature must be a finite number, 0 (greedy) or more", 1, slow=True),
+    Case("model.sampling.temperature=-1", "temperature must be a finite number, 0 (greedy) or more", 1, slow=True),
+    Case("model.sampling.temperature=0.001", slow=True),
+    Case("model.sampling.top_p=.nan", "top_p must be in (0, 1], got top_p=nan.", 1, slow=True),
     Case("model.reward_weights=[.nan,1]", "reward_weights[0] must be a finite number, got reward_weights[0]=nan.", 1),
     Case("model.reward_weights=[1,.inf]", "reward_weights[1] must be a finite number", 1, slow=True),
     Case("model.reward_weights=[0,0]", slow=True),
-    Case("model.reward_timeout=.nan", "reward_timeout must be a finite number, above 0, got reward_timeout=nan.", 1),
-    Case("model.seed=-1", slow=True),
-    Case("model.seed=99999999999999999999", "seed must be a whole number of 64 bits, from -2**63", 1),
+    Case(
+        "model.rollout.reward_timeout=.nan",
+        "rollout.reward_timeout must be a finite number, above 0, got reward_timeout=nan.",
+        1,
+    ),
+    Case("model.sampling.seed=-1", slow=True),
+    Case("model.sampling.seed=99999999999999999999", "seed must be a whole number of 64 bits, from -2**63", 1),
     Case("data.seed=99999999999999999999", "data.seed must be a whole number of 64 bits, from -2**63", 1),
     Case("seed_everything=99999999999999999999", "seed_everything must be at least 0 and at most 4294967295", 1),
-    Case("model.num_generations=null", "must be a number, got null. Leave the key out for the default, 8.", 2),
-    Case("model.max_completion_length=null", "max_completion_length must be a number, got null", 2, slow=True),
+    Case("model.sampling.num_generations=null", "must be a number, got null. Leave the key out for the default, 8.", 2),
+    Case("model.sampling.max_completion_length=null", "max_completion_length must be a number, got null", 2, slow=True),
     Case(f"{RKV}.buffer=null", "Parser key \"buffer\": Expected a &lt;class 'int'&gt;. Got value: None", 2, slow=True),
     Case(
         "`buffer: null` below the compressor",
@@ -64,14 +72,14 @@ NUMBERS = [
     ),
     Case("model.learner.head_chunk_size=null", "Parser key \"head_chunk_size\": Expected a &lt;class 'int'&gt;", 2),
     Case("trainer.max_steps=null", "Parser key \"trainer.max_steps\": Expected a &lt;class 'int'&gt;", 2, slow=True),
-    Case("model.max_completion_length=-3", "max_completion_length must be at least 1", 1, slow=True),
-    Case("model.max_completion_length=5000", "that exceeds the model's context of 128 tokens", 1),
-    Case("model.num_generations=2.5", "Expected a &lt;class 'int'&gt;. Got value: 2.5", 2),
-    Case("model.num_generations=2.0", "Expected a &lt;class 'int'&gt;. Got value: 2.0", 2, slow=True),
-    Case("model.num_generations=true", "Expected a &lt;class 'int'&gt;. Got value: True", 2, slow=True),
-    Case("a number in quotes, `num_generations: '2'`", edit=lambda v: model(v).update(num_generations="2")),
+    Case("model.sampling.max_completion_length=-3", "max_completion_length must be at least 1", 1, slow=True),
+    Case("model.sampling.max_completion_length=5000", "that exceeds the model's context of 128 tokens", 1),
+    Case("model.sampling.num_generations=2.5", "Expected a &lt;class 'int'&gt;. Got value: 2.5", 2),
+    Case("model.sampling.num_generations=2.0", "Expected a &lt;class 'int'&gt;. Got value: 2.0", 2, slow=True),
+    Case("model.sampling.num_generations=true", "Expected a &lt;class 'int'&gt;. Got value: True", 2, slow=True),
+    Case("a number in quotes, `num_generations: '2'`", edit=lambda v: model(v)["sampling"].update(num_generations="2")),
     Case(
-        "model.num_generations=1",
+        "model.sampling.num_generations=1",
         "num_generations must be at least 2, because a sample is judged against",
         1,
         slow=True,
@@ -82,9 +90,13 @@ NUMBERS = [
     Case(f"{RKV}.budget=many", 'Parser key "budget"', 2, slow=True),
     Case(f"{RKV}.budget=100000", slow=True),
     Case("data.prompts_per_rollout=64", "16 prompts do not fill one block: 64 prompts per rollout", 1, slow=True),
-    Case("model.stop_strings=['']", "stop_strings must be a list of texts that are not empty", 1, slow=True),
-    Case("model.end_tokens=['']", "end_tokens: [''] are not in the tokenizer's vocabulary", 1, slow=True),
-    Case("model.end_tokens=['<|im_end|>']", "are not in the tokenizer's vocabulary. Remove or correct them.", 1),
+    Case("model.sampling.stop_strings=['']", "stop_strings must be a list of texts that are not empty", 1, slow=True),
+    Case(
+        "model.rollout.end_tokens=['']", "rollout.end_tokens: [''] are not in the tokenizer's vocabulary", 1, slow=True
+    ),
+    Case(
+        "model.rollout.end_tokens=['<|im_end|>']", "are not in the tokenizer's vocabulary. Remove or correct them.", 1
+    ),
 ]
 
 OPTIMIZER = [
@@ -267,10 +279,10 @@ CLASSES = [
     Case("model.reward_funcs=[]", "reward_funcs is empty: at least one reward function is needed.", 1),
     Case("model.compressor=null", "the following arguments are required: compressor", 2, slow=True),
     Case("model.policy=null", "the following arguments are required: policy", 2, slow=True),
-    Case("model.num_generatons=4", "Did you mean 'num_generations'", 2),
+    Case("model.num_generatons=4", "Did you mean 'sampling.num_generations'", 2),
     Case("num_generations=4", "unrecognized arguments: --num_generations=4", 2, slow=True),
     Case(f"{RKV}.bugdet=4", "Did you mean 'budget'", 2, slow=True),
-    Case("model.loss_type=grppo", "'grpo', 'dapo', 'bnpo', 'dr_grpo', 'cispo'", 2, slow=True),
+    Case("model.loss.loss_type=grppo", "'grpo', 'dapo', 'bnpo', 'dr_grpo', 'cispo'", 2, slow=True),
     Case("data.num_trian=4", "Did you mean 'num_train'", 2, slow=True),
 ]
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from cases import configuration, data, faults, models, rewards, security
 from cases.case import Answer, Case, answer, row, shortened
+from tiny_grpo import grouped
 from tiny_run import contents
 
 from sparse_rl_lightning import ReplayGRPO, RolloutSampler, SamplingParams, SparseGRPO
@@ -41,7 +42,7 @@ from sparse_rl_lightning.data import ArithmeticTasks, RepeatedBlockSampler
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.losses import kl_penalty, policy_loss
-from sparse_rl_lightning.modules import Learner
+from sparse_rl_lightning.modules import LearnerOptions
 from sparse_rl_lightning.policies import LoraPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
@@ -60,7 +61,7 @@ PYTHON = """
 
 `grpo(...)` is `SparseGRPO` with a tiny policy, `model` a tiny model, `sampler` one of it, `mask` and `logprobs` of
 shape (2, 3). Where a number belongs, NaN and infinity are refused for every class that a configuration names
-(`tests/test_ranges.py`).
+(`tests/test_errors.py`).
 
 | input | message |
 |---|---|
@@ -101,8 +102,8 @@ grpo(kind=ReplayGRPO, alpha=2.0)
 grpo(kind=ReplayGRPO, replay_objective="dense", rescore=False)
 BlockPlan(prompts=3, num_generations=2, steps_per_generation=4, num_iterations=1, accumulate=1)
 BlockPlan(prompts=4, num_generations=2, steps_per_generation=4, num_iterations=1, accumulate=3)
-Learner(micro_batch_tokens=0)
-Learner(head_chunk_size=0)
+LearnerOptions(micro_batch_tokens=0)
+LearnerOptions(head_chunk_size=0)
 LoraPolicy(TinyPolicy(), r=0)
 PretrainedPolicy("./no/such/folder").load()
 RKV(budget=0, buffer=4)
@@ -162,7 +163,7 @@ def no_reward(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def grpo(kind: type[SparseGRPO] = SparseGRPO, reward_funcs: Any = no_reward, **arguments: Any) -> SparseGRPO:
-    return kind(TinyPolicy(), RKV(budget=12, buffer=4), reward_funcs, **arguments)
+    return kind(TinyPolicy(), RKV(budget=12, buffer=4), reward_funcs, **grouped(**arguments))
 
 
 CASES = [

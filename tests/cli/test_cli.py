@@ -73,8 +73,8 @@ def test_the_module_finds_it_too(own_class: str, folder: Path, monkeypatch: pyte
 def test_an_own_class_that_is_imported_has_a_short_name(folder: Path) -> None:
     arguments = ["--model.compressor=KeyNorm", "--model.compressor.budget=14", "--trainer.max_steps=1"]
     cli = main(["fit", "--config", write(config()), *arguments])
-    assert type(cli.model.compressor).__name__ == "KeyNorm"
-    assert (cli.model.compressor.budget, cli.model.compressor.buffer) == (14, 4)  # 4 from the file
+    assert type(cli.model.generator.compressor).__name__ == "KeyNorm"
+    assert (cli.model.generator.compressor.budget, cli.model.generator.compressor.buffer) == (14, 4)  # 4 from the file
 
 
 # ---------------------------------------------------------------- help
@@ -94,7 +94,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
             ["fit", "--model", "SparseGRPO", "--model.compressor.help=SnapKV"],
             ["arXiv 2404.14469", "--compressor.budget"],
         ),
-        (["fit", "--model.help=SparseGRPO"], ["compressed KV cache", "--model.num_generations", "at least 2"]),
+        (["fit", "--model.help=SparseGRPO"], ["compressed KV cache", "--model.sampling.num_generations", "at least 2"]),
         (["fit", "--data.help=JsonlPrompts"], ["rows with an empty answer", "--data.answer_pattern"]),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_resumed_run_keeps_the_metrics_of_its_first_part(used_folder: Path) ->
 def test_a_saved_configuration_repeats_the_run(used_folder: Path) -> None:
     first = torch.load("runs/own/checkpoints/last.ckpt", weights_only=True)["state_dict"]
     again = main(["fit", "--config", "runs/own/version_0/run_config.yaml"])
-    assert [f.__name__ for f in again.model.reward_funcs] == ["arithmetic_reward", "worked_steps_reward"]
+    assert [f.__name__ for f in again.model.rewards.functions] == ["arithmetic_reward", "worked_steps_reward"]
     assert all(torch.equal(value, first[name]) for name, value in again.model.state_dict().items())
 
 
@@ -175,7 +175,7 @@ def test_evaluation_prints_dense_and_sparse_reward(
     rows = cli.datamodule.val_rows()
     expected = {}
     for cache in ("dense", "sparse"):
-        scored = cli.model.generate(rows, cli.model.val_sampling, dense=cache == "dense")
+        scored = cli.model.generator.generate(rows, cli.model.val_sampling, dense=cache == "dense")
         rewards = digits_reward(scored.completions)
         expected[f"{name}/reward_{cache}"] = sum(map(float, rewards)) / len(rows)
         expected[f"{name}/pass@1_{cache}"] = rewards.count(1.0) / len(rows)
@@ -196,7 +196,7 @@ def test_predict_writes_completions(used_folder: Path, capsys: pytest.CaptureFix
     cli = main(["predict", "--config", write(config()), "--ckpt_path=last", "--data.val_batch_size=3"])
     written = [json.loads(line) for line in (used_folder / "runs/own/predictions.jsonl").read_text().splitlines()]
     rows = cli.datamodule.val_rows()
-    completions = cli.model.generate(rows, cli.model.val_sampling).completions
+    completions = cli.model.generator.generate(rows, cli.model.val_sampling).completions
     assert written == [row | {"completion": text} for row, text in zip(rows, completions, strict=True)]
     assert "4 completions to runs/own/predictions.jsonl" in capsys.readouterr().out
 

@@ -46,13 +46,13 @@ def with_compressor(compressor: dict[str, Any], **trainer: Any) -> dict[str, Any
 def test_a_shipped_compressor_from_the_shell(folder: Path) -> None:
     arguments = ["--model.compressor=KNorm", "--model.compressor.budget=14", "--model.compressor.window=3"]
     cli = main(["fit", "--config", write(config(max_steps=1)), *arguments])
-    assert type(cli.model.compressor) is KNorm
-    assert repr(cli.model.compressor).startswith("KNorm(budget=14, buffer=4, num_sinks=1, window=3,")
+    assert type(cli.model.generator.compressor) is KNorm
+    assert repr(cli.model.generator.compressor).startswith("KNorm(budget=14, buffer=4, num_sinks=1, window=3,")
 
 
 def test_nested_wrappers_from_yaml(folder: Path) -> None:
     cli = main(["fit", "--config", write(with_compressor(NESTED))])
-    union = cli.model.compressor
+    union = cli.model.generator.compressor
     assert isinstance(union, Combined)
     assert union.across_heads == "mean"
     assert (union.budget, union.buffer, union.num_sinks, union.window) == (20, 4, 1, 4)
@@ -88,15 +88,15 @@ def test_statistics_from_a_file(folder: Path) -> None:
     gather_statistics(model, torch.arange(3, 15)[None], torch.tensor([12])).save("statistics.safetensors")
     arguments = ["--model.compressor=TriAttention", "--model.compressor.statistics=statistics.safetensors"]
     cli = main(["fit", "--config", write(config(max_steps=1)), *arguments])
-    assert isinstance(cli.model.compressor, TriAttention)
-    assert (cli.model.compressor.budget, cli.model.compressor.buffer) == (12, 4)
+    assert isinstance(cli.model.generator.compressor, TriAttention)
+    assert (cli.model.generator.compressor.budget, cli.model.generator.compressor.buffer) == (12, 4)
 
 
 def test_options_of_a_method_beside_its_sizes(folder: Path) -> None:
     compressor = {"class_path": "LagKV", "init_args": {"budget": 16, "buffer": 4, "lag_size": 5, "num_sinks": 1}}
     cli = main(["validate", "--config", write(with_compressor(compressor, fast_dev_run=True))])
-    assert isinstance(cli.model.compressor, LagKV)
-    assert cli.model.compressor.lag_size == 5
+    assert isinstance(cli.model.generator.compressor, LagKV)
+    assert cli.model.generator.compressor.lag_size == 5
 
 
 def test_help_shows_options_and_sizes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

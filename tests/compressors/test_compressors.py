@@ -23,8 +23,7 @@ from sparse_rl_lightning.compressors import (
     SnapKV,
     StreamingLLM,
 )
-from sparse_rl_lightning.ops.importance import window_importance
-from sparse_rl_lightning.ops.redundancy import key_redundancy
+from sparse_rl_lightning.ops import key_redundancy, window_importance
 from sparse_rl_lightning.records import LayerState
 from sparse_rl_lightning.testing import random_layer
 from sparse_rl_lightning.testing.layers import cast
@@ -202,7 +201,7 @@ def test_defaults_are_those_of_sparse_rl() -> None:
 
 def test_snapkv_variants_are_the_published_ones() -> None:
     layer = random_layer(dtype=torch.float64)
-    tensors = (layer.queries, layer.query_positions, layer.keys, layer.valid, layer.positions, layer.scale)
+    tensors = (layer.queries, layer.query_positions, layer.keys, layer.lengths, layer.positions, layer.scale)
     paper = {"exclude_window": True, "query_reduction": "mean", "pooling": "max", "kernel_size": 7}
     first = {"exclude_window": False, "query_reduction": "sum", "pooling": "avg", "kernel_size": 5}
     decode, original = (window_importance(*tensors, window=3, **options) for options in (paper, first))
@@ -220,7 +219,7 @@ def test_rkv_trades_importance_against_redundancy() -> None:
     importance = SnapKV(**SETTING).score(layer)
     for mix, threshold in ((0.1, 0.5), (0.7, 0.9)):
         scores = RKV(**SETTING, mix_lambda=mix, similarity_threshold=threshold).score(layer)
-        redundancy = key_redundancy(layer.keys, layer.valid, threshold)
+        redundancy = key_redundancy(layer.keys, layer.lengths, threshold)
         for s, h in torch.cartesian_prod(torch.arange(3), torch.arange(2)).tolist():
             live = layer.valid[s, h]
             share = redundancy[s, h, live].exp() / redundancy[s, h, live].exp().sum()

@@ -229,8 +229,9 @@ def test_a_new_run_is_told_of_what_an_earlier_one_left(left: str, tmp_path: Path
 
 def test_weights_loaded_at_the_same_step_reach_the_shadow() -> None:
     grpo = module()
-    own = next(iter(grpo.dense_policy.parameters()))
-    grpo.shadow = shadow = ShadowPolicy(grpo.dense_policy)
+    grpo.configure_model()
+    own = next(iter(grpo.policy.parameters()))
+    grpo.generator.shadow = shadow = ShadowPolicy(grpo.policy)
     copy = next(iter(shadow.model.parameters()))
     for load in (lambda: grpo.on_load_checkpoint({}), lambda: ZeroSharding().setup(Trainer(), grpo, "validate")):
         shadow.fill(3)

@@ -121,7 +121,7 @@ def test_resume_is_bitwise(stop: int, tmp_path: Path, uninterrupted: dict[str, t
     path = config(tmp_path)
     main(["fit", "--config", str(path), "--trainer.max_steps", str(stop)])
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "This checkpoint falls between two optimiser steps")
+        warnings.filterwarnings("error", "This checkpoint falls between two optimizer steps")
         main(["fit", "--config", str(path), "--ckpt_path", "last"])
     assert_equal(final_weights(tmp_path), uninterrupted)
 

@@ -52,7 +52,7 @@ SMALL = {  # a setting above its limit is lowered to it
     "trainer.max_steps": 1,
     "trainer.accumulate_grad_batches": 2,
     "model.init_args.steps_per_generation": 4,
-    "model.init_args.max_completion_length": 48,
+    "model.init_args.sampling.max_completion_length": 48,
     "model.init_args.compressor.init_args.budget": 30,
     "model.init_args.compressor.init_args.buffer": 4,
     "data.init_args.prompts_per_rollout": 2,

@@ -161,7 +161,7 @@ def test_what_does_not_exist_is_found(code: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["SparseGRPO", "SnapKV.score", "model.num_generations", "trainer.max_steps", "--trainer.devices=2",
+    ["SparseGRPO", "SnapKV.score", "model.sampling.num_generations", "trainer.max_steps", "--trainer.devices=2",
      "ModelCheckpoint", "--ckpt_path=last", "model.learner.micro_batch_tokens", "model.compressor.init_args.budget",
      "configs/dense.yaml",
      "modules/sparse_grpo.py", "a b"],

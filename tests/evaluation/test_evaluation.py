@@ -174,6 +174,7 @@ def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
         {"prompt": "Half?", "answer": r"\frac{1}{2}", "benchmark": "own", "index": 7},
         {"prompt": "Large?", "answer": "4.5e33", "benchmark": "own", "index": 9, "tolerance": 1e-4},
     ]
+    module.configure_model()
     with module.caching("dense") as sampler:
         rollout = sampler.generate(module.encode(rows), SamplingParams(num_generations=2, max_completion_length=3))
     texts = [r"\boxed{0.5}", r"\boxed{0.50001}", r"\boxed{4.5001\times10^{33}}", "4.5e33"]

@@ -1,4 +1,4 @@
-"""An evaluation judges answers by both conventions, shows the one it is asked for first, and knows old results."""
+"""An evaluation judges answers by both conventions and shows the one it is asked for first."""
 
 from __future__ import annotations
 
@@ -69,18 +69,6 @@ def test_answers_chooses_the_headline_and_the_results_are_taken_up(file: str) ->
     text = (ROOT / "results.txt").read_text(encoding="utf-8")
     assert "75.0 [" in text
     assert "answers: lenient" in text
-
-
-def test_results_of_one_convention_are_named_and_measured_again(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["test", "--config", file])
-    path, old = ROOT / "dense" / "mine.json", stored()
-    del old["lenient"]
-    path.write_text(json.dumps(old), encoding="utf-8")
-    capsys.readouterr()
-    main(["test", "--config", file])
-    said = capsys.readouterr().out
-    assert f"{path} was written when answers were judged by one convention only: mine is evaluated again." in said
-    assert stored()["lenient"]["mean"] == 0.75
 
 
 def test_an_unknown_convention_is_refused_by_name() -> None:

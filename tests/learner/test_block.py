@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
-from sparse_rl_lightning.learner.loss import Items, Objective
+from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.records import Rollout
 
 PLAN = BlockPlan(prompts=6, num_generations=2, steps_per_generation=6, num_iterations=2, accumulate=3)
@@ -28,13 +28,8 @@ def rollout() -> Rollout:
     )
 
 
-def objective(**options: Any) -> Objective:
-    defaults: dict[str, Any] = {
-        "loss_type": "grpo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, "delta": None,
-        "denominator": "kept", "beta": 0.1, "kl_estimator": "k3", "kl_on": "completion", "max_completion_length": 9,
-        "mask_truncated_completions": False,
-    }  # fmt: skip
-    return Objective(**{**defaults, **options})
+def objective(**options: Any) -> GRPOLoss:
+    return GRPOLoss(**{"denominator": "kept", "beta": 0.1, **options})
 
 
 def expected(options: dict[str, Any], window: Rollout) -> tuple[int, int]:
@@ -59,9 +54,9 @@ def expected(options: dict[str, Any], window: Rollout) -> tuple[int, int]:
 def test_items_are_those_of_the_whole_step_and_counted_once(options: dict[str, Any]) -> None:
     data, windows = rollout(), []
 
-    def count(window: Rollout) -> Items:
+    def count(window: Rollout) -> Denominators:
         windows.append(window)
-        return objective(**options).items(window)
+        return objective(**options).denominators(window, 9)
 
     block = RolloutBlock(PLAN, data, index=3, seed=0, count=count)
     served = [block.next() for _ in range(PLAN.micro_batches)]
@@ -79,7 +74,7 @@ def test_items_are_those_of_the_whole_step_and_counted_once(options: dict[str, A
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_block_taken_up_inside_a_step_counts_the_whole_step(packs: bool) -> None:
-    data, items, plan = rollout(), objective(loss_type="dapo").items, replace(PLAN, packs=packs)
+    data, items, plan = rollout(), objective(loss_type="dapo").denominators, replace(PLAN, packs=packs)
     block = RolloutBlock(plan, data, index=3, seed=0, count=items)
     served = [block.next() for _ in range(plan.micro_batches)]
     for cursor in range(plan.micro_batches):
@@ -90,5 +85,5 @@ def test_a_block_taken_up_inside_a_step_counts_the_whole_step(packs: bool) -> No
 
 
 def test_what_every_micro_batch_divides_by_itself_is_not_counted() -> None:
-    assert objective(loss_type="bnpo").items(rollout()) == Items(None, None)
-    assert objective(beta=0.0).items(rollout()).penalty is None
+    assert objective(loss_type="bnpo").denominators(rollout()) == Denominators()
+    assert objective(beta=0.0).denominators(rollout()).penalty is None

@@ -12,7 +12,7 @@ from test_sparse_grpo import Recorder, fit, weights
 from test_sparse_grpo import module as sparse_module
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
-from sparse_rl_lightning.modules import Learner
+from sparse_rl_lightning.modules import LearnerOptions
 from sparse_rl_lightning.records import Rollout
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -30,7 +30,7 @@ def build(case: str, checkpointing: bool) -> Any:
     if "adapters" in options:
         pytest.importorskip("peft", reason="peft is an extra")
     tokens = options.pop("micro_batch_tokens", None)
-    learner = Learner(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
+    learner = LearnerOptions(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
     grpo = kind(learner=learner, beta=0.05, steps_per_generation=2, **options)
     grpo.configure_model()
     return grpo
@@ -79,7 +79,7 @@ def test_what_is_kept_for_the_backward_pass_is_far_less(case: str) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            grpo.micro_batch_loss(rollout, grpo.objective.items(rollout))
+            grpo.micro_batch_loss(rollout, grpo.denominators(rollout))
         kept.append(sum(sizes))
     assert kept[1] < kept[0] / 2
 

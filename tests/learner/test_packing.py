@@ -17,12 +17,13 @@ from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.evictions import NEVER, EvictionRecord
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner
-from sparse_rl_lightning.learner.loss import Items, Objective
+from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.learner.packing import in_parts, pack, split, token_counts, trimmed
 from sparse_rl_lightning.losses import Denominator, LossType
-from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.modules import LearnerOptions, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=24)
@@ -111,17 +112,15 @@ def test_loss_and_gradient_are_those_of_any_packing_split_and_order(
     lengths: list[int], order: list[int], loss_type: LossType, denominator: Denominator, sizes: list[int]
 ) -> None:
     whole = rollout(lengths)
-    objective = Objective(
-        loss_type, "token", 0.2, 5.0, None, denominator, 0.1, "k3", "completion", 9, False
-    )  # fmt: skip
-    items = objective.items(whole)
+    objective = GRPOLoss(loss_type, epsilon_high=5.0, denominator=denominator, beta=0.1)
+    items = objective.denominators(whole, 9)
 
     def total(parts: list[list[int]]) -> tuple[Tensor, Tensor]:
         logprobs = (whole.old_logprobs + 0.3 * whole.weights.log().sin()).requires_grad_()  # type: ignore[union-attr,operator]
         loss = torch.zeros((), dtype=torch.float64)
         for rows in parts:
             part = trimmed(whole[torch.tensor(rows)])
-            loss = loss + objective(part, items, logprobs[torch.tensor(rows), : part.sequences.shape[1]]).loss
+            loss = loss + objective(part, logprobs[torch.tensor(rows), : part.sequences.shape[1]], items).loss
         loss.backward()
         assert logprobs.grad is not None
         return loss.detach(), logprobs.grad
@@ -140,9 +139,9 @@ def test_a_packed_block_serves_the_same_sequences_per_optimiser_step(accumulate:
     windows: tuple[list[Rollout], list[Rollout]] = ([], [])
 
     def block(packs: bool) -> RolloutBlock:
-        def count(window: Rollout) -> Items:
+        def count(window: Rollout) -> Denominators:
             windows[packs].append(window)
-            return Items(None, None)
+            return Denominators()
 
         return RolloutBlock(BlockPlan(4, 4, 4, 2, accumulate, packs), whole, index=0, seed=1, count=count)
 
@@ -173,7 +172,7 @@ def test_an_overfull_bin_is_split_without_a_trace() -> None:
         model = tiny_model(vocab_size=20, hidden_size=16, initializer_range=0.3).double()
         model.model.layers[0].register_forward_pre_hook(lambda _module, inputs: rows.append(inputs[0].shape[:2]))
         rows.clear()
-        logprobs, entropy = Learner(tokens, head_chunk_size=4).logprobs(model, whole, 0.9)
+        logprobs, entropy = Learner(LearnerOptions(tokens, head_chunk_size=4), 0.9).logprobs(model, whole)
         if tokens is not None:
             assert all(count * width <= max(tokens, 11) for count, width in rows) or tokens == 1000
             assert len(rows) == {1000: 1, 20: 3, 1: 5}[tokens]
@@ -199,19 +198,20 @@ def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float 
     return [text.count("a") / 10 for text in completions]
 
 
-def trained(learner: Learner | None, steps_per_generation: int, accumulate: int, lr: float = 0.5) -> Tensor:
+def trained(micro_batch_tokens: int | None, steps_per_generation: int, accumulate: int, lr: float = 0.5) -> Tensor:
     tokenizer = character_tokenizer("abcdefgh")
     policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)
     grpo = SparseGRPO(
-        LoadedPolicy(policy, tokenizer), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a, num_generations=4,
-        max_completion_length=12, seed=3, steps_per_generation=steps_per_generation, learner=learner,
+        LoadedPolicy(policy, tokenizer), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a,
+        sampling=SamplingParams(num_generations=4, max_completion_length=12, seed=3),
+        steps_per_generation=steps_per_generation, learner=LearnerOptions(micro_batch_tokens),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
     )  # fmt: skip
     trainer = Trainer(
         accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, accumulate_grad_batches=accumulate,
     )  # fmt: skip
-    assert grpo.plan(4).packs == (learner is not None)
+    assert grpo.plan(4).packs == (micro_batch_tokens is not None)
     trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=4))
     return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
 
@@ -221,11 +221,11 @@ def test_training_does_not_depend_on_packing() -> None:
     initial = trained(None, 8, 4, lr=0.0)
     assert (expected - initial).abs().max() > 1e-3
     for tokens, steps, accumulate in ((10_000, 8, 4), (30, 8, 4), (30, 2, 1)):
-        torch.testing.assert_close(trained(Learner(tokens), steps, accumulate), expected, atol=2e-6, rtol=0)
+        torch.testing.assert_close(trained(tokens, steps, accumulate), expected, atol=2e-6, rtol=0)
 
 
 def test_numbers_are_checked() -> None:
     with pytest.raises(ValueError, match=r"learner\.micro_batch_tokens must be at least 1"):
-        Learner(micro_batch_tokens=0)
+        LearnerOptions(micro_batch_tokens=0)
     with pytest.raises(ValueError, match=r"learner\.head_chunk_size must be at least 1"):
-        Learner(head_chunk_size=0)
+        LearnerOptions(head_chunk_size=0)

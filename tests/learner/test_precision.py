@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from tiny_grpo import grouped
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback, SparsityAwareRejection
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV
@@ -56,9 +57,9 @@ def fit(
     compressor = compressor or RKV(**SIZES)
     policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1)
     module = kind(
-        LoadedPolicy(policy, tokenizer), compressor, likes_a, num_generations=4,
-        max_completion_length=12, steps_per_generation=2, seed=3,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5), **options,
+        LoadedPolicy(policy, tokenizer), compressor, likes_a, steps_per_generation=2,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        **grouped(num_generations=4, max_completion_length=12, seed=3, **options),
     )  # fmt: skip
     trainer = Trainer(
         accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,

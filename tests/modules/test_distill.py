@@ -44,9 +44,9 @@ def shaken(grpo: DistillSparse) -> DistillSparse:
 
 def scored_part(grpo: DistillSparse) -> Rollout:
     """A scored rollout of three ragged prompts, as a micro-batch."""
-    scored = grpo.generate([{"prompt": text, "answer": ""} for text in ("0123456789a", "b", "cdef0123a")])
-    grpo._rescore(scored)
-    grpo._score(scored)
+    scored = grpo.generator.generate([{"prompt": text, "answer": ""} for text in ("0123456789a", "b", "cdef0123a")])
+    grpo.rescore(scored)
+    grpo.score(scored)
     return scored.rollout
 
 
@@ -68,10 +68,10 @@ def test_the_adapter_is_worn_by_the_sparse_policy_alone() -> None:
     torch.testing.assert_close(rollout.old_logprobs, dense, atol=2e-5, rtol=0)
     # the sampler drew with the adapter under its evictions, and replay sees both
     torch.testing.assert_close(rollout.replay_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
-    grpo.dense_policy.eval()
-    unadapted, _ = grpo.learner.logprobs(grpo.dense_policy, rollout, 1.0, replay=True)
+    grpo.policy.eval()
+    unadapted, _ = grpo.learner.replayed(grpo.policy, rollout)
     assert (unadapted - rollout.replay_logprobs)[mask].abs().max() > 0.01
-    validation = grpo.generate([{"prompt": "0123a", "answer": ""}], grpo.val_sampling, dense=True).rollout
+    validation = grpo.generator.generate([{"prompt": "0123a", "answer": ""}], grpo.val_sampling, dense=True).rollout
     with torch.no_grad():
         expected, _ = sequence_logprobs(plain, validation.sequences, validation.completion_mask)
     torch.testing.assert_close(validation.sampler_logprobs, expected, atol=2e-5, rtol=0)
@@ -114,8 +114,8 @@ def test_the_adapters_loss_is_the_formula(policy_gradient: bool) -> None:
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     part.keep = part.completion_mask & (torch.rand(part.keep.shape) > 0.5)  # concerns the policy's own loss only
     part.weights = torch.rand(part.keep.shape)
-    teacher = grpo.learner.logprobs(grpo.dense_policy, part, 1.0)[0].detach().double()
-    output, _ = grpo._adapter_loss(part, grpo.objective.items(part))
+    teacher = grpo.learner.dense(grpo.policy, part)[0].detach().double()
+    output = grpo.adapter_loss(part, grpo.denominators(part))
     new, old = grpo.replayed(part)[0].double(), part.replay_logprobs.double()
     want = 0.0
     for row in range(len(part)):
@@ -129,6 +129,7 @@ def test_the_adapters_loss_is_the_formula(policy_gradient: bool) -> None:
         want = want + total / len(tokens)
     want = want / len(part)
     torch.testing.assert_close(output.loss.double(), want, atol=1e-6, rtol=1e-5)
+    grpo.policy.enable_adapters()  # which makes its weights trainable again
     found = torch.autograd.grad(output.loss, grpo._adapter_own)
     expected = torch.autograd.grad(want, grpo._adapter_own)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
@@ -177,7 +178,8 @@ def test_export_is_the_dense_policy_with_the_adapter_beside_it(tmp_path: Path) -
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, grpo.forward(ids), atol=1e-5, rtol=0)
         plain.load_adapter(str(tmp_path / "sparse_adapter"))
-        torch.testing.assert_close(plain(ids).logits, grpo.sparse_policy(ids).logits, atol=1e-5, rtol=0)
+        with grpo.adapter_on():
+            torch.testing.assert_close(plain(ids).logits, grpo.forward(ids), atol=1e-5, rtol=0)
 
 
 def test_under_retrieval_the_learner_chooses_pages_again() -> None:
@@ -197,7 +199,7 @@ def test_what_cannot_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SparseAdapter(kl_coef=0, policy_gradient=False)
     with pytest.raises(ValueError, match=r"r must be at least 1.*r=0"):
         SparseAdapter(r=0)
-    with pytest.raises(ValueError, match=r"set model\.rescore to true"):
+    with pytest.raises(ValueError, match=r"set model\.learner\.rescore to true"):
         module(kind=DistillSparse, rescore=False)
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=4 must divide steps_per_generation=2"):
         fit(distill(steps_per_generation=2), accumulate_grad_batches=4)  # two of the policy, two of the adapter

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tiny_grpo import Recorder, Rows, fit, module, weights
+from tiny_grpo import Recorder, Rows, fit, loaded, module, weights
 from tiny_run import config, write
 
 from sparse_rl_lightning.cache.slots import CacheSize
@@ -26,16 +27,17 @@ def cut(text: str, stop: str) -> str:
 @pytest.mark.parametrize("dense", [True, False])
 def test_stop_strings_end_completions_in_training_and_evaluation(dense: bool) -> None:
     rows = Rows().train_rows()
-    free, stopping = module(), module(stop_strings=["3", "fff"])
-    for params in ("sampling", "val_sampling"):
-        long = free.generate(rows, getattr(free, params), dense=dense).completions
-        scored = stopping.generate(rows, getattr(stopping, params), dense=dense)
+    free, stopping = loaded().generator, loaded(stop_strings=["3", "fff"])
+    own = {"sampling": stopping.generator.sampling, "val_sampling": stopping.val_sampling}
+    for params in own:
+        long = free.generate(rows, replace(own[params], stop_strings=()), dense=dense).completions
+        scored = stopping.generator.generate(rows, own[params], dense=dense)
         assert scored.completions == [min((cut(text, stop) for stop in ("3", "fff")), key=len) for text in long]
         assert scored.completions != long
         ended = [text.endswith(("3", "fff")) for text in scored.completions]
         assert all(finished for finished, by_text in zip(scored.rollout.finished, ended, strict=True) if by_text)
     predicted = [row["completion"] for row in stopping.predict_step(rows, 0)]
-    assert predicted == stopping.generate(rows, stopping.val_sampling).completions
+    assert predicted == stopping.generator.generate(rows, stopping.val_sampling).completions
 
 
 def test_top_logprobs_are_there_for_callbacks_and_not_kept_for_the_loss() -> None:
@@ -54,25 +56,25 @@ def test_top_logprobs_are_there_for_callbacks_and_not_kept_for_the_loss() -> Non
 
 def memory_of(num_slots: int) -> int:
     """Bytes that so many slots of the tiny module take with its longest prompt."""
-    grpo = module()
-    compressor, length = grpo.compressor, 17 + grpo.sampling.max_completion_length
+    grpo = loaded()
+    compressor, length = grpo.generator.compressor, 17 + grpo.generator.sampling.max_completion_length
     capacities = (compressor.budget + compressor.buffer,) * 2
-    geometry = CacheGeometry.of(grpo.dense_policy)
+    geometry = CacheGeometry.of(grpo.policy)
     size = CacheSize(num_slots, capacities, compressor.num_queries, length)
-    return slot_bytes(geometry, size, grpo.sampling).of(num_slots)
+    return slot_bytes(geometry, size, grpo.generator.sampling).of(num_slots)
 
 
 def test_a_memory_limit_is_kept_told_once_and_changes_no_weight(caplog: pytest.LogCaptureFixture) -> None:
     limited, free = module(memory_limit=memory_of(8)), module()
     with caplog.at_level(logging.INFO):
         fit(limited, 3)
-    assert limited.sampler().cache.size.num_slots == 8
+    assert limited.generator.sampler().cache.size.num_slots == 8
     told = [record.getMessage() for record in caplog.records if "Memory plan" in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("Memory plan of the compressed cache: 8 slots of ")
     assert "as many as fit for 16 sequences" in told[0]
     fit(free, 3)
-    assert free.sampler().cache.size.num_slots == 16
+    assert free.generator.sampler().cache.size.num_slots == 16
     assert torch.equal(weights(limited), weights(free))
 
 
@@ -83,11 +85,11 @@ def test_a_memory_limit_below_one_slot_is_an_error_with_the_arithmetic() -> None
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_the_pool_has_the_type_that_was_asked_for_and_goes_when_it_should(dense: bool) -> None:
-    grpo = module(kv_dtype="bfloat16", cuda_graphs=False)
-    grpo.generate(Rows().train_rows()[:2], dense=dense)
-    assert grpo.sampler(dense).cache.key_pool.dtype == torch.bfloat16
-    assert not grpo.sampler(dense).cuda_graphs
-    small, large = module(keep_pool=False), module()
+    grpo = loaded(kv_dtype="bfloat16", cuda_graphs=False)
+    grpo.generator.generate(Rows().train_rows()[:2], dense=dense)
+    assert grpo.generator.sampler(dense).cache.key_pool.dtype == torch.bfloat16
+    assert not grpo.generator.sampler(dense).cuda_graphs
+    small, large = loaded(keep_pool=False).generator, loaded().generator
     for each in (small, large):
         each.generate(Rows().train_rows()[:2], dense=dense)
     assert small.sampler(dense).cache is None
@@ -118,8 +120,14 @@ def test_a_text_is_not_taken_for_a_list_of_letters(name: str) -> None:
 @pytest.mark.parametrize(("given", "taken"), [("0.5", 0.5), ("500000000", 500_000_000), ("null", None)])
 def test_the_command_line_tells_shares_from_bytes(given: str, taken: Any, folder: Any) -> None:
     cli = main(
-        ["fit", "--config", write(config(max_steps=1)), f"--model.memory_limit={given}", "--model.stop_strings=[x, yz]"]
+        [
+            "fit",
+            "--config",
+            write(config(max_steps=1)),
+            f"--model.rollout.memory_limit={given}",
+            "--model.sampling.stop_strings=[x, yz]",
+        ]
     )
-    limit = cli.model.sampler().memory_limit
+    limit = cli.model.generator.sampler().memory_limit
     assert (limit, type(limit)) == (taken, type(taken))
-    assert cli.model.sampling.stop_strings == cli.model.val_sampling.stop_strings == ("x", "yz")
+    assert cli.model.generator.sampling.stop_strings == cli.model.val_sampling.stop_strings == ("x", "yz")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_sparse_grpo import Recorder, fit, likes_a, weights
+from tiny_grpo import grouped
 from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
@@ -16,7 +17,7 @@ from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
 from sparse_rl_lightning.losses import policy_loss
-from sparse_rl_lightning.modules import Learner
+from sparse_rl_lightning.modules import LearnerOptions
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -35,7 +36,7 @@ def module(
     source: PolicySource = LoadedPolicy(policy, tokenizer)
     return ReplayGRPO(
         source if adapters is None else LoraPolicy(source, **adapters), compressor, likes_a,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **options,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **grouped(**options),
     )  # fmt: skip
 
 
@@ -45,9 +46,9 @@ ROWS = [{"prompt": ALPHABET[i:] + "a", "answer": ""} for i in (0, 3, 11)]
 def part_of(grpo: ReplayGRPO) -> Rollout:
     """A scored rollout of three ragged prompts."""
     grpo.configure_model()
-    scored = grpo.generate(ROWS)
-    grpo._rescore(scored)
-    grpo._score(scored)
+    scored = grpo.generator.generate(ROWS)
+    grpo.rescore(scored)
+    grpo.score(scored)
     return scored.rollout
 
 
@@ -94,7 +95,7 @@ def decode_loss(grpo: ReplayGRPO, model: Any, rollout: Rollout, old: list[list[T
     """The clipped objective, written out: mean over sequences of means over tokens of -min(w A, clip(w) A)."""
     losses = []
     for row, advantage in enumerate(rollout.advantages):
-        new = torch.stack(decode_logprobs(model, rollout, row, grpo.temperature))
+        new = torch.stack(decode_logprobs(model, rollout, row, grpo.generator.sampling.temperature))
         w = (new - torch.stack(old[row])).exp()
         losses.append(-torch.minimum(w * advantage, w.clamp(0.8, 1.2) * advantage).mean())
     return torch.stack(losses).mean()
@@ -119,7 +120,7 @@ def test_sparse_gradient_is_that_of_the_compressed_decode(
         pytest.importorskip("peft", reason="peft is an extra")
     grpo = module(compressor, adapters=adapters, temperature=0.8)
     grpo.configure_model()
-    policy = grpo.dense_policy
+    policy = grpo.policy
     learned = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     assert (len(learned) < len(list(policy.parameters()))) == (adapters is not None)
     scale = 0.01 if adapters is None else 0.05
@@ -134,10 +135,10 @@ def test_sparse_gradient_is_that_of_the_compressed_decode(
     for row, want in enumerate(old):
         got = rollout.old_logprobs[row][rollout.completion_mask[row]]
         torch.testing.assert_close(got, torch.stack(want), atol=2e-5, rtol=0)
-    ratio = (grpo._logprobs(policy, rollout)[0] - rollout.old_logprobs).exp()
+    ratio = (grpo.learner.logprobs(policy, rollout)[0] - rollout.old_logprobs).exp()
     assert bool((ratio > 1.2).any())
     assert bool((ratio < 0.8).any())
-    loss = grpo._loss(rollout, grpo.objective.items(rollout))
+    loss = grpo.micro_batch_loss(rollout, grpo.denominators(rollout)).loss
     want = decode_loss(grpo, policy, rollout, old)
     torch.testing.assert_close(loss, want, atol=1e-5, rtol=0)
     pairs = zip(*(torch.autograd.grad(value, learned) for value in (loss, want)), strict=True)
@@ -150,7 +151,7 @@ def test_sparse_gradient_is_that_of_the_compressed_decode(
 
 
 def gradient(grpo: ReplayGRPO, loss: Tensor) -> Tensor:
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(grpo.dense_policy.parameters()))])
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(grpo.policy.parameters()))])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
@@ -163,10 +164,10 @@ def test_mixed_is_the_weighted_sum_of_the_others(alpha: float) -> None:
             rollout.keep = rollout.completion_mask & (torch.arange(len(rollout)) % 3 > 0)[:, None]
             rollout.weights = rollout.old_logprobs.sub(rollout.replay_logprobs).exp()
         with torch.no_grad():
-            for index, parameter in enumerate(grpo.dense_policy.parameters()):
+            for index, parameter in enumerate(grpo.policy.parameters()):
                 noise = torch.Generator().manual_seed(index)
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=noise))
-        losses.append(grpo._loss(rollout, grpo.objective.items(rollout)))
+        losses.append(grpo.micro_batch_loss(rollout, grpo.denominators(rollout)).loss)
         gradients.append(gradient(grpo, losses[-1]))
     assert (gradients[0] - gradients[1]).abs().max() > 1e-2
     for sparse, dense, mixed in (losses, gradients):
@@ -182,13 +183,11 @@ def test_dense_takes_xi_from_the_replay_and_forgets_the_record() -> None:
     assert not torch.equal(rollout.replay_logprobs, rollout.sampler_logprobs)  # rounding differs
     torch.testing.assert_close(rollout.replay_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
     assert rollout.evictions is None
-    logprobs, _ = grpo._logprobs(grpo.dense_policy, rollout)
+    logprobs, _ = grpo.learner.logprobs(grpo.policy, rollout)
     want = policy_loss(
         logprobs, rollout.old_logprobs, rollout.advantages, mask, keep=rollout.keep, weights=rollout.weights
     ).loss
-    torch.testing.assert_close(
-        grpo._policy_loss(rollout, grpo.objective.items(rollout), logprobs).loss, want, atol=1e-7, rtol=0
-    )
+    torch.testing.assert_close(grpo.micro_batch_loss(rollout, grpo.denominators(rollout)).loss, want, atol=1e-7, rtol=0)
 
 
 def test_sparse_has_no_mismatch_left_and_both_validations_are_reported() -> None:
@@ -207,10 +206,10 @@ def test_adapters_train_under_replay(objective: str) -> None:
     pytest.importorskip("peft", reason="peft is an extra")
     grpo, recorder = module(adapters=ADAPTERS, replay_objective=objective, beta=0.1, steps_per_generation=2), Recorder()
     grpo.configure_model()
-    before = {name: parameter.detach().clone() for name, parameter in grpo.dense_policy.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in grpo.policy.named_parameters()}
     callbacks = [SparsityAwareRejection(), ImportanceReweighting(), MismatchSplit(1), recorder]
     metrics = fit(grpo, 8, callbacks).callback_metrics
-    moved = {name for name, p in grpo.dense_policy.named_parameters() if not torch.equal(p, before[name])}
+    moved = {name for name, p in grpo.policy.named_parameters() if not torch.equal(p, before[name])}
     assert len(moved) == len([name for name in before if "lora_" in name]) > 0
     assert all("lora_" in name for name in moved)
     assert float(metrics["kl"]) > 0  # the reference is the policy without its adapters
@@ -239,12 +238,12 @@ def test_micro_batches_do_not_change_the_step(objective: str) -> None:
 def test_the_order_of_sequences_does_not_change_loss_and_gradient(objective: str) -> None:
     grpo = module(replay_objective=objective)
     rollout = part_of(grpo)
-    items = grpo.objective.items(rollout)
+    items = grpo.denominators(rollout)
     results = []
     for order in (torch.arange(len(rollout)), torch.randperm(len(rollout), generator=torch.Generator().manual_seed(0))):
         for sizes in ([12], [5, 4, 3]):
             parts = [rollout[rows] for rows in order.split(sizes)]
-            loss = torch.stack([grpo._loss(part, items) for part in parts]).sum()
+            loss = torch.stack([grpo.micro_batch_loss(part, items).loss for part in parts]).sum()
             results.append((loss.detach(), gradient(grpo, loss)))
     assert results[0][1].abs().max() > 1e-2
     for other in results[1:]:
@@ -254,11 +253,11 @@ def test_the_order_of_sequences_does_not_change_loss_and_gradient(objective: str
 @pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
 def test_packing_and_splitting_do_not_change_the_step(objective: str) -> None:
     results = []
-    for learner in (None, Learner(10_000), Learner(30, head_chunk_size=5)):
+    for learner in (LearnerOptions(), LearnerOptions(10_000), LearnerOptions(30, head_chunk_size=5)):
         grpo = module(replay_objective=objective, steps_per_generation=4, beta=0.01, learner=learner)
         passes: list[int] = []
         grpo.configure_model()
-        grpo.dense_policy.model.register_forward_pre_hook(
+        grpo.policy.model.register_forward_pre_hook(
             lambda _module, _args, options, passes=passes: passes.append(options["input_ids"].numel()), with_kwargs=True
         )
         fit(grpo, 2, [SparsityAwareRejection(0.3), ImportanceReweighting()], accumulate_grad_batches=4)
@@ -275,10 +274,10 @@ def test_off_policy_masking_concerns_what_callbacks_concern(objective: str) -> N
         grpo = module(replay_objective=objective, alpha=1.0)
         rollout = part_of(grpo)
         with torch.no_grad():
-            for index, parameter in enumerate(grpo.dense_policy.parameters()):
+            for index, parameter in enumerate(grpo.policy.parameters()):
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
-        grpo.objective = replace(grpo.objective, off_policy_delta=delta)
-        losses.append(float(grpo._loss(rollout, grpo.objective.items(rollout)).detach()))
+        grpo.loss = replace(grpo.loss, off_policy_delta=delta)
+        losses.append(float(grpo.micro_batch_loss(rollout, grpo.denominators(rollout)).loss.detach()))
     assert (losses[0] == losses[1]) == (objective == "mixed")
 
 
@@ -290,7 +289,7 @@ def test_off_policy_masking_concerns_what_callbacks_concern(objective: str) -> N
     [
         ({"replay_objective": "both"}, r"replay_objective must be one of .*got replay_objective='both'"),
         ({"replay_objective": "mixed", "alpha": 1.5}, r"between 0 and 1; got alpha=1.5"),
-        ({"replay_objective": "dense", "rescore": False}, "set model.rescore to true"),
+        ({"replay_objective": "dense", "rescore": False}, "set model.learner.rescore to true"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
@@ -314,10 +313,10 @@ def test_flash_attention_is_refused_before_its_package_is_asked_for(wrapped: boo
 def test_sequences_of_several_policies_are_refused(objective: str) -> None:
     grpo = module(replay_objective=objective)
     grpo.configure_model()
-    scored = grpo.generate(ROWS)
+    scored = grpo.generator.generate(ROWS)
     rollout = scored.rollout
     rollout.policy_versions = torch.zeros_like(rollout.sequences, dtype=torch.int32)
-    grpo._rescore(scored)  # one version everywhere
+    grpo.rescore(scored)  # one version everywhere
     rollout.policy_versions[5, int(rollout.prompt_lengths[5]) + 1 :] = 1
     with pytest.raises(ValueError, match=r"Sequences \[\d\] were drawn by several versions"):
-        grpo._rescore(scored)
+        grpo.rescore(scored)

@@ -125,7 +125,7 @@ def test_truncated_completions_can_be_masked() -> None:
     grpo = module(mask_truncated_completions=True, max_completion_length=1)
     fit(grpo, 1)
     part = grpo.block.rollout
-    assert (grpo.objective.mask(part).any(dim=1) == part.finished).all()
+    assert (grpo.loss.mask(part).any(dim=1) == part.finished).all()
 
 
 def test_validation_reports_dense_and_sparse() -> None:
@@ -155,7 +155,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer.save_checkpoint(path)
     other = LoadedPolicy(tiny_like(hidden_size=64), character_tokenizer(ALPHABET))
     before = torch.cat([p.detach().flatten() for p in other.model.parameters()])
-    grpo = SparseGRPO(other, FullKV(), likes_a, num_generations=4)
+    grpo = SparseGRPO(other, FullKV(), likes_a)
     with pytest.raises(ValueError, match="checkpoint is of another model"):
         Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=2).fit(
             grpo, datamodule=Rows(prompts_per_rollout=4), ckpt_path=path
@@ -190,7 +190,7 @@ def test_numbers_that_do_not_fit_are_named() -> None:
 def test_rescore_off_needs_nothing_that_reads_it() -> None:
     with pytest.raises(ValueError, match="rescore=False"):
         fit(module(rescore=False), 1, [ImportanceReweighting()])
-    with pytest.raises(ValueError, match="2 optimiser steps per rollout"):
+    with pytest.raises(ValueError, match="2 optimizer steps per rollout"):
         fit(module(rescore=False, num_iterations=2), 1)
     with_scores, without = module(), module(rescore=False)
     fit(with_scores, 2)
@@ -251,7 +251,7 @@ def test_a_checkpoint_inside_an_accumulation_window_is_warned_about(tmp_path: Pa
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "a.ckpt")
 
-    with pytest.warns(UserWarning, match="between two optimiser steps"):
+    with pytest.warns(UserWarning, match="between two optimizer steps"):
         fit(module(steps_per_generation=2), 1, [Save()], accumulate_grad_batches=2)
 
 

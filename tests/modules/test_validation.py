@@ -13,6 +13,7 @@ from tiny_grpo import ALPHABET, Rows, fit, module, weights
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.metrics import confidence_interval, pass_at_k
 from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.rewards.scoring import Rewards
 from sparse_rl_lightning.rollout import SamplingParams
 
 SAMPLED = SamplingParams(num_generations=4, max_completion_length=6, temperature=1.0, seed=77)
@@ -69,7 +70,7 @@ def test_validation_says_how_sure_it_is_whatever_its_batches(val_batch_size: int
         seen["dense" if len(seen["dense"]) == len(seen["sparse"]) else "sparse"].append(rewards)
         return rewards
 
-    grpo.reward_funcs = [remembers]
+    grpo.rewards = Rewards(remembers)
     metrics = validated(grpo, data)
     for cache in CACHES:
         scores = torch.tensor([reward for batch in seen[cache] for reward in batch]).view(6, 4).mean(dim=1)
@@ -96,7 +97,7 @@ def test_an_interrupted_validation_is_forgotten() -> None:
     grpo, data = module(interrupts), Named(val_batch_size=1)
     with pytest.raises(RuntimeError, match="interrupted"):
         validated(grpo, data)
-    grpo.reward_funcs = [lambda prompts, completions, **_: [0.0] * len(completions)]
+    grpo.rewards = Rewards(lambda prompts, completions, **_: [0.0] * len(completions))
     metrics = validated(grpo, data)
     expected = confidence_interval(torch.zeros(6))
     for cache in CACHES:
@@ -127,9 +128,17 @@ def test_validation_within_training_numbers_its_own_rows() -> None:
     seen: list[tuple[bool, list[int]]] = []
 
     class Watched(OneOfTwo):
-        def places(self, prompts: int) -> list[int]:
-            seen.append((self.trainer.training, super().places(prompts)))
-            return seen[-1][1]
+        def setup(self, stage: str) -> None:
+            super().setup(stage)
+            numbers = self.generator._sequence_ids
+
+            def watched(*args: Any) -> list[int]:
+                ids = numbers(*args)
+                generations = args[2]
+                seen.append((self.trainer.training, [number // generations % 8 for number in ids[::generations]]))
+                return ids
+
+            self.generator._sequence_ids = watched
 
     class Dealt(Rows):
         def train_dataloader(self) -> Any:
@@ -148,7 +157,7 @@ def test_validation_within_training_numbers_its_own_rows() -> None:
 def test_sampled_validation_has_pass_at_k_without_bias() -> None:
     grpo, data = module(has_a, val_sampling=SAMPLED), Named(val_batch_size=6)
     metrics = validated(grpo, data)
-    scored = grpo.generate(data.val_rows(), SAMPLED, dense=True)
+    scored = grpo.generator.generate(data.val_rows(), SAMPLED, dense=True)
     correct = torch.tensor(has_a([], scored.completions)).view(6, 4) == 1
     assert 0 < correct.float().mean() < 1
     for k in (1, 2, 4):

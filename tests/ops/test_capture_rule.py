@@ -26,7 +26,7 @@ ROOTS = {  # what is called by no name of its own
 NOT_CAPTURED = {
     "compression.py", "running_state.py",  # steps with running state run eagerly
     "scheduler.py", "memory.py", "prefill.py",  # what the host does between steps
-    "slot_pages.py:write_summaries",  # and retrievers without a kernel
+    "summarize_pages.py:write_summaries",  # and retrievers without a kernel
     "attention.py", "logprobs.py",  # of the learner
     "library.py",  # passes arguments on
 }  # fmt: skip
@@ -154,8 +154,9 @@ def test_the_rule_reads_all_of_a_step() -> None:
     captured = {name.split(":")[1] for name in reached(functions(sources()), ROOTS)}
     assert captured >= {
         "Engine.draw", "draw", "truncate", "hash_uniform", "hash_bits", "SequenceLogs.note_end",
-        "SlotCache.append_and_attend", "SlotCache.entries_held", "append", "attend", "attend_pages", "select_pages",
-        "summarize_pages", "PagedCache._attend", "PagedCache.begin_step", "PagedCache._refresh", "Decoder.logits",
+        "SlotCache.append_and_attend", "SlotCache.entries_held", "append", "decode_attention",
+        "page_attention", "select_pages", "summarize_pages", "PagedCache._attend", "PagedCache.begin_step",
+        "PagedCache._refresh", "Decoder.logits",
         "Decoder._rotation", "list_pages",
     }  # fmt: skip
 

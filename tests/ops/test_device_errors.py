@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from sparse_rl_lightning.compressors import SnapKV
-from sparse_rl_lightning.ops.faults import FAULTS, OPS, fault, word_of
+from sparse_rl_lightning.ops.faults import FAULTS, OPS, fault
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+
+
+def word_of(op: str, kind: int, slot: int) -> int:
+    """The word that a kernel writes for the fault FAULTS[kind - 1] of an op."""
+    return OPS.index(op) + 1 | kind << 4 | slot << 8
 
 
 def test_every_word_names_its_op_its_slot_and_what_was_wrong() -> None:

@@ -12,32 +12,33 @@ from native_cases import (
     dtypes_for,
     exclude_keys,
     head_rows,
+    kernel,
     make_pools,
     on_each_device,
     pick_slots,
+    reference,
     same_bits,
     same_pools,
     shape_for,
     shapes,
     tolerance,
+    uniform_pools,
     without_kernels,
 )
 from torch import Tensor
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.ops import KVPools
 
-OPS = torch.ops.sparse_rl
 groups = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12])
 
 
-def both_overloads(name: str, args: list[object], device: str = "cpu") -> tuple[list[object], list[object]]:
+def both(name: str, args: list[object], device: str = "cpu") -> tuple[list[object], list[object]]:
     """The arguments after the kernel and after the reference, each run on its own copies; the kernel runs twice."""
     assert ops.has_kernel(name, device)
     results = []
-    for overload, where in (("default", device), ("default", device), ("reference", "cpu")):
+    for function, where in ((kernel(name), device), (kernel(name), device), (reference(name), "cpu")):
         own = [a.clone().to(where) if isinstance(a, Tensor) else a for a in args]
-        getattr(getattr(OPS, name), overload)(*own)
+        function(*own)
         results.append([a.cpu() if isinstance(a, Tensor) else a for a in own])
     for once, twice in zip(*results[:2], strict=True):
         assert not isinstance(once, Tensor) or same_bits(once, twice), "two runs differ"
@@ -61,8 +62,8 @@ def test_append(device: str, seed: int, shape: dict, group: int, num_queries: in
     angles = (angle.cos(), angle.sin()) if turn else (None, None)
     args = [query, key, value, *angles, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
             pools.positions, pools.lengths, ring]  # fmt: skip
-    native, reference = both_overloads("append", args, device)
-    for mine, theirs in zip(native, reference, strict=True):
+    native, plain = both("append", args, device)
+    for mine, theirs in zip(native, plain, strict=True):
         if isinstance(mine, Tensor) and mine.is_floating_point():
             torch.testing.assert_close(mine, theirs, atol=tolerance(dtype), rtol=tolerance(dtype), equal_nan=True)
         elif isinstance(mine, Tensor):
@@ -116,14 +117,14 @@ def test_decode_attention(
     out, lse = torch.full_like(query, 7), torch.full((slots, heads * group), 7.0)
     probs = torch.full((slots, heads * group, longest + spare), 7.0)
     args = [query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, 0.3, longest, out, lse, probs]
-    native, reference = both_overloads("decode_attention", args, device)
+    native, plain = both("decode_attention", args, device)
     for b, slot in enumerate(chosen.tolist()):
         for q in range(heads * group):
             rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
             logits = 0.3 * pools.keys[rows].double() @ query[b, q].double()
             share = logits.softmax(0).masked_fill(logits == -torch.inf, 0.0)
             exact = [share @ pools.values[rows].double(), logits.logsumexp(0), share]
-            for result in (native, reference):
+            for result in (native, plain):
                 o, total, p = result[8][b, q], result[9][b, q], result[10][b, q]
                 torch.testing.assert_close(o.double(), exact[0], atol=tolerance(dtype), rtol=tolerance(dtype))
                 torch.testing.assert_close(total.double(), exact[1], atol=2e-5, rtol=2e-6)
@@ -139,7 +140,7 @@ def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
     query = 30 * torch.randn(2, 14, 128, generator=g)
     query[..., 0] = query[..., 0].abs() + 0.1
     pools.keys[pools.offsets[0, 0] :][:140, 0] = -torch.inf
-    out = ops.attend(pools, torch.arange(2), query, 1.0, 700)
+    out = ops.decode_attention(pools, torch.arange(2), query, 1.0, 700)
     for b in range(2):
         for q in range(14):
             rows = head_rows(pools, b, q // 7)
@@ -159,22 +160,22 @@ def test_decode_attention_of_all_head_sizes(device: str, dim: int, group: int) -
         query = torch.randn(2, group, dim, generator=g).to(dtype)
         args = [query, pools.keys, pools.values, torch.tensor([1, 0]), pools.offsets, pools.lengths, dim**-0.5, 400,
                 torch.empty_like(query), torch.empty(2, group), torch.empty(2, group, 403)]  # fmt: skip
-        native, reference = both_overloads("decode_attention", args, device)
+        native, plain = both("decode_attention", args, device)
         for index, close in ((8, tolerance(dtype)), (9, 1e-5), (10, 1e-6)):
-            torch.testing.assert_close(native[index], reference[index], atol=close, rtol=close)
+            torch.testing.assert_close(native[index], plain[index], atol=close, rtol=close)
 
 
 @on_each_device
 def test_the_exponential_is_exact_to_a_few_units_in_the_last_place(device: str) -> None:
     gaps = -torch.linspace(0, 80, 4001)  # logits of two entries with values 0 and 1: the result is a logistic function
-    pools = KVPools.uniform((len(gaps), 1), 2, 8, torch.float32, "cpu")
+    pools = uniform_pools((len(gaps), 1), 2, 8, torch.float32)
     pools.lengths.fill_(2)
     pools.keys[1::2, 0], pools.values[1::2] = gaps, 1.0
     query = torch.zeros(len(gaps), 1, 8)
     query[..., 0] = 1.0
     args = [query, pools.keys, pools.values, torch.arange(len(gaps)), pools.offsets, pools.lengths, 1.0, 2,
             torch.empty_like(query), None, None]  # fmt: skip
-    native, _ = both_overloads("decode_attention", args, device)
+    native, _ = both("decode_attention", args, device)
     close = 3e-7 if device == "cpu" else 1e-6
     torch.testing.assert_close(native[8][:, 0, 0].double(), gaps.double().sigmoid(), atol=0, rtol=close)
 
@@ -183,13 +184,13 @@ def test_the_exponential_is_exact_to_a_few_units_in_the_last_place(device: str) 
 def test_results_round_to_the_nearest_even(device: str) -> None:
     unit = 2.0**-7  # of bfloat16 at 1
     pairs = 1 + unit * torch.tensor([[0, 1], [1, 2], [0, 3], [1, 4], [0, 2]])  # the means of all but the last are ties
-    pools = KVPools.uniform((5, 1), 2, 8, torch.bfloat16, "cpu")
+    pools = uniform_pools((5, 1), 2, 8, torch.bfloat16)
     pools.lengths.fill_(2)
     pools.values.copy_(pairs.view(-1, 1))
     query = torch.ones(5, 2, 8, dtype=torch.bfloat16)
     args = [query, pools.keys, pools.values, torch.arange(5), pools.offsets, pools.lengths, 1.0, 2,
             torch.empty_like(query), None, None]  # fmt: skip
-    native, _ = both_overloads("decode_attention", args, device)
+    native, _ = both("decode_attention", args, device)
     assert native[8][:, 1, 7].tolist() == [1, 1 + 2 * unit, 1 + 2 * unit, 1 + 2 * unit, 1 + unit]
 
 
@@ -201,9 +202,9 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     )
     query = torch.randn(6, 10, 64, generator=g).bfloat16()
     slots = torch.tensor([3, 1, 5, 0, 2, 4])
-    together = ops.attend(pools, slots, query, 0.1, 300)
+    together = ops.decode_attention(pools, slots, query, 0.1, 300)
     for b in range(6):
-        assert same_bits(ops.attend(pools, slots[b : b + 1], query[b : b + 1], 0.1, 512), together[b : b + 1])
+        assert same_bits(ops.decode_attention(pools, slots[b : b + 1], query[b : b + 1], 0.1, 512), together[b : b + 1])
 
 
 @cpu_complaints

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from native_cases import EMULATED, Case, copy, recorded, same_bits, same_pools
+from native_cases import CASES, EMULATED, POOLED, SCORES, Case, copy, kernel, op_of, recorded, same_bits, same_pools
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
-OPS = torch.ops.sparse_rl
 NOTHING = {"select_pages": -1}  # what rows to skip get, if not zeros
 on_cuda_kernels = pytest.mark.parametrize(
     "device",
@@ -26,7 +25,7 @@ on_cuda_kernels = pytest.mark.parametrize(
 @on_cuda_kernels
 @pytest.mark.parametrize("part", ["offsets", "lengths"])
 @pytest.mark.parametrize("value", [-1, 10**6])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", POOLED)
 def test_heads_outside_the_pool_are_skipped(device: str, name: str, value: int, part: str) -> None:
     if (name, part) == ("select_pages", "offsets"):
         pytest.skip("it does not look into the pool")
@@ -37,7 +36,7 @@ def test_heads_outside_the_pool_are_skipped(device: str, name: str, value: int, 
     before = copy(case.pools)
     result = case.calls()[name]()
     with pytest.raises(
-        RuntimeError, match=rf"^{name} left out slot [012]: (a head of the slot|the slot is full|a number)"
+        RuntimeError, match=rf"^{op_of(name)} left out slot [012]: (a head of the slot|the slot is full|a number)"
     ):
         case.pools.raise_errors()
     case.pools.raise_errors()  # once
@@ -47,6 +46,15 @@ def test_heads_outside_the_pool_are_skipped(device: str, name: str, value: int, 
     assert same_pools(case.pools, before)
     if result is not None:
         assert (result == NOTHING.get(name, 0)).all()
+
+
+@on_cuda_kernels
+@pytest.mark.parametrize("value", [-1, 10**6])
+@pytest.mark.parametrize("name", SCORES)
+def test_lengths_that_cannot_be_count_as_none(device: str, name: str, value: int) -> None:
+    case = Case(device=device)
+    case.lengths.fill_(value)
+    assert (case.calls()[name]() == 0).all()
 
 
 @on_cuda_kernels
@@ -66,13 +74,13 @@ def test_a_budget_beyond_the_capacity_is_cut(device: str) -> None:
     case.pools.capacities.fill_(1)
     case.budgets.fill_(10**6)
     before = copy(case.pools)
-    case.calls()["select_and_store"]()
+    case.calls()["evict from a source"]()
     used = case.slots[case.slots >= 0]
     assert same_bits(case.pools.lengths[:, used], case.source.lengths[:, used].clamp(max=1))
     unused = torch.ones(len(case.pools.keys), dtype=torch.bool, device=device)
     unused[case.pools.offsets[:, used]] = False
     assert same_bits(case.pools.keys[unused], before.keys[unused])
-    with pytest.raises(RuntimeError, match=r"select_and_store left out slot [02]: a budget"):
+    with pytest.raises(RuntimeError, match=r"evict left out slot [02]: a budget"):
         case.pools.raise_errors()
 
 
@@ -81,8 +89,8 @@ def test_a_budget_beyond_the_capacity_is_cut(device: str) -> None:
     ("name", "spoil", "match"),
     [
         ("append", lambda case: case.seen.neg_(), "a position"),
-        ("select_and_compact", lambda case: case.budgets.fill_(-1), "a budget"),
-        ("select_and_compact", lambda case: case.pools.positions.fill_(10**6), "a position"),
+        ("evict", lambda case: case.budgets.fill_(-1), "a budget"),
+        ("evict", lambda case: case.pools.positions.fill_(10**6), "a position"),
         ("fork", lambda case: case.pools.capacities[:, 1].fill_(1), "the slot is full"),
         ("select_pages", lambda case: case.limits.fill_(-1), "a number of pages"),
         ("page_attention", lambda case: case.pages.fill_(5), "a number of pages"),
@@ -93,12 +101,12 @@ def test_numbers_out_of_range_are_told(device: str, name: str, spoil: Callable[[
     case.pools.lengths.fill_(2)
     spoil(case)
     case.calls()[name]()
-    with pytest.raises(RuntimeError, match=rf"^{name} left out slot [012]: {match}"):
+    with pytest.raises(RuntimeError, match=rf"^{op_of(name)} left out slot [012]: {match}"):
         case.pools.raise_errors()
 
 
 @on_cuda_kernels
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_is_told_where_all_is_well(device: str, name: str) -> None:
     case = Case(device=device)
     case.calls()[name]()
@@ -106,14 +114,14 @@ def test_nothing_is_told_where_all_is_well(device: str, name: str) -> None:
 
 
 @on_cuda_kernels
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", POOLED)
 def test_slots_that_are_not_there_are_skipped(device: str, name: str) -> None:
     case = Case(device=device)
     case.slots = case.sources = torch.tensor([3, -5, 10**9], device=device)
     before = copy(case.pools)
     result = case.calls()[name]()
     assert same_pools(case.pools, before)
-    with pytest.raises(RuntimeError, match=f"^{name} left out slot .*: there is no such slot"):
+    with pytest.raises(RuntimeError, match=f"^{op_of(name)} left out slot .*: there is no such slot"):
         case.pools.raise_errors()
     if result is not None:
         assert (result == NOTHING.get(name, 0)).all()
@@ -127,7 +135,7 @@ def test_the_cuda_library_is_loaded() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_gpu_says_what_the_cpu_says(name: str, dtype: torch.dtype) -> None:
     case, other = Case(dtype, "cuda"), Case(dtype)
     got, want = case.calls()[name](), other.calls()[name]()
@@ -138,14 +146,14 @@ def test_the_gpu_says_what_the_cpu_says(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CASES)
 def test_opcheck_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = recorded(name, Case(device="cuda"), monkeypatch)
-    assert set(torch.library.opcheck(getattr(OPS, name).default, args).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(kernel(name), args).values()) == {"SUCCESS"}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CASES)
 def test_captured_in_a_cuda_graph(name: str) -> None:
     Case(device="cuda").calls()[name]()  # loads the kernels: that must not happen while capturing
     eager, captured = Case(device="cuda"), Case(device="cuda")

@@ -20,13 +20,14 @@ from native_cases import (
     shape_for,
     shapes,
     tolerance,
+    uniform_pools,
     without_kernels,
 )
-from test_native_attention import both_overloads, groups
+from test_native_attention import both, groups
 from torch import Tensor
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.ops.pages import keep_pages, list_pages, page_scores
+from sparse_rl_lightning.ops.select_pages import keep_pages, list_pages, page_scores
 
 vectors = st.sampled_from([1, 2])
 page_sizes = st.integers(1, 7)
@@ -54,7 +55,7 @@ def test_summaries(
     before = make_summaries(g, pools.lengths, page_size, count, dim, spare).to(dtype)
     chosen = pick_slots(g, slots)
     args = [pools.keys, chosen, pools.offsets, pools.lengths, page_size, newest_only, before]
-    native, reference = (result[6] for result in both_overloads("summarize_pages", args, device))
+    native, reference = (result[6] for result in both("summarize_pages", args, device))
     expected = before.double().clone()
     for slot in [s for s in chosen.tolist() if s >= 0]:
         for h in range(heads):
@@ -93,7 +94,7 @@ def test_selection(
     scores = torch.full((slots, heads, summaries.shape[3]), 7.0)
     pages = torch.full((slots, heads, width), 7, dtype=torch.int32)
     args = [query, summaries, chosen, pools.lengths, limits, page_size, num_first, num_last, group_max, scores, pages]
-    for result in both_overloads("select_pages", args, device):
+    for result in both("select_pages", args, device):
         for b, slot in enumerate(chosen.tolist()):
             for h in range(heads):
                 length = int(pools.lengths[slot, h]) if slot >= 0 else 0
@@ -144,7 +145,7 @@ def test_page_attention(
     pages = torch.nn.functional.pad(list_pages(keep, keep.shape[-1]), (0, spare), value=-1)
     out, lse = torch.full_like(query, 7), torch.full((slots, heads * group), 7.0)
     args = [query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, pages, page_size, 0.3, out, lse]
-    native, reference = both_overloads("page_attention", args, device)
+    native, reference = both("page_attention", args, device)
     for b, slot in enumerate(chosen.tolist()):
         for q in range(heads * group):
             read = keep[b, q // group].repeat_interleave(page_size)
@@ -172,8 +173,8 @@ def test_all_pages_are_everything(device: str, dim: int, group: int, page_size: 
             type(pools)(**{name: t.to(device) for name, t in vars(pools).items()}), query.to(device), slots.to(device),
             pages.to(device),
         )  # fmt: skip
-        whole = ops.attend(pools, slots, query, dim**-0.5, 700)
-        paged = ops.attend_pages(pools, slots, query, pages, page_size, dim**-0.5)
+        whole = ops.decode_attention(pools, slots, query, dim**-0.5, 700)
+        paged = ops.page_attention(pools, slots, query, pages, page_size, dim**-0.5)
         torch.testing.assert_close(paged, whole, atol=tolerance(dtype), rtol=tolerance(dtype))
         if device == "cpu" and not EMULATED:
             assert same_bits(paged, whole)
@@ -192,7 +193,7 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
 
     def run(rows: slice) -> list[Tensor]:
         pages, scores = ops.select_pages(pools, slots[rows], query[rows], summaries, limits[rows], 8, 1, 2, "max", 30)
-        return [pages, scores, ops.attend_pages(pools, slots[rows], query[rows], pages, 8, 0.1)]
+        return [pages, scores, ops.page_attention(pools, slots[rows], query[rows], pages, 8, 0.1)]
 
     together = run(slice(None))
     for b in range(6):
@@ -237,7 +238,7 @@ def test_wrong_lists_of_pages_are_refused(pages: list[list[int]], match: str, dt
     pools.lengths.fill_(min(8, int(len(pools.keys) - pools.offsets.max())))
     query = torch.zeros(1, 2, 8, dtype=dtype)
     with pytest.raises(RuntimeError, match="page" if dtype == torch.float64 else match):
-        ops.attend_pages(pools, torch.tensor([0]), query, torch.tensor([pages], dtype=torch.int32), 2, 1.0)
+        ops.page_attention(pools, torch.tensor([0]), query, torch.tensor([pages], dtype=torch.int32), 2, 1.0)
 
 
 @cpu_complaints
@@ -259,7 +260,7 @@ def test_what_finds_no_room_is_refused() -> None:
 
 @pytest.mark.parametrize(("num_first", "num_last", "page_size"), [(-1, 1, 2), (0, 0, 2), (1, 1, 0)])
 def test_numbers_out_of_range_are_refused(num_first: int, num_last: int, page_size: int) -> None:
-    pools = ops.KVPools.uniform((1, 1), 4, 8, torch.float32, "cpu")
+    pools = uniform_pools((1, 1), 4, 8, torch.float32)
     limits, room = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, 1, 3, 8)
     with pytest.raises(ValueError, match=f"got num_first={num_first}|page_size must be at least 1"):
         ops.select_pages(

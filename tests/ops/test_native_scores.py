@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import (
+    dense_heads_of,
     dtypes_for,
     exclude_keys,
     head_rows,
     make_pools,
     on_each_device,
-    pick_slots,
     shape_for,
     shapes,
 )
-from test_native_attention import both_overloads
+from test_native_attention import both
 from torch import Tensor
 
 from sparse_rl_lightning.ops import KVPools
@@ -52,7 +52,6 @@ def test_window_importance(
     if infinite:
         exclude_keys(g, pools)
     slots, heads = pools.lengths.shape
-    chosen = pick_slots(g, slots)
     queries = torch.randn(slots, heads * group, num_queries, shape["dim"], generator=g).to(shape["dtype"])
     queries[..., 0] = queries[..., 0].abs() + 0.1
     at = torch.randint(-1, 2 * shape["capacity"], (slots, num_queries), generator=g)
@@ -60,20 +59,20 @@ def test_window_importance(
     width = int(pools.lengths.max()) + seed % 3
     scores = torch.full((slots, heads, width), 7.0)
     scratch = torch.full((slots, heads, num_queries + 1, width), torch.nan)
-    args = [queries, at, pools.keys, pools.positions, chosen, pools.offsets, pools.lengths, 0.4,
-            *(choice[name] for name in OPTIONS), scores, scratch]  # fmt: skip
-    native, reference = both_overloads("window_importance", args, device)
+    keys, positions, lengths = dense_heads_of(pools, width, strided=bool(seed % 2))
+    args = [queries, at, keys, positions, lengths, 0.4, *(choice[name] for name in OPTIONS), scores, scratch]
+    native, reference = both("window_importance", args, device)
     expected = torch.zeros(slots, heads, width, dtype=torch.float64)
-    for b, slot in enumerate(chosen.tolist()):
-        for h in range(heads if slot >= 0 else 0):
+    for slot in range(slots):
+        for h in range(heads):
             rows = head_rows(pools, slot, h)
             present = at[slot] >= 0
-            expected[b, h, : pools.lengths[slot, h]] = importance_of(
+            expected[slot, h, : pools.lengths[slot, h]] = importance_of(
                 queries[slot].unflatten(0, (heads, group))[h][:, present].double(), at[slot][present],
                 pools.keys[rows].double(), pools.positions[rows], 0.4, **choice,
             )  # fmt: skip
     for result in (native, reference):
-        torch.testing.assert_close(result[14].double(), expected, atol=5e-6, rtol=5e-5)
+        torch.testing.assert_close(result[12].double(), expected, atol=5e-6, rtol=5e-5)
 
 
 @on_each_device
@@ -85,11 +84,10 @@ def test_window_importance_of_long_rows(device: str, num_queries: int, group: in
         pools = make_pools(g, layers=1, slots=2, heads=1, dim=40, capacity=600, dtype=dtype, kind="random").layer(0)
         queries = torch.randn(2, group, num_queries, 40, generator=g).to(dtype)
         at = torch.randint(-1, 1200, (2, num_queries), generator=g)
-        args = [queries, at, pools.keys, pools.positions, torch.tensor([1, 0]), pools.offsets, pools.lengths, 0.4, 9,
-                False, reduction, "mean", "max", 7, torch.empty(2, 1, 600),
-                torch.empty(2, 1, num_queries + 1, 600)]  # fmt: skip
-        native, reference = both_overloads("window_importance", args, device)
-        torch.testing.assert_close(native[14], reference[14], atol=1e-6, rtol=2e-5)
+        args = [queries, at, *dense_heads_of(pools, 600), 0.4, 9, False, reduction, "mean", "max", 7,
+                torch.empty(2, 1, 600), torch.empty(2, 1, num_queries + 1, 600)]  # fmt: skip
+        native, reference = both("window_importance", args, device)
+        torch.testing.assert_close(native[12], reference[12], atol=1e-6, rtol=2e-5)
 
 
 def importance_of(
@@ -132,8 +130,7 @@ def test_key_redundancy(device: str, seed: int, shape: dict, wide: bool, thresho
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **{**shape, "capacity": 3 * shape["capacity"] if wide else shape["capacity"]}).layer(0)
-    chosen = pick_slots(g, pools.lengths.shape[0])
-    check_redundancy(device, pools, chosen, threshold)
+    check_redundancy(device, pools, threshold, strided=wide)
 
 
 @on_each_device
@@ -142,35 +139,35 @@ def test_key_redundancy(device: str, seed: int, shape: dict, wide: bool, thresho
 def test_key_redundancy_of_long_rows(device: str, kind: str, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(3)
     pools = make_pools(g, layers=1, slots=2, heads=1, dim=128, capacity=700, dtype=dtype, kind=kind, full=True).layer(0)
-    check_redundancy(device, pools, torch.tensor([1, 0]), 0.5)
+    check_redundancy(device, pools, 0.5)
 
 
-def check_redundancy(device: str, pools: KVPools, chosen: Tensor, threshold: float) -> None:
-    rows, heads, width = len(chosen), pools.lengths.shape[1], int(pools.lengths.max())
-    args = [pools.keys, chosen, pools.offsets, pools.lengths, threshold, torch.full((rows, heads, width), 7.0),
-            torch.full((rows, heads, 2, width), torch.nan)]  # fmt: skip
-    native, reference = both_overloads("key_redundancy", args, device)
-    for b, slot in enumerate(chosen.tolist()):
+def check_redundancy(device: str, pools: KVPools, threshold: float, strided: bool = False) -> None:
+    (slots, heads), width = pools.lengths.shape, int(pools.lengths.max())
+    keys, _, lengths = dense_heads_of(pools, width, strided=strided)
+    args = [keys, lengths, threshold, torch.full((slots, heads, width), 7.0),
+            torch.full((slots, heads, 2, width), torch.nan)]  # fmt: skip
+    native, reference = both("key_redundancy", args, device)
+    for slot in range(slots):
         for h in range(heads):
-            length = int(pools.lengths[slot, h]) if slot >= 0 else 0
+            length = int(pools.lengths[slot, h])
             if length:
                 keys = pools.keys[head_rows(pools, slot, h)].double()
                 cosines = F.normalize(keys, dim=-1) @ F.normalize(keys, dim=-1).T
                 if ((cosines - threshold).abs() < 1e-6).any():
                     continue  # float32 may see a pair on the other side of the threshold
                 exact = published_redundancy(keys, threshold)
-                torch.testing.assert_close(native[5][b, h, :length].double(), exact, atol=1e-6, rtol=0)
-                torch.testing.assert_close(reference[5][b, h, :length].double(), exact, atol=1e-6, rtol=0)
-            assert (native[5][b, h, length:] == 0).all()
-            assert (reference[5][b, h, length:] == 0).all()
+                torch.testing.assert_close(native[3][slot, h, :length].double(), exact, atol=1e-6, rtol=0)
+                torch.testing.assert_close(reference[3][slot, h, :length].double(), exact, atol=1e-6, rtol=0)
+            assert (native[3][slot, h, length:] == 0).all()
+            assert (reference[3][slot, h, length:] == 0).all()
 
 
 @on_each_device
 def test_a_cosine_at_the_threshold_is_not_similar(device: str) -> None:
     keys = torch.zeros(5, 8)
     keys[0, :4], keys[1:, :4] = 1.0, torch.eye(4)  # the first with each of the others: exactly one half
-    pools = KVPools.from_dense(keys[None, None], keys[None, None], torch.tensor([[5]]))
-    args = [pools.keys, torch.tensor([0]), pools.offsets, pools.lengths, 0.5, torch.zeros(1, 1, 5),
-            torch.zeros(1, 1, 2, 5)]  # fmt: skip
-    for result in both_overloads("key_redundancy", args, device):
-        torch.testing.assert_close(result[5][0, 0].double(), published_redundancy(keys.double(), 0.5))
+    lengths = torch.tensor([[5]], dtype=torch.int32)
+    args = [keys[None, None], lengths, 0.5, torch.zeros(1, 1, 5), torch.zeros(1, 1, 2, 5)]
+    for result in both("key_redundancy", args, device):
+        torch.testing.assert_close(result[3][0, 0].double(), published_redundancy(keys.double(), 0.5))

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native_cases import Case, recorded, same_bits
+from native_cases import CASES, Case, kernel, op_of, recorded, same_bits
 
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
-OPS = torch.ops.sparse_rl
-
 
 def test_every_op_has_a_case() -> None:
-    assert Case().calls().keys() == SCHEMAS.keys()
+    assert list(Case().calls()) == sorted(CASES, key=list(Case().calls()).index)
+    assert {op_of(name) for name in CASES} == SCHEMAS.keys()
 
 
 @pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("overload", ["default", "reference"])
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_opcheck(name: str, overload: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck(name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     args = recorded(name, Case(full=full), monkeypatch)
-    results = torch.library.opcheck(getattr(getattr(OPS, name), overload), args)
+    results = torch.library.opcheck(kernel(name), args)
     assert set(results.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CASES)
 def test_compiled_without_a_graph_break(name: str, full: bool) -> None:
     eager, compiled = Case(full=full), Case(full=full)
     want = eager.calls()[name]()
@@ -37,7 +35,7 @@ def test_compiled_without_a_graph_break(name: str, full: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CASES)
 def test_types_without_a_kernel_take_the_reference(name: str, dtype: torch.dtype) -> None:
     case, other = Case(dtype), Case()
     got, want = case.calls()[name](), other.calls()[name]()
@@ -47,7 +45,7 @@ def test_types_without_a_kernel_take_the_reference(name: str, dtype: torch.dtype
         torch.testing.assert_close(a.double(), b.double(), atol=5e-3, rtol=5e-3)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CASES)
 def test_autocast_changes_nothing(name: str) -> None:
     for native in (True, False):
         case, other = Case(torch.float32 if native else torch.float64), Case(torch.float32 if native else torch.float64)
@@ -58,7 +56,7 @@ def test_autocast_changes_nothing(name: str) -> None:
         assert all(same_bits(a, b) for a, b in zip(case.tensors(), other.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_number_of_threads_changes_nothing(name: str) -> None:
     one, two = Case(), Case()
     want = one.calls()[name]()

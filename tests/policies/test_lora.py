@@ -18,7 +18,7 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.modules import GRPOLoss, SparseGRPO
 from sparse_rl_lightning.policies import LoraPolicy, TinyPolicy
 
 TINY = TinyPolicy(alphabet="abcdefgh", hidden_size=32, num_layers=2)
@@ -119,8 +119,9 @@ def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float 
 
 def test_training_moves_adapters_only_and_exports_a_plain_model(tmp_path: Path) -> None:
     grpo = SparseGRPO(
-        source(), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a, num_generations=4,
-        max_completion_length=12, beta=0.1, seed=3, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        source(), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a,
+        sampling=SamplingParams(num_generations=4, max_completion_length=12, seed=3), loss=GRPOLoss(beta=0.1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
     )  # fmt: skip
     grpo.configure_model()
     before = {name: parameter.detach().clone() for name, parameter in grpo.policy.named_parameters()}
@@ -162,13 +163,13 @@ def test_adapters_from_a_configuration(tmp_path: Path, monkeypatch: pytest.Monke
     values = config(max_steps=2)
     below = values["model"]["init_args"]["policy"]
     values["model"]["init_args"] |= {
-        "policy": {"class_path": "LoraPolicy", "init_args": {"policy": below, "r": 4}}, "beta": 0.1,
+        "policy": {"class_path": "LoraPolicy", "init_args": {"policy": below, "r": 4}}, "loss": {"beta": 0.1},
         "learner": {"micro_batch_tokens": 64, "head_in_float32": True, "gradient_checkpointing": True},
     }  # fmt: skip
     cli = main(["fit", "--config", write(values)])
     assert cli.trainer.global_step == 2
     assert cli.model.policy_source.options["r"] == 4
-    assert (cli.model.learner.packs, cli.model.learner.head_in_float32) == (True, True)
+    assert (cli.model.learner.options.packs, cli.model.learner.options.head_in_float32) == (True, True)
     assert cli.model.policy.is_activation_checkpointing
     resumed = main(["fit", "--config", write(values), "--trainer.max_steps=3", "--ckpt_path=last"])
     assert resumed.trainer.global_step == 3

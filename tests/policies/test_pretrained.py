@@ -7,18 +7,20 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases.case import Case
 from cases.models import LAYER, SETTINGS, TOKENIZERS, WEIGHTS, settings, weights, with_code
+from lightning.pytorch import Trainer
 
 from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.modules import SparseGRPO
-from sparse_rl_lightning.modules.generation import GenerationModule
 from sparse_rl_lightning.policies import LoadedPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.rewards import arithmetic_reward
+from sparse_rl_lightning.rollout import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,12 +118,20 @@ def test_a_checkpoint_with_nan_is_refused_before_a_weight_is_overwritten() -> No
 
 def test_a_policy_without_an_end_is_told_of() -> None:
     model, tokenizer = TinyPolicy(hidden_size=32, num_layers=2).load()
-    module = SparseGRPO(LoadedPolicy(model, tokenizer), RKV(12), arithmetic_reward)
+
+    def begin(**options: Any) -> None:
+        module = SparseGRPO(LoadedPolicy(model, tokenizer), RKV(12), arithmetic_reward, **options)
+        module.configure_model()
+        module.trainer = Trainer(accelerator="cpu", logger=False)
+        module.on_fit_start()
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        GenerationModule.on_fit_start(module)
+        begin()
         model.config.eos_token_id = model.generation_config.eos_token_id = None
-        stopping = SparseGRPO(LoadedPolicy(model, tokenizer), RKV(12), arithmetic_reward, stop_strings=["#"])
-        GenerationModule.on_fit_start(stopping)
-    with pytest.warns(UserWarning, match=r"names a token that ends a completion.*model\.end_tokens or model\.stop_s"):
-        GenerationModule.on_fit_start(SparseGRPO(LoadedPolicy(model, tokenizer), RKV(12), arithmetic_reward))
+        begin(sampling=SamplingParams(num_generations=8, stop_strings=("#",)))
+    with pytest.warns(
+        UserWarning,
+        match=r"names a token that ends a completion.*model\.rollout\.end_tokens or model\.sampling\.stop_s",
+    ):
+        begin()

@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("budgets",),
     ("ops",),
     ("advantages", "corrections", "losses", "output_head"),
-    ("errors", "evictions", "files", "fingerprints", "ranges", "records", "text"),
+    ("errors", "evictions", "files", "fingerprints", "records", "text"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
@@ -165,7 +165,7 @@ def internal(module: str) -> list[tuple[Import, str]]:
         ("class C:\n  import peft", Import("peft", 2, False, False)),
         ("if TYPE_CHECKING:\n  import pandas", Import("pandas", 2, False, True)),
         ("if TYPE_CHECKING: pass\nelse:\n  import pandas", Import("pandas", 3, False, False)),
-        ("from .cache import SlotCache", Import("p.cache.SlotCache", 1, False, False)),
+        ("from .cache import SlotCache", Import("p.rollout.cache.SlotCache", 1, False, False)),
         ("from .. import types", Import("p.types", 1, False, False)),
         ("x = importlib.import_module('wandb')", Import("wandb", 1, False, False)),
     ],

@@ -55,6 +55,7 @@ def test_a_library_needs_only_stable_symbols_of_torch_and_python(path: Path) -> 
 def test_a_wheel_from_the_source_distribution_runs_from_anywhere(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.so", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    shutil.copytree(ROOT / ".ci", tmp_path / "source" / ".ci")
     environment = {**os.environ, "SPARSE_RL_BUILD": "cpu", "SPARSE_RL_NATIVE": "1"}
     environment.pop("PYTHONPATH", None)
 
@@ -65,7 +66,7 @@ def test_a_wheel_from_the_source_distribution_runs_from_anywhere(tmp_path: Path)
 
     run("-m", "build", "--no-isolation", cwd=tmp_path / "source")
     dist = tmp_path / "source" / "dist"
-    run(ROOT / ".ci" / "check_dist.py", dist, "--no-install", cwd=tmp_path)
+    run(".ci/check_dist.py", "dist", "--no-install", cwd=tmp_path / "source")
     wheel = next(dist.glob("*.whl"))
     assert "-cp311-abi3-" in wheel.name
     assert sys.platform != "linux" or "-manylinux_" in wheel.name

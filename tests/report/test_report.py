@@ -98,7 +98,7 @@ def test_page_is_one_valid_document_with_the_numbers() -> None:
     text = " ".join(parser.text)
     for expected in (
         "0.250 → 0.500", "0.200 → 0.450", "40.0 %", "SnapKV(budget=24)", "1+1=", "1 min 15 s", "A run", "torch", "2.13",
-        "model.num_generations", "10 rollouts, 20 optimizer steps, 1 min 15 s.",
+        "model.sampling.num_generations", "10 rollouts, 20 optimizer steps, 1 min 15 s.",
     ):  # fmt: skip
         assert expected in text
     assert parser.tags.count("figure") == parser.tags.count("svg") == len(plots_of_run(record())) == 17

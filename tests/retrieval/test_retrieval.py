@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import H2O, FullKV, SnapKV, StreamingLLM
-from sparse_rl_lightning.ops.pages import page_means, page_scores
+from sparse_rl_lightning.ops.select_pages import page_scores
+from sparse_rl_lightning.ops.summarize_pages import page_means
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import KVUsage, Rollout
 from sparse_rl_lightning.retrieval.cache import with_pages

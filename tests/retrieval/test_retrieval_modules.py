@@ -26,9 +26,9 @@ def test_rollouts_of_a_fit_read_pages() -> None:
     assert rollout.kv.saving_final == 0
     assert trainer.callback_metrics["kv/read_share"] == pytest.approx(recorder.scored[-1].rollout.kv.read_share)
     assert trainer.callback_metrics["mismatch/kl_k3"] > 0
-    assert grpo.sampler().retriever is retriever
-    assert grpo.sampler(dense=True).retriever is None
-    assert grpo.rolls_out_sparse
+    assert grpo.generator.sampler().retriever is retriever
+    assert grpo.generator.sampler(dense=True).retriever is None
+    assert grpo.generator.is_sparse
     assert default_title(grpo) == "SparseGRPO with FullKV, Quest reading 6 tokens"
     assert describe(grpo)["retriever"].startswith("Quest(budget=6, page_size=2")
 
@@ -58,8 +58,8 @@ def test_a_configuration_names_a_retriever(tmp_path: Path, monkeypatch: pytest.M
     settings["model"]["init_args"]["compressor"] = {"class_path": "FullKV"}
     Path("run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     grpo = main(["fit", "--config", "run.yaml"]).model
-    assert isinstance(grpo.retriever, Centroid)
-    assert (grpo.retriever.group_reduction, grpo.retriever.schedule.at(20)) == ("max", 16)
+    assert isinstance(grpo.generator.retriever, Centroid)
+    assert (grpo.generator.retriever.group_reduction, grpo.generator.retriever.schedule.at(20)) == ("max", 16)
     Path("run.yaml").write_text(yaml.safe_dump(settings).replace("Centroid", "Centroids"), encoding="utf-8")
     with pytest.raises((ValueError, SystemExit)):
         main(["fit", "--config", "run.yaml"])

@@ -6,6 +6,8 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+from tiny_grpo import grouped
 
 from sparse_rl_lightning import SparseGRPO
 from sparse_rl_lightning.compressors import FullKV
@@ -13,6 +15,7 @@ from sparse_rl_lightning.evaluation.problems import with_room
 from sparse_rl_lightning.modules import Evaluation, SupervisedWarmup
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.policies.tiny import CHAT_TEMPLATE
+from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import HONORED, with_generation_kwargs
 from sparse_rl_lightning.rollout.prompts import encode_prompt, encode_prompts
@@ -94,7 +97,7 @@ class Thinking(PolicySource):
 
 
 def module(**kwargs: Any) -> SparseGRPO:
-    return SparseGRPO(Thinking(), FullKV(), [lambda completions, **_: [0.0] * len(completions)], **kwargs)
+    return SparseGRPO(Thinking(), FullKV(), [lambda completions, **_: [0.0] * len(completions)], **grouped(**kwargs))
 
 
 def test_training_takes_the_last_word() -> None:
@@ -103,11 +106,13 @@ def test_training_takes_the_last_word() -> None:
         temperature=1.0, max_completion_length=20, repetition_penalty=1.1,
         generation_kwargs={"temperature": 0.5, "max_new_tokens": 8, "repetition_penalty": 1.3},
     )  # fmt: skip
-    assert (own.sampling.temperature, own.temperature) == (0.5, 0.5)
-    assert (own.sampling.max_completion_length, own.objective.max_completion_length) == (8, 8)
+    assert (own.generator.sampling.temperature, own.learner.temperature) == (0.5, 0.5)
+    assert own.generator.sampling.max_completion_length == 8
+    rollout = Rollout(*[torch.ones(1, 2)] * 3, torch.ones(1), torch.zeros(1, 2))
+    assert own.denominators(rollout).max_completion_length == 8
     assert own.val_sampling.max_completion_length == 8
-    assert own.sampling.repetition_penalty == 1.3
-    with pytest.raises(ValueError, match="temperature must be above 0 in training"):
+    assert own.generator.sampling.repetition_penalty == 1.3
+    with pytest.raises(ValueError, match=r"sampling\.temperature must be above 0 in training"):
         module(generation_kwargs={"do_sample": False})
 
 
@@ -117,9 +122,14 @@ def test_the_template_gets_its_arguments_everywhere() -> None:
     assert tokenizer.decode(without) == tokenizer.decode(plain) + "<none>"
     rows = [{"prompt": MESSAGES, "answer": "4", "solution": "4"}]
     kwargs = {"enable_thinking": False}
-    assert module().encode(rows) == [plain]
-    assert module(chat_template_kwargs=kwargs).encode(rows) == [without]
-    assert Evaluation(Thinking(), chat_template_kwargs=kwargs).encode(rows) == [without]
+
+    def encoded(own: Any) -> list[list[int]]:
+        own.configure_model()
+        return own.generator.encode(rows)
+
+    assert encoded(module()) == [plain]
+    assert encoded(module(chat_template_kwargs=kwargs)) == [without]
+    assert encoded(Evaluation(Thinking(), chat_template_kwargs=kwargs)) == [without]
     warmup = SupervisedWarmup(Thinking(), chat_template_kwargs=kwargs)
     warmup.configure_model()
     assert warmup._encode(rows)[0][0, : len(without)].tolist() == without

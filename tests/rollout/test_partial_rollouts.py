@@ -62,7 +62,7 @@ def test_every_prompt_is_trained_on_once_or_still_waits(options: dict[str, Any])
     seen, grpo = PromptsSeen(), partial(**options)
     parts = grpo.steps_per_generation
     fit(grpo, 10 * parts, [seen], data=ManyRows(prompts_per_rollout=4))
-    waiting = [row["prompt"] for row in grpo.partial.rows.values()]
+    waiting = [row["prompt"] for row in grpo.generator.partial.rows.values()]
     assert sorted(seen.trained + waiting) == sorted(seen.started) == sorted(set(seen.started))
     assert len(seen.started) == 40
     assert seen.trained != seen.started[: len(seen.trained)], "every group waited for the one before"
@@ -70,7 +70,7 @@ def test_every_prompt_is_trained_on_once_or_still_waits(options: dict[str, Any])
     for scored in seen.scored:
         assert len(scored.completions) == 4 * groups(scored)
         assert groups(scored) in range(unit, 5, unit)
-    assert len(waiting) < grpo.sampler_options.num_slots + unit
+    assert len(waiting) < grpo.generator.options.num_slots + unit
 
 
 def test_completions_belong_to_their_prompts() -> None:
@@ -79,7 +79,7 @@ def test_completions_belong_to_their_prompts() -> None:
     fit(grpo, 10, [seen], data=ManyRows(prompts_per_rollout=4))
     for scored in seen.scored:
         for number, row in enumerate(scored.rows):
-            prompt = grpo.encode([row])[0]
+            prompt = grpo.generator.encode([row])[0]
             own = scored.rollout.sequences[4 * number : 4 * number + 4, : len(prompt)]
             assert (own == torch.tensor(prompt)).all()
 
@@ -92,7 +92,7 @@ def test_with_a_limit_that_none_reaches_the_weights_are_those_of_the_ordinary_ru
         fit(grpo, 6, [*callbacks])
     assert torch.equal(weights(limited), weights(ordinary))
     assert not torch.equal(weights(cut), weights(ordinary))
-    assert limited.partial.rows == {}
+    assert limited.generator.partial.rows == {}
 
 
 def test_versions_are_logged_and_old_tokens_counted() -> None:
@@ -123,7 +123,7 @@ def test_xi_speaks_of_the_policy_that_drew() -> None:
     class Compare(RolloutCallback):
         def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
             rollout, mask = scored.rollout, scored.rollout.completion_mask
-            old = ((rollout.policy_versions < module.partial.session.version) & mask).any(dim=1)
+            old = ((rollout.policy_versions < module.generator.partial.session.version) & mask).any(dim=1)
             for row, difference in enumerate((rollout.old_logprobs - rollout.sampler_logprobs).abs().amax(dim=1)):
                 differences[bool(old[row])].append(float(difference))
 
@@ -162,7 +162,7 @@ def test_progress_counts_from_the_start_of_each_rollout() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"num_slots": None}, "does not work with num_slots=null: .* Set model.num_slots"),
+        ({"num_slots": None}, "does not work with num_slots=null: .* Set model.rollout.num_slots"),
         ({"oversampling": 2.0}, "does not work with oversampling=2.0"),
         ({"keep_pool": False}, "does not work with keep_pool=False"),
         ({"kind": ReplayGRPO}, "does not work with ReplayGRPO: no replay reproduces"),
@@ -227,7 +227,7 @@ def test_stored_sequences_go_on_as_if_nothing_had_happened(stop: int, tmp_path: 
     _, path = save_after(tmp_path, stop, steps_per_generation=2)
     fit(resumed, 8, ckpt_path=path)
     assert torch.equal(weights(resumed), weights(whole))
-    assert resumed.partial.rows == whole.partial.rows
+    assert resumed.generator.partial.rows == whole.generator.partial.rows
 
 
 def test_restarted_sequences_are_drawn_again_by_the_new_policy(tmp_path: Path, caplog: Any) -> None:
@@ -247,8 +247,8 @@ def test_restarted_sequences_are_drawn_again_by_the_new_policy(tmp_path: Path, c
     fit(resumed, 4, [seen], ckpt_path=path)
     (scored,) = seen.scored
     versions, mask = scored.rollout.policy_versions, scored.rollout.completion_mask
-    is_old = ((versions < resumed.partial.session.version) & mask).any(dim=1)
-    is_new = ((versions == resumed.partial.session.version) & mask).any(dim=1)
+    is_old = ((versions < resumed.generator.partial.session.version) & mask).any(dim=1)
+    is_new = ((versions == resumed.generator.partial.session.version) & mask).any(dim=1)
     assert not (is_old & is_new).any(), "a sequence that was restarted holds no old token"
     assert 0 < int(is_old.sum()) <= len(ended)
 
@@ -279,10 +279,12 @@ def test_a_new_fit_forgets_what_an_interrupted_one_left() -> None:
     grpo = partial()
     with pytest.raises(ZeroDivisionError):
         fit(grpo, 3, [Stop()])
-    assert grpo.partial.rows
+    assert grpo.generator.partial.rows
     seen = PromptsSeen()
     fit(grpo, 2, [seen])
-    assert sorted(seen.trained + [row["prompt"] for row in grpo.partial.rows.values()]) == sorted(seen.started)
+    assert sorted(seen.trained + [row["prompt"] for row in grpo.generator.partial.rows.values()]) == sorted(
+        seen.started
+    )
 
 
 def test_validation_does_not_disturb_what_waits() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparse_rl_lightning.compressors import SnapKV
-from sparse_rl_lightning.ops import KVPools, score_importance
+from sparse_rl_lightning.ops import window_importance
 from sparse_rl_lightning.records import NEVER, Rollout
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
@@ -52,14 +52,14 @@ def one(sampler: RolloutSampler, index: int) -> Rollout:
 @needs_proc
 def test_an_op_keeps_none_of_the_texts_it_was_given() -> None:
     """The conversion of torch 2.13 loses a copy of every text argument: three times 49 bytes a call."""
-    pools = KVPools.from_dense(*[torch.zeros(1, 1, 4, 8)] * 2, torch.full((1, 1), 4, dtype=torch.int32))
-    slots, queries, positions = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, 3, 8), torch.arange(3)[None]
+    keys, lengths, positions = torch.zeros(1, 1, 4, 8), torch.full((1, 1), 4), torch.arange(4).view(1, 1, 4)
+    queries, query_positions = torch.zeros(1, 2, 3, 8), torch.arange(3)[None]
 
     def many(calls: int) -> int:
         for _ in range(calls):
-            score_importance(
-                pools, slots, queries, positions, 1.0, 4, window=1, exclude_window=True, group_reduction="max",
-                query_reduction="mean", pooling="max", kernel_size=3,
+            window_importance(
+                queries, query_positions, keys, lengths, positions, 1.0, window=1, exclude_window=True,
+                group_reduction="max", query_reduction="mean", pooling="max", kernel_size=3,
             )  # fmt: skip
         return resident()
 

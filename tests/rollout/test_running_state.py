@@ -210,7 +210,7 @@ def test_a_step_copies_no_keys_and_makes_no_probabilities(rule: Any) -> None:
     params = SamplingParams(num_generations=16, max_completion_length=500)
     with drawing(policy):
         engine = sampler._engine_for(sampler.engine_key(params, 16, 3))
-        run = sampler.scheduler(engine, params)
+        run = sampler.scheduler(engine, params, 16)
         run.add([[3, 4, 5]], range(16))
         run.step()
         run.logs.ends[1::3] = 0  # these are found ended at the next look

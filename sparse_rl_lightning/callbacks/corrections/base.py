@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.corrections import consistency_log_ratio
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
 
 NO_TOKENS = (torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool))
@@ -34,7 +35,7 @@ class CorrectionCallback(RolloutCallback):
         others = [c for c in trainer.callbacks if isinstance(c, CorrectionCallback) and c is not self]  # type: ignore[attr-defined]
         for other in others:
             if type(other) is type(self) or (other.weighs and self.weighs):
-                raise ValueError(
+                raise UserError(
                     f"trainer.callbacks: {type(other).__name__} and {type(self).__name__} are two corrections of one "
                     "kind, which would be applied one after the other. Keep one of them."
                 )
@@ -47,7 +48,7 @@ class CorrectionCallback(RolloutCallback):
         """
         name = type(self).__name__
         if rollout.old_logprobs is None:
-            raise ValueError(
+            raise UserError(
                 f"{name} needs the log-probs of the dense policy, but this rollout was not rescored. Set model.rescore "
                 f"to true, or remove {name} from trainer.callbacks."
             )

@@ -8,11 +8,12 @@ ratio of dense to sparse probability of a token, called xi elsewhere.
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
 from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting, Normalization
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.records import ScoredRollout
 
 
@@ -81,7 +82,7 @@ class _Both(CorrectionCallback):
         super().__init__()
         self.parts = (rejection, reweighting)
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Multiply ``keep`` and ``weights``."""
         for part in self.parts:
             part.on_rollout_scored(trainer, module, scored)

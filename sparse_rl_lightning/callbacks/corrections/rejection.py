@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.corrections import mask_sequences, mask_tokens, reject_sequences
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import ScoredRollout
 
 
@@ -53,9 +55,9 @@ class SparsityAwareRejection(CorrectionCallback):
         if self.bounds is not None:
             self._within(*NO_TOKENS)
         elif level != "token":
-            raise ValueError(f"level={level!r} needs a bound: give low or high.")
+            raise UserError(f"level={level!r} needs a bound: give low or high.")
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Multiply ``keep`` by the mask of what remains."""
         rollout = scored.rollout
         log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask

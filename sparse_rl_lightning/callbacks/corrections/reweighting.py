@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.corrections import WeightMode, importance_weights, normalize_weights
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import ScoredRollout
 
 Normalization = Literal["none", "batch", "micro_batch"]
@@ -60,18 +61,18 @@ class ImportanceReweighting(CorrectionCallback):
         super().__init__()
         importance_weights(*NO_TOKENS, mode, clip_min, clip_max)
         if normalize not in get_args(Normalization):
-            raise ValueError(f"normalize must be one of {get_args(Normalization)}, got normalize={normalize!r}.")
+            raise UserError(f"normalize must be one of {get_args(Normalization)}, got normalize={normalize!r}.")
         if normalize_clip_max is not None:
             check_number("normalize_clip_max", normalize_clip_max, above=0)
             if normalize == "none":
-                raise ValueError(
+                raise UserError(
                     f"normalize_clip_max={normalize_clip_max} needs normalize='batch' or 'micro_batch', got "
                     f"normalize={normalize!r}."
                 )
         self.mode, self.clip_min, self.clip_max = mode, clip_min, clip_max
         self.normalize, self.normalize_clip_max = normalize, normalize_clip_max
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Multiply ``weights``; a mean over micro-batches is left to the loss, through ``weight_reference``."""
         rollout = scored.rollout
         log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask
@@ -81,7 +82,7 @@ class ImportanceReweighting(CorrectionCallback):
             weights = normalize_weights(weights, reference, mask) * self._own_to_common(trainer, reference, mask)
         elif self.normalize == "micro_batch":
             if rollout.weight_reference is not None:
-                raise ValueError("Only one ImportanceReweighting may have normalize='micro_batch'. Remove the other.")
+                raise UserError("Only one ImportanceReweighting may have normalize='micro_batch'. Remove the other.")
             rollout.weight_reference = reference
         rollout.weights = weights if rollout.weights is None else rollout.weights * weights
 

@@ -8,20 +8,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from sparse_rl_lightning.callbacks.guards.worst_case import LargestCase
-from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
+from sparse_rl_lightning.cache.compression import Trigger
+from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.data.sampler import rows_of
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
+from sparse_rl_lightning.rollout import Progress
 
 GIB = 2**30
+DECODE_STEPS = 16  # where nothing is compressed
+RECORD_COPIES = 2  # of the evictions: each sequence's own, and all together
 
 
 class DryRun(Callback):
@@ -44,11 +50,8 @@ class DryRun(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that do not roll out."""
-        if stage == "fit" and self.enabled is not False and not hasattr(pl_module, "micro_batch_loss"):
-            raise ValueError(
-                f"DryRun: {type(pl_module).__name__} does not roll out. Use it with SparseGRPO, or remove it from "
-                "trainer.callbacks."
-            )
+        if stage == "fit" and self.enabled is not False:
+            rollout_module(pl_module, "DryRun")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Try, where it is wanted."""
@@ -63,7 +66,7 @@ class DryRun(Callback):
         if size is None or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             rank_zero_warn("DryRun: skipped, because the training loader does not show its rows and its batch size.")
             return
-        _rehearse(trainer, cast("SparseGRPO", pl_module), size)
+        _rehearse(trainer, rollout_module(pl_module), size)
 
 
 def is_deepspeed(trainer: Trainer) -> bool:
@@ -71,39 +74,40 @@ def is_deepspeed(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
-def _rehearse(trainer: Trainer, module: SparseGRPO, num_prompts: int) -> None:
-    case = LargestCase(module, num_prompts)
+def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None:
+    case = WorstCase(module, num_prompts)
     fresh = [optimizer for optimizer in trainer.optimizers if not optimizer.state]
-    compressor, options = module.compressor, module.sampler_options
+    compressor, options = module.generator.compressor, case.options
     kept = f"budget {compressor.schedule} and buffer {compressor.buffer}" if compressor.evicts else "all tokens kept"
     with _untouched(trainer, module, fresh):
         told = [
             _try(
-                module, f"optimiser step of {sum(p.numel() for p in module.parameters()):,} parameters",
+                module, f"optimiser step of {sum(p.numel() for p in module.policy.parameters()):,} parameters",
                 lambda: _step(fresh),
                 "Choose a smaller policy, weights in bfloat16, or an optimiser with less state",
             ),
             _try(
                 module, f"rollout in {case.num_slots} slots ({kept}) with a prompt of {len(case.prompt):,} tokens",
                 case.rollout,
-                f"Lower model.num_slots (now {options.num_slots or f'null: {case.num_slots}'}), the compressor's "
-                f"budget or buffer, model.max_completion_length ({module.sampling.max_completion_length}) or "
-                f"data.prompts_per_rollout ({case.num_prompts}), or set model.memory_limit",
+                f"Lower model.rollout.num_slots (now {options.num_slots or f'null: {case.num_slots}'}), the "
+                f"compressor's budget or buffer, model.sampling.max_completion_length "
+                f"({case.sampling.max_completion_length}) or data.prompts_per_rollout ({case.num_prompts}), or set "
+                "model.rollout.memory_limit",
             ),
             _try(
                 module, f"update on {case.micro_batch} sequences of {case.length:,} tokens",
                 case.update,
-                f"Raise model.steps_per_generation (now {module.steps_per_generation}) and with it "
+                f"Raise model.steps_per_generation (now {module.learner.steps_per_generation}) and with it "
                 f"trainer.accumulate_grad_batches ({trainer.accumulate_grad_batches}), lower "
-                f"model.learner.micro_batch_tokens ({module.learner.micro_batch_tokens or 'null'}) or "
-                f"model.max_completion_length ({module.sampling.max_completion_length}), or set model.keep_pool to "
-                f"false (now {str(options.keep_pool).lower()})",
+                f"model.learner.micro_batch_tokens ({module.learner.options.micro_batch_tokens or 'null'}) or "
+                f"model.sampling.max_completion_length ({case.sampling.max_completion_length}), or set "
+                f"model.rollout.keep_pool to false (now {str(options.keep_pool).lower()})",
             ),
         ]  # fmt: skip
     rank_zero_info(f"Dry run of the worst case: {'; '.join(told)}.")
 
 
-def _try(module: SparseGRPO, name: str, work: Callable[[], None], advice: str) -> str:
+def _try(module: RolloutModule, name: str, work: Callable[[], None], advice: str) -> str:
     """Do the work, and say what it took.
 
     Raises:
@@ -118,7 +122,7 @@ def _try(module: SparseGRPO, name: str, work: Callable[[], None], advice: str) -
             raise
         total = f" of {torch.cuda.mem_get_info(device)[1] / GIB:,.2f} GiB" if device.type == "cuda" else ""
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"DryRun: out of memory on {device} in the worst case, {name}; {before / GIB:,.2f} GiB{total} were in use "
             f"before it. {advice}. ({reason})"
         ) from error
@@ -128,17 +132,17 @@ def _try(module: SparseGRPO, name: str, work: Callable[[], None], advice: str) -
 
 
 @contextmanager
-def _untouched(trainer: Trainer, module: SparseGRPO, stepped: list[torch.optim.Optimizer]) -> Iterator[None]:
+def _untouched(trainer: Trainer, module: RolloutModule, stepped: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Give everything back as it was; only weights that will be stepped are copied, to the CPU."""
     parameters = [p for optimizer in stepped for group in optimizer.param_groups for p in group["params"]]
-    kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*parameters, *module.buffers())]
+    kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*parameters, *module.policy.buffers())]
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in stepped]
     random = random_state()
     try:
         yield
     finally:
-        module.zero_grad(set_to_none=True)
-        module.sampler().release()
+        module.policy.zero_grad(set_to_none=True)
+        module.generator.release()
         for optimizer, state in zip(stepped, states, strict=True):
             optimizer.load_state_dict(state)
         with torch.no_grad():
@@ -170,3 +174,93 @@ def _memory(device: torch.device, peak: bool) -> float:
 def _is_out_of_memory(error: Exception) -> bool:
     # torch.OutOfMemoryError is a GPU's; the CPU's allocator has nothing but its message
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+class _Enough(Exception):
+    """Ends a rollout that has shown what it needs."""
+
+
+class WorstCase:
+    """Full slots with the longest training prompt, and a micro-batch of nothing but longest sequences.
+
+    Args:
+        module: The module to fit, attached to its trainer.
+        num_prompts: Prompts per rollout.
+    """
+
+    def __init__(self, module: RolloutModule, num_prompts: int) -> None:
+        self.module, self.num_prompts = module, num_prompts
+        self.row: dict[str, Any] = module.generator.longest(rows_of(module.trainer.train_dataloader))
+        self.prompt = module.generator.encode([self.row])[0]
+        self.options, self.sampling = module.generator.options, module.generator.sampling
+        self.length = len(self.prompt) + self.sampling.max_completion_length
+        self.num_sequences = num_prompts * self.sampling.num_generations
+        self.geometry = CacheGeometry.of(module.policy)
+        self.micro_batch = module.plan(max(1, round(num_prompts / self.options.oversampling))).micro_batch
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that a rollout uses, unless a memory limit allows fewer."""
+        return min(self.options.num_slots or self.num_sequences, self.num_sequences)
+
+    @property
+    def decode_steps(self) -> int:
+        """Decode steps until all slots are compressed for the first time."""
+        compressor = self.module.generator.compressor
+        if not compressor.evicts:
+            return DECODE_STEPS
+        trigger, length = Trigger(compressor, self.geometry.num_layers), len(self.prompt)
+        return trigger.room(length, trigger.evicted_from_prompt(length), prompt_length=length)
+
+    def rollout(self) -> None:
+        """Read the longest prompt into every slot, decode up to the first compression, and hold what a rollout holds.
+
+        The record of evictions of all sequences is the largest part of what a rollout collects.
+        """
+        g, steps = self.geometry, min(self.decode_steps, self.sampling.max_completion_length - 1)
+        position = torch.int16 if self.length < 2**15 else torch.int32
+
+        def stop(progress: Progress) -> None:
+            if progress.step >= steps:
+                dead = self.num_sequences * self.length * g.num_layers * g.num_kv_heads
+                torch.empty(RECORD_COPIES * dead, dtype=position, device=g.device)
+                raise _Enough
+
+        sampler, params = self.module.generator.sampler(), replace(self.sampling, stop_strings=())
+        ends, sampler.end_token_ids = sampler.end_token_ids, []  # slots stay full
+        try:
+            with self.module.trainer.precision_plugin.train_step_context():
+                self.module.generator.generate([self.row] * self.num_prompts, params, progress=stop)
+        except _Enough:
+            pass
+        finally:
+            sampler.end_token_ids = ends
+
+    def update(self) -> None:
+        """Forward and backward pass of the learner on the largest micro-batch; the gradients stay."""
+        module, part = self.module, self._longest_sequences()
+        with module.trainer.precision_plugin.train_step_context():
+            part.ref_logprobs = module.reference_logprobs(part)
+            output = module.micro_batch_loss(part, module.denominators(part))
+        output.loss.backward()  # type: ignore[no-untyped-call]
+
+    def _longest_sequences(self) -> Rollout:
+        """A micro-batch with everything that callbacks may add to it."""
+        device, shape = self.module.device, (self.micro_batch, self.length)
+        tokens = (self.prompt * (self.length // len(self.prompt) + 1))[: self.length]
+        mask = (torch.arange(self.length, device=device) >= len(self.prompt)).expand(shape)
+        zeros, g = torch.zeros(shape, device=device), self.geometry
+        alive = torch.full((g.num_layers, self.micro_batch, g.num_kv_heads, self.length), NEVER, device=device)
+        return Rollout(
+            sequences=torch.tensor(tokens, device=device).repeat(self.micro_batch, 1),
+            prompt_lengths=torch.full(shape[:1], len(self.prompt), device=device),
+            completion_mask=mask,
+            finished=torch.ones(shape[:1], dtype=torch.bool, device=device),
+            sampler_logprobs=zeros,
+            replay_logprobs=zeros if self.module.keeps_evictions else None,
+            evictions=EvictionRecord.from_dense(alive) if self.module.keeps_evictions else None,
+            advantages=torch.ones(shape[:1], device=device),
+            keep=mask,
+            weights=zeros + 1,
+            weight_reference=zeros + 1,
+        )

@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 REJECTED = (
@@ -42,15 +44,15 @@ class EmptyRollouts(RolloutCallback):
 
     def __init__(self, warn_after: int = 3, few: float = 0.5) -> None:
         if warn_after < 1:
-            raise ValueError(f"EmptyRollouts: warn_after must be at least 1, got warn_after={warn_after}.")
+            raise UserError(f"EmptyRollouts: warn_after must be at least 1, got warn_after={warn_after}.")
         if not 0 <= few <= 1:
-            raise ValueError(f"EmptyRollouts: few must be between 0 and 1, got few={few}.")
+            raise UserError(f"EmptyRollouts: few must be between 0 and 1, got few={few}.")
         self.warn_after, self.few = warn_after, few
         self.count = 0
         self.in_a_row = 0
         self.few_in_a_row = 0
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Count, and warn."""
         whole, finished, rewarded, kept = _tokens(trainer, module, scored.rollout)
         self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
@@ -82,9 +84,9 @@ class EmptyRollouts(RolloutCallback):
         self.few_in_a_row = state_dict.get("few_in_a_row", 0)  # not in older checkpoints
 
 
-def _tokens(trainer: Trainer, module: Any, rollout: Rollout) -> list[float]:
+def _tokens(trainer: Trainer, module: RolloutModule, rollout: Rollout) -> list[float]:
     """Tokens of all ranks: of completions, of those that count, of these with a reward, and what rejection left."""
-    mask = module.objective.mask(rollout)
+    mask = module.loss.mask(rollout)
     rewarded = mask if rollout.rewards is None else mask & ~rollout.rewards.isnan()[:, None]
     kept = rewarded if rollout.keep is None else rewarded & rollout.keep
     counts = torch.stack([part.sum() for part in (rollout.completion_mask, mask, rewarded, kept)]).float()

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from sparse_rl_lightning.distributed.collectives import Wait, conflict, current_wait, place_of
 from sparse_rl_lightning.distributed.rank_links import Link, Message, connect
-from sparse_rl_lightning.ranges import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
 INTERVAL = 10.0  # seconds between two looks at what a rank waits for, at most
@@ -52,7 +52,7 @@ class RankWatch(Callback):
 
     def __init__(self, timeout: int = 30, stuck_after: float | None = 300) -> None:
         if timeout < 3:
-            raise ValueError(f"RankWatch: timeout must be at least 3 seconds, got timeout={timeout}.")
+            raise UserError(f"RankWatch: timeout must be at least 3 seconds, got timeout={timeout}.")
         if stuck_after is not None:
             check_number("stuck_after", stuck_after, least=1, owner="RankWatch")
         self.timeout = timeout

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.outputs.checkpoint import checkpoint_folder
 from sparse_rl_lightning.checkpoints.lock import FolderLock
+from sparse_rl_lightning.errors import UserError
 
 
 class RunLock(Callback):
@@ -38,7 +39,7 @@ class RunLock(Callback):
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
             self._release()
-            raise ValueError(problem)
+            raise UserError(problem)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let others in."""

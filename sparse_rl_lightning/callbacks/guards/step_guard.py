@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,11 +12,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
+from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.block_module import BlockModule
 
 
 class StepGuard(Callback):
@@ -37,7 +36,7 @@ class StepGuard(Callback):
 
     def __init__(self, max_in_a_row: int = 3) -> None:
         if max_in_a_row < 1:
-            raise ValueError(f"StepGuard: max_in_a_row must be at least 1, got max_in_a_row={max_in_a_row}.")
+            raise UserError(f"StepGuard: max_in_a_row must be at least 1, got max_in_a_row={max_in_a_row}.")
         self.max_in_a_row = max_in_a_row
         self.skipped = 0  # since the start of the run
         self.in_a_row = 0
@@ -76,12 +75,9 @@ class StepGuard(Callback):
         self.skipped += self._skips_now
         pl_module.log("skipped_steps", float(self.skipped))
         if self._norm is not None:
-            adapter = getattr(
-                pl_module, "trains_adapter", False
-            )  # of DistillSparse, whose numbers have names of their own
-            pl_module.log("distill/grad_norm" if adapter else "grad_norm", float(self._norm))
+            pl_module.log(rollout_module(pl_module).grad_norm_key, float(self._norm))
         if self._skips_now:
-            self._tell(trainer, cast("BlockModule", pl_module))
+            self._tell(trainer, rollout_module(pl_module))
         self._skips_now = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +88,7 @@ class StepGuard(Callback):
         """Go on counting."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
-    def _tell(self, trainer: Trainer, module: BlockModule) -> None:
+    def _tell(self, trainer: Trainer, module: RolloutModule) -> None:
         said = f"The gradient of optimiser step {trainer.global_step} is not finite: the step is skipped"
         if self.in_a_row < self.max_in_a_row:
             warn_of_run(trainer, f"{said} ({self.in_a_row} in a row, {self.skipped} in all).")
@@ -106,7 +102,7 @@ class StepGuard(Callback):
             kept = f"are in {path}"
         except OSError as error:
             kept = f"could not be written ({error})"
-        raise ValueError(
+        raise UserError(
             f"{said}, as the {self.in_a_row - 1} before it. The sequences of this step {kept}. Lower the "
             "learning rate or gradient_clip_val, bound the weights (ImportanceReweighting.clip_max), or check the "
             "reward functions and the policy's weights; --ckpt_path=last goes back to the last checkpoint."

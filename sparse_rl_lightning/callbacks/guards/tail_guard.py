@@ -14,9 +14,12 @@ from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
+from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.metrics import rejection_rate
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rows, ScoredRollout
+from sparse_rl_lightning.rollout import Generator
 
 Mode = Literal["off", "warn", "raise", "stop"]
 MODES = ("off", "warn", "raise", "stop")
@@ -70,11 +73,11 @@ class TailGuard(RolloutCallback):
     ) -> None:
         mode = "off" if mode is False else mode  # YAML reads the word off as false
         if mode not in MODES:
-            raise ValueError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
+            raise UserError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
         if target is not None and not 0 <= target <= 1:
-            raise ValueError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
+            raise UserError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
         if max_raises < 0:
-            raise ValueError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
+            raise UserError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
         self.mode = mode
         self.target = target
         self.max_raises = max_raises
@@ -96,47 +99,47 @@ class TailGuard(RolloutCallback):
             return
         monitors = [c for c in trainer.callbacks if isinstance(c, AcceptanceMonitor)]  # type: ignore[attr-defined]
         if not monitors:
-            raise ValueError("TailGuard reads what AcceptanceMonitor measures: add it to trainer.callbacks.")
+            raise UserError("TailGuard reads what AcceptanceMonitor measures: add it to trainer.callbacks.")
         self._monitor = monitors[0]
         if self.target is None and not self._monitor.ceiling_prompts:
-            raise ValueError(
+            raise UserError(
                 "TailGuard: without a ceiling (AcceptanceMonitor.ceiling_prompts=0) there is no target. Give "
                 "TailGuard.target, or let the ceiling be measured."
             )
         if self.mode == "raise":
-            self._check_raisable(pl_module)
+            self._check_raisable(rollout_module(pl_module, "TailGuard").generator)
         if self.mode == "stop" and trainer.is_global_zero:
             writable_folder(self._folder(trainer), "TailGuard: folder")
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give a resumed run the budget that the rollout it goes on with was drawn under."""
-        self._stop = False
-        if (self.num_raises or self.mode == "raise") and _limited(pl_module):
-            self._raise(pl_module, self._in_use)
-            budget = _budget(pl_module, self.num_raises)
+        self._stop, generator = False, rollout_module(pl_module, "TailGuard").generator
+        if (self.num_raises or self.mode == "raise") and _limited(generator):
+            self._raise(generator, self._in_use)
+            budget = _budget(generator, self.num_raises)
             rank_zero_info(f"TailGuard: the budget is {budget} tokens, raised {self.num_raises} times so far.")
 
-    def _check_raisable(self, module: Any) -> None:
-        if not _limited(module):
-            raise ValueError(
-                f"TailGuard: mode='raise' needs a compressor that evicts or a retriever, {module.compressor} keeps and "
-                "reads everything. Use mode='warn' or 'stop'."
+    def _check_raisable(self, generator: Generator) -> None:
+        if not _limited(generator):
+            raise UserError(
+                f"TailGuard: mode='raise' needs a compressor that evicts or a retriever, {generator.compressor} keeps "
+                "and reads everything. Use mode='warn' or 'stop'."
             )
-        if module.partial is not None:
-            raise ValueError(
+        if generator.partial is not None:
+            raise UserError(
                 "TailGuard: mode='raise' does not work with partial rollouts, whose unfinished sequences stay in slots "
-                "of the old size. Use mode='warn' or 'stop', or set model.partial_rollout_steps to null."
+                "of the old size. Use mode='warn' or 'stop', or set model.rollout.partial_rollout_steps to null."
             )
 
     # ---------------------------------------------------------------- watching
 
-    def on_rollout_start(self, trainer: Trainer, module: Any, rows: list[dict[str, Any]]) -> None:
+    def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Give the rollout the budget that was decided on: the one before may have been replayed until now."""
-        if self.num_raises != self._in_use and _limited(module):
+        if self.num_raises != self._in_use and _limited(module.generator):
             self._in_use = self.num_raises
-            self._raise(module, self._in_use)
+            self._raise(module.generator, self._in_use)
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Note what the rollout was like; the monitor may come after this callback, so nothing is judged yet."""
         if self.mode == "off":
             return
@@ -147,15 +150,18 @@ class TailGuard(RolloutCallback):
         length, rejected = trainer.strategy.reduce(numbers, reduce_op="mean").tolist()  # all ranks judge alike
         self._scored = (scored.index, length, rejected)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Judge a new rollout after its first micro-batch; stop where an optimiser step is complete."""
+        module = rollout_module(pl_module, "TailGuard")
         if self._scored is not None:
             (index, length, rejected), self._scored = self._scored, None
-            self._judge(pl_module, index, length, rejected)
-        if self._stop and not pl_module.block.cursor % trainer.accumulate_grad_batches:
-            self._end(trainer, pl_module)
+            self._judge(module, index, length, rejected)
+        if self._stop and module.block is not None and not module.block.cursor % trainer.accumulate_grad_batches:
+            self._end(trainer, module)
 
-    def _judge(self, module: Any, index: int, length: float, rejected: float) -> None:
+    def _judge(self, module: RolloutModule, index: int, length: float, rejected: float) -> None:
         self.watch.see(length, rejected)
         logged = {"guard/rejection_rate": sum(self.watch.rejections) / len(self.watch.rejections)}
         if self.watch.length_ratio is not None:
@@ -168,7 +174,8 @@ class TailGuard(RolloutCallback):
                 logged["guard/tail_margin"] = worst[1]
                 self._judged = f"is {worst[1] + target:.3f} at {worst[0]} tokens, the target is {target:.3f}"
         self._act(module, index)
-        logged |= {"guard/budget": float(_budget(module, self.num_raises)), "guard/raises": float(self.num_raises)}
+        logged["guard/budget"] = float(_budget(module.generator, self.num_raises))
+        logged["guard/raises"] = float(self.num_raises)
         module.log_dict(logged, batch_size=1)
 
     def _target(self) -> float | None:
@@ -179,16 +186,16 @@ class TailGuard(RolloutCallback):
 
     # ---------------------------------------------------------------- acting
 
-    def _act(self, module: Any, index: int) -> None:
+    def _act(self, module: RolloutModule, index: int) -> None:
         alarms = self.watch.alarms
         self._told = [sign for sign in self._told if self.watch.strikes[sign]]
         if not alarms:
             return
         if self.mode == "raise" and self.num_raises < self.max_raises:
-            why, before = self._describe(alarms), _budget(module, self.num_raises)
+            why, before = self._describe(alarms), _budget(module.generator, self.num_raises)
             self.num_raises += 1
             self.watch.start_over()
-            after = _budget(module, self.num_raises)
+            after = _budget(module.generator, self.num_raises)
             warn_of_run(
                 module.trainer,
                 f"TailGuard: {why} The budget grows from {before} to {after} tokens per layer and head, step "
@@ -203,8 +210,8 @@ class TailGuard(RolloutCallback):
             advice = "Raise the budget, or reject more strictly."
             warn_of_run(module.trainer, f"TailGuard: {self._describe(new)}{done} {advice}")
 
-    def _raise(self, module: Any, steps: int) -> None:
-        for part in _limited(module):
+    def _raise(self, generator: Generator, steps: int) -> None:
+        for part in _limited(generator):
             part.raise_budget(steps)
 
     def _describe(self, alarms: list[str]) -> str:
@@ -219,7 +226,7 @@ class TailGuard(RolloutCallback):
         }
         return " ".join(words[sign] for sign in alarms)
 
-    def _end(self, trainer: Trainer, module: Any) -> None:
+    def _end(self, trainer: Trainer, module: RolloutModule) -> None:
         self._stop = False
         path = self._folder(trainer) / f"tail_guard_{module.num_rollouts - 1:05d}.ckpt"
         self.watch.start_over()  # whoever resumes from it has changed something
@@ -248,13 +255,13 @@ class TailGuard(RolloutCallback):
         self._told, self._judged = list(state_dict["told"]), state_dict["judged"]
 
 
-def _limited(module: Any) -> list[Budgeted]:
-    """What of the module's sampler has a budget: its compressor, its retriever, or both."""
-    parts: list[Budgeted | None] = [module.compressor, module.retriever]
+def _limited(generator: Generator) -> list[Budgeted]:
+    """What of the sampler has a budget: its compressor, its retriever, or both."""
+    parts: list[Budgeted | None] = [generator.compressor, generator.retriever]
     return [part for part in parts if part is not None and part.is_limited]
 
 
-def _budget(module: Any, steps: int) -> int:
+def _budget(generator: Generator, steps: int) -> int:
     """Tokens that are kept, or without eviction read, so many steps up; as they are where nothing has a budget."""
-    limited = _limited(module)
-    return limited[0].raised(steps).maximum if limited else int(module.compressor.budget)
+    limited = _limited(generator)
+    return limited[0].raised(steps).maximum if limited else int(generator.compressor.budget)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparse_rl_lightning.errors import UserError
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -20,10 +22,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_rejection_rate", "length_drop"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"TailGuard: {name} must lie in (0, 1], got {name}={getattr(self, name)}.")
+                raise UserError(f"TailGuard: {name} must lie in (0, 1], got {name}={getattr(self, name)}.")
         for name in ("min_tokens", "window", "patience"):
             if getattr(self, name) < 1:
-                raise ValueError(f"TailGuard: {name} must be at least 1, got {name}={getattr(self, name)}.")
+                raise UserError(f"TailGuard: {name} must be at least 1, got {name}={getattr(self, name)}.")
 
 
 class TailWatch:

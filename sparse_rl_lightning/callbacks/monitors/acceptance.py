@@ -12,8 +12,10 @@ from torch import Tensor
 
 from sparse_rl_lightning.acceptance import BIN_SIZE, NUM_BINS, AcceptanceTail, sampled_acceptance, tail_target
 from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.records import Rollout, ScoredRollout
+from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class AcceptanceMonitor(RolloutCallback):
             ("ceiling_every_n_rollouts", ceiling_every_n_rollouts, 1),
         ):  # fmt: skip
             if value < least:
-                raise ValueError(f"AcceptanceMonitor: {name} must be at least {least}, got {name}={value}.")
+                raise UserError(f"AcceptanceMonitor: {name} must be at least {least}, got {name}={value}.")
         self.every_n_rollouts = every_n_rollouts
         self.top_k = top_k
         self.bin_size = bin_size
@@ -99,38 +101,37 @@ class AcceptanceMonitor(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that do not roll out."""
-        if stage == "fit" and not hasattr(pl_module, "sampling"):
-            raise ValueError(
-                f"AcceptanceMonitor: {type(pl_module).__name__} does not roll out. Use it with SparseGRPO, or remove "
-                "it from trainer.callbacks."
-            )
+        if stage == "fit":
+            rollout_module(pl_module, "AcceptanceMonitor")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask already now, so that a dry run of the largest case includes it."""
-        self._ask(pl_module, wanted=True)
+        self._ask(rollout_module(pl_module), wanted=True)
 
-    def on_rollout_start(self, trainer: Trainer, module: Any, rows: list[dict[str, Any]]) -> None:
+    def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Ask only where the rollout is measured: the report takes memory. A session of partial rollouts asks once."""
-        self._ask(module, wanted=module.partial is not None or not module.num_rollouts % self.every_n_rollouts)
+        due = not module.num_rollouts % self.every_n_rollouts
+        self._ask(module, wanted=due or module.generator.partial is not None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask no more."""
         if self._own_top is not None:
-            self._ask(pl_module, wanted=False)
+            self._ask(rollout_module(pl_module), wanted=False)
             self._own_top = None
 
-    def _ask(self, module: Any, wanted: bool) -> None:
+    def _ask(self, module: RolloutModule, wanted: bool) -> None:
+        generator = module.generator
         if self._own_top is None:
-            self._own_top = module.sampling.top_logprobs
+            self._own_top = generator.sampling.top_logprobs
         top = max(self._own_top, self._top(module)) if wanted else self._own_top
-        module.sampling = replace(module.sampling, top_logprobs=top)
+        generator.sampling = replace(generator.sampling, top_logprobs=top)
 
-    def _top(self, module: Any) -> int:
-        return min(self.top_k, int(module.dense_policy.config.vocab_size))
+    def _top(self, module: RolloutModule) -> int:
+        return min(self.top_k, int(module.policy.config.vocab_size))
 
     # ---------------------------------------------------------------- measuring
 
-    def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Measure and log, if it is this rollout's turn."""
         if scored.index % self.every_n_rollouts:
             return
@@ -166,15 +167,15 @@ class AcceptanceMonitor(RolloutCallback):
             logged |= {"acceptance/sampled_p05": drawn.overall, "acceptance/sampled_mean": drawn.mean}
         return logged, tail.tokens
 
-    def _measure_ceiling(self, module: Any, scored: ScoredRollout) -> None:
+    def _measure_ceiling(self, module: RolloutModule, scored: ScoredRollout) -> None:
         """Draw with the full cache and score alike, when it is due."""
         due = not self._ceiling or scored.index - self._ceiling_index >= self.ceiling_every_n_rollouts
         if not self.ceiling_prompts or not due:
             return
-        params = replace(module.sampling, num_generations=1, top_logprobs=self._top(module))
+        params = replace(module.generator.sampling, num_generations=1, top_logprobs=self._top(module))
         rows = scored.rows[: self.ceiling_prompts]
-        rollout = module.generate(rows, params, dense=True, index=scored.index).rollout
-        module.sampler(dense=True).release()  # it is small, but a run may have no memory to spare
+        rollout = module.generator.generate(rows, params, dense=True, index=scored.index).rollout
+        module.generator.sampler(dense=True).release()  # it is small, but a run may have no memory to spare
         bounds = zip(("p05", "p05_upper"), acceptance_of(module, rollout), strict=True)
         found = {name: AcceptanceTail.of(bound, rollout.completion_mask).overall for name, bound in bounds}
         if not math.isnan(found["p05"]):
@@ -192,7 +193,7 @@ class AcceptanceMonitor(RolloutCallback):
 
 
 @torch.no_grad()
-def acceptance_of(module: Any, rollout: Rollout) -> tuple[Tensor, Tensor]:
+def acceptance_of(module: RolloutModule, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Lower and upper bound (B, T) of the acceptance of a rollout of the module's present policy.
 
     Args:
@@ -202,19 +203,20 @@ def acceptance_of(module: Any, rollout: Rollout) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: If the rollout carries no such tokens.
     """
-    policy, parts = module.dense_policy, rollout.parts(module.steps_per_generation)
+    policy, parts = module.policy, rollout.parts(module.learner.steps_per_generation)
     with eval_mode(policy):
-        pairs = [module.learner.acceptance(policy, part, module.temperature or 1.0) for part in parts]
+        pairs = [module.learner.acceptance(policy, part) for part in parts]
     lower, upper = (torch.cat(bounds) for bounds in zip(*pairs, strict=True))
     return lower, upper
 
 
-def drawn_by_newest(module: Any, rollout: Rollout) -> Rollout:
+def drawn_by_newest(module: RolloutModule, rollout: Rollout) -> Rollout:
     """The sequences that the module's present policy drew from their first token on: all but in partial rollouts.
 
     What an older version drew differs from the learner by staleness too, and later tokens by the keys it left behind.
     """
     versions, mask = rollout.policy_versions, rollout.completion_mask
-    if versions is None or module.partial is None:
+    partial = module.generator.partial
+    if versions is None or partial is None or partial.session is None:
         return rollout
-    return rollout[(versions == module.partial.session.version).logical_or(~mask).all(dim=1)]
+    return rollout[(versions == partial.session.version).logical_or(~mask).all(dim=1)]

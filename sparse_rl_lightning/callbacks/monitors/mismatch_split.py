@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.replay.logprobs import drawn_by_several
 
@@ -49,12 +48,12 @@ class MismatchSplit(RolloutCallback):
         self.tolerance = tolerance
         self._warned = False
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Measure and log, if it is this rollout's turn."""
         if scored.index % self.every_n_rollouts:
             return
         if scored.rollout.evictions is None:
-            raise ValueError(
+            raise UserError(
                 "MismatchSplit replays evictions, and this rollout has no record of any: a retriever reads other pages "
                 "at every query. Remove the callback, or set model.retriever to null."
             )
@@ -80,7 +79,7 @@ class MismatchSplit(RolloutCallback):
 
 
 @torch.no_grad()
-def mismatch_split(module: Any, rollout: Rollout) -> dict[str, Tensor]:
+def mismatch_split(module: RolloutModule, rollout: Rollout) -> dict[str, Tensor]:
     """Statistics of the rounding and the compression in a rollout of the module's present policy.
 
     Args:
@@ -90,11 +89,11 @@ def mismatch_split(module: Any, rollout: Rollout) -> dict[str, Tensor]:
     Returns:
         Six scalars by the names in :class:`MismatchSplit`.
     """
-    parts = rollout.parts(module.steps_per_generation)
-    with eval_mode(module.dense_policy):
+    policy, learner = module.policy, module.learner
+    parts = rollout.parts(learner.steps_per_generation)
+    with eval_mode(policy):
         replay = torch.cat([module.replayed(part)[0] for part in parts])
-        policy, temperature = module.dense_policy, module.temperature or 1.0
-        dense = torch.cat([module.learner.logprobs(policy, part, temperature)[0] for part in parts])
+        dense = torch.cat([learner.dense(policy, part)[0] for part in parts])
     split = {}
     for name, new, old in (("kernel", replay, rollout.sampler_logprobs), ("compression", dense, replay)):
         mask = rollout.completion_mask

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.records import ScoredRollout
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.block_module import BlockModule
+from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.records import Rows, ScoredRollout
 
 
 class StepTimes(RolloutCallback):
@@ -40,12 +38,12 @@ class StepTimes(RolloutCallback):
         """Start the clock of a micro-batch."""
         self._batch_start = time.perf_counter()
 
-    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+    def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Start the clock of a rollout."""
         self._block_start, self._update, self._tokens = time.perf_counter(), 0.0, 0
         _reset_peak(module.device)
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """The rest of this micro-batch is training."""
         self._tokens = int(scored.rollout.completion_mask.sum())
         if module.device.type == "cuda":
@@ -60,7 +58,7 @@ class StepTimes(RolloutCallback):
         """After the last micro-batch of a rollout, log."""
         now = time.perf_counter()
         self._update += now - self._batch_start
-        if not cast("BlockModule", pl_module).starts_rollout or not self._tokens:
+        if not rollout_module(pl_module).starts_rollout or not self._tokens:
             return
         block = now - self._block_start
         metrics = {"time/update": self._update, "time/block": block, "time/trained_per_second": self._tokens / block}

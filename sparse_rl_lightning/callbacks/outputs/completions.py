@@ -14,6 +14,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import append, own_folder, writable_folder, write_parquet
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.text import number, printable, prompt_text, say, table
@@ -56,7 +58,7 @@ class CompletionsTable(RolloutCallback):
             ("every_n_rollouts", every_n_rollouts, 1), ("num_samples", num_samples, 0), ("width", width, 10)
         ):  # fmt: skip
             if value < least:
-                raise ValueError(f"CompletionsTable: {name} must be at least {least}, got {name}={value}.")
+                raise UserError(f"CompletionsTable: {name} must be at least {least}, got {name}={value}.")
         self.every_n_rollouts = every_n_rollouts
         self.num_samples = num_samples
         self.folder = folder
@@ -72,7 +74,7 @@ class CompletionsTable(RolloutCallback):
         if stage == "fit" and self.parquet and trainer.is_global_zero:
             writable_folder(self._folder(trainer), "CompletionsTable: folder")
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Print and write, on rank zero only."""
         if scored.index % self.every_n_rollouts or not trainer.is_global_zero:
             return

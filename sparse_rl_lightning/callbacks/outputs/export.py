@@ -8,6 +8,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import remove, writable_folder
 
 
@@ -33,7 +34,7 @@ class ExportPolicy(Callback):
         if stage != "fit":
             return
         if not hasattr(pl_module, "export"):
-            raise ValueError(
+            raise UserError(
                 f"ExportPolicy: {type(pl_module).__name__} has no export(folder). Use it with the modules of "
                 "sparse_rl_lightning, or define that method."
             )
@@ -78,7 +79,7 @@ def check_replaceable(folder: Path, argument: str) -> None:
         return
     path = writable_folder(folder, argument)
     if any(path.iterdir()) and not (path / "config.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"{argument}={str(path)!r} is not empty and holds no model (no config.json), so it is not "
             "replaced. Give a new folder, or empty this one."
         )

@@ -12,9 +12,10 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.metrics import rejection_rate
-from sparse_rl_lightning.ranges import check_number
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Progress
 from sparse_rl_lightning.text import say
 
@@ -50,17 +51,17 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
         """Whether bars are drawn: not in a file, a pipe or on ranks other than zero."""
         return super().is_enabled and (sys.stdout.isatty() or hasattr(sys, "ps1"))  # IPython sets ps1
 
-    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+    def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Start the clock for tokens per second."""
         self._rollout_start = time.monotonic()
 
-    def on_rollout_progress(self, trainer: Trainer, module: LightningModule, progress: Progress) -> None:
+    def on_rollout_progress(self, trainer: Trainer, module: RolloutModule, progress: Progress) -> None:
         """Show the progress of the rollout."""
         speed = progress.tokens / max(time.monotonic() - self._rollout_start, 1e-9)
         finished = str(progress.finished).rjust(len(str(progress.total)))
         self._show(trainer, f"Rollout {finished}/{progress.total}, {speed:,.0f} tokens/s")
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Store the rollout's numbers for the next updates."""
         rollout = scored.rollout
         if rollout.rewards is not None:

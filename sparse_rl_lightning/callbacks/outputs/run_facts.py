@@ -7,43 +7,40 @@ import json
 import os
 import platform
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 
+from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.rewards import reward_names
 from sparse_rl_lightning.text import shortened
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.generation import GenerationModule
 
 PACKAGES = ("sparse-rl-lightning", "torch", "lightning", "transformers")
 
 
-def default_title(module: GenerationModule) -> str:
+def default_title(module: RolloutModule) -> str:
     """The default title: module, compressor and budget, retriever and its budget."""
-    compressor = module.compressor
+    compressor, r = module.generator.compressor, module.generator.retriever
     budget = f", budget {compressor.schedule} + {compressor.buffer} tokens" if compressor.evicts else ""
-    r = module.retriever
     reading = "" if r is None else f", {type(r).__name__} reading {r.schedule} tokens"
     return f"{type(module).__name__} with {type(compressor).__name__}{budget}{reading}"
 
 
-def describe(module: GenerationModule) -> dict[str, str]:
+def describe(module: RolloutModule) -> dict[str, str]:
     """The most important settings, in words."""
-    policy = module.dense_policy
+    policy, generator = module.policy, module.generator
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     edits = [type(callback).__name__ for callback in module.trainer.callbacks if getattr(callback, "edits", False)]  # type: ignore[attr-defined]
     return {
         "policy": f"{type(policy).__name__}, {parameters / 1e6:,.2f} million parameters",
-        "compressor": str(module.compressor),
-        **({} if module.retriever is None else {"retriever": str(module.retriever)}),
+        "compressor": str(generator.compressor),
+        **({} if generator.retriever is None else {"retriever": str(generator.retriever)}),
         "corrections": ", ".join(edits) or "none",
-        "samples per prompt": str(module.num_generations),
-        "temperature": str(module.temperature),
-        "longest completion": f"{module.sampling.max_completion_length} tokens",
-        "reward functions": ", ".join(reward_names(module.reward_funcs)),
+        "samples per prompt": str(generator.sampling.num_generations),
+        "temperature": str(generator.sampling.temperature),
+        "longest completion": f"{generator.sampling.max_completion_length} tokens",
+        "reward functions": ", ".join(reward_names(module.rewards.functions)),
     }
 
 
@@ -101,7 +98,7 @@ def _listed(values: list[Any], key: str) -> Iterator[tuple[str, str]]:
             yield from flattened(item, own)
 
 
-def versions(module: GenerationModule) -> dict[str, str]:
+def versions(module: RolloutModule) -> dict[str, str]:
     """The versions of packages and Python, and the hardware."""
     found = {}
     for name in PACKAGES:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,18 +25,14 @@ from sparse_rl_lightning.callbacks.outputs.run_facts import (
     versions,
 )
 from sparse_rl_lightning.callbacks.outputs.worst_completions import LONGEST_TEXT, WorstCompletions
+from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
-from sparse_rl_lightning.ranges import check_number
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
 from sparse_rl_lightning.text import prompt_text, say, shortened
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.block_module import BlockModule
-    from sparse_rl_lightning.modules.generation import GenerationModule
-
 
 ROW_KEYS = (
     "time/", "memory/", "guard/", "clip_ratio/", "entropy", "kl", "empty_rollouts", "skipped_steps", "grad_norm"
@@ -108,11 +104,7 @@ class RunSummary(RolloutCallback):
         """Check before training that the folder can be written, and begin a new record."""
         if stage != "fit":
             return
-        if not hasattr(pl_module, "reward"):
-            raise ValueError(
-                f"RunSummary: {type(pl_module).__name__} does not generate. Use it with SparseGRPO, or remove it from "
-                "trainer.callbacks."
-            )
+        rollout_module(pl_module, "RunSummary")
         if trainer.is_global_zero:
             writable_folder(self._folder(trainer), "RunSummary: folder")
         if trainer.global_step == 0:
@@ -121,28 +113,28 @@ class RunSummary(RolloutCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, unless an earlier part of the run did."""
         if not self.record.before:
-            self.record.before = self._evaluate(trainer, cast("GenerationModule", pl_module))
-        self._describe(trainer, cast("GenerationModule", pl_module))
+            self.record.before = self._evaluate(trainer, rollout_module(pl_module))
+        self._describe(trainer, rollout_module(pl_module))
         self._start = time.monotonic() - self.record.seconds
         self._trained, self._is_open = "not", True
         self._write_progress(trainer)
 
-    def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
+    def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Complete the previous rollout's row with values logged while training on it."""
         self._complete_row(trainer)
         if time.monotonic() >= self._next_progress:
             self._write_progress(trainer)
 
-    def on_rollout_drawn(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Store the rollout's index, for warnings of callbacks that see it scored before this one."""
         self._rollout = scored.index
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Store the rollout's numbers."""
         self._trained = "not"
         metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
         self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
-        self.worst.see(scored, cast("GenerationModule", module).tokenizer)
+        self.worst.see(scored, module.generator.tokenizer)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
         """Store the warning with its rollout."""
@@ -152,7 +144,7 @@ class RunSummary(RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Mark logged values as the newest rollout's; callbacks after this one have yet to log."""
-        self._trained = "wholly" if cast("BlockModule", pl_module).starts_rollout else "partly"
+        self._trained = "wholly" if rollout_module(pl_module).starts_rollout else "partly"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store its accuracies, except those of the sanity check."""
@@ -178,7 +170,7 @@ class RunSummary(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate again, print and write."""
-        module, record = cast("GenerationModule", pl_module), self.record
+        module, record = rollout_module(pl_module), self.record
         record.after = self._evaluate(trainer, module)
         self._describe(trainer, module)
         record.state = "finished"
@@ -218,7 +210,7 @@ class RunSummary(RolloutCallback):
 
     # ---------------------------------------------------------------- details
 
-    def _describe(self, trainer: Trainer, module: GenerationModule) -> None:
+    def _describe(self, trainer: Trainer, module: RolloutModule) -> None:
         record = self.record
         record.settings, record.config, record.versions = describe(module), configuration(trainer), versions(module)
         record.title = self.title or default_title(module)
@@ -251,7 +243,7 @@ class RunSummary(RolloutCallback):
         self._try(lambda: write_whole(self._folder(trainer) / PROGRESS, numbers))
         self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
 
-    def _evaluate(self, trainer: Trainer, module: GenerationModule) -> dict[str, float]:
+    def _evaluate(self, trainer: Trainer, module: RolloutModule) -> dict[str, float]:
         """The mean reward of one greedy completion per row, by cache; the same on every rank."""
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed
             rows = held_out_rows(trainer, self.num_problems)
@@ -269,15 +261,13 @@ class RunSummary(RolloutCallback):
         record.measure = "accuracy" if is_accuracy else "reward"
         return means
 
-    def _greedy_scores(self, module: GenerationModule, rows: Rows) -> dict[str, Scores]:
+    def _greedy_scores(self, module: RolloutModule, rows: Rows) -> dict[str, Scores]:
         greedy = replace(module.val_sampling, num_generations=1, temperature=0.0)
         found = {}
-        for cache in ("dense", "sparse") if module.rolls_out_sparse else ("dense",):
-            draw = partial(module.generate, params=greedy, dense=cache == "dense")
-            found[cache] = evaluate(draw, rows, module.reward, self.batch_size)
-            module.sampler(
-                dense=cache == "dense"
-            ).release()  # free the memory, so that training's pool gets its own size
+        for cache in ("dense", "sparse") if module.generator.is_sparse else ("dense",):
+            draw = partial(module.generator.generate, params=greedy, dense=cache == "dense")
+            found[cache] = evaluate(draw, rows, module.rewards, self.batch_size)
+            module.generator.sampler(dense=cache == "dense").release()  # so that training's pool gets its own size
         return found
 
     def _write(self, folder: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math.boxes import extract_boxed, is_within_limits
 from sparse_rl_lightning.rewards.math.compare import Comparison, Pair, read_atom
 from sparse_rl_lightning.rewards.math.lenient import LenientComparison, extract_answer
@@ -37,7 +38,7 @@ def known_convention(answers: str) -> Convention:
     for convention in CONVENTIONS:
         if answers == convention:
             return convention
-    raise ValueError(f"answers must be one of {', '.join(CONVENTIONS)}, got answers={answers!r}.")
+    raise UserError(f"answers must be one of {', '.join(CONVENTIONS)}, got answers={answers!r}.")
 
 
 class MathChecker:

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from sparse_rl_lightning.errors import UserError
+
 Outcome: TypeAlias = Literal["same", "different", "unparsed", "timeout", "crash"]
 
 START_SECONDS = 60.0
@@ -56,7 +58,7 @@ class SymbolicPool:
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, memory_limit: int = MEMORY_LIMIT) -> None:
         if num_workers < 1 or not 0 < timeout < math.inf:
-            raise ValueError(
+            raise UserError(
                 f"num_workers must be at least 1 and timeout above 0 seconds, got num_workers={num_workers}, "
                 f"timeout={timeout}."
             )

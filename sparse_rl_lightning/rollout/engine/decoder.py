@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal
@@ -211,7 +212,7 @@ def _check_walked(decoder: Any) -> None:
     walked: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
     for module in walked:
         if is_replaced(module):
-            raise ValueError(refusal(module))
+            raise UserError(refusal(module))
     for module in walked:
         if module._forward_hooks or module._forward_pre_hooks:
             warnings.warn(
@@ -233,7 +234,7 @@ def _check_weights(model: PreTrainedModel) -> None:
     broken = [name for name, is_nan in zip(weights, sums.tolist(), strict=True) if is_nan]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise ValueError(
+        raise UserError(
             f"The model's weights hold NaN: {broken[0]}{more} of {len(weights)}. Training has diverged or a file is "
             "damaged: go back to an earlier checkpoint."
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
@@ -72,7 +73,7 @@ def slot_bytes(
     """
     g = replace(geometry, device=torch.device("meta"))
     if len(size.entries) != g.num_layers:
-        raise ValueError(
+        raise UserError(
             f"capacities must name each of the {g.num_layers} layers, got {len(size.entries)} numbers: "
             f"{list(size.entries)}."
         )
@@ -129,14 +130,14 @@ def plan_slots(
         ValueError: If not even one slot fits, with the arithmetic, or an argument is out of range.
     """
     if num_sequences < 1 or multiple < 1:
-        raise ValueError(
+        raise UserError(
             f"num_sequences and multiple must be at least 1, got num_sequences={num_sequences}, multiple={multiple}."
         )
     same = before is not None and before.given == limit
     available, origin = (before.limit, before.origin) if before is not None and same else _resolve(limit, device)
     fits = (available - slot.fixed) // slot.total
     if fits < 1:
-        raise ValueError(
+        raise UserError(
             f"Not even one slot fits: it takes {slot.of(1):,} bytes, the limit is {available:,} ({origin}). A slot is "
             f"{slot.arithmetic}; {slot.fixed:,} stand beside the slots. Raise the limit (a whole number is bytes, a "
             "float up to 1.0 a share of the free memory) or lower the compressor's budget, buffer or window, or "
@@ -172,7 +173,7 @@ def free_bytes(device: torch.device | str) -> int:
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError) as unknown:
-        raise ValueError("This system does not say how much memory is free: give the limit in bytes.") from unknown
+        raise UserError("This system does not say how much memory is free: give the limit in bytes.") from unknown
 
 
 def check_limit(limit: int | float) -> None:
@@ -182,12 +183,12 @@ def check_limit(limit: int | float) -> None:
         ValueError: If it is out of range.
     """
     if isinstance(limit, float) and not 0 < limit <= 1:
-        raise ValueError(
+        raise UserError(
             f"memory_limit: a limit that is a float is a share of the free memory in (0, 1], got {limit}. Give bytes "
             "as a whole number."
         )
     if limit < 1 and not isinstance(limit, float):
-        raise ValueError(f"memory_limit: a limit in bytes must be at least 1, got {limit}.")
+        raise UserError(f"memory_limit: a limit in bytes must be at least 1, got {limit}.")
 
 
 def _resolve(limit: int | float, device: torch.device | str) -> tuple[int, str]:

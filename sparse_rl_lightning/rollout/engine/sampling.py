@@ -10,8 +10,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.random import hash_bits, hash_uniform
-from sparse_rl_lightning.ranges import check_seed
+from sparse_rl_lightning.errors import UserError, check_seed
+from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class SamplingParams:
             "top_logprobs": (self.top_logprobs >= 0, "0 (off) or more"),
             "stop_strings": (
                 not isinstance(self.stop_strings, str) and all(self.stop_strings),
-                "a list of texts that are not empty",
+                "a list of texts that are not empty"
+                + (f": write [{self.stop_strings!r}]" if isinstance(self.stop_strings, str) else ""),
             ),
         }
         for name, (fine, meaning) in allowed.items():
             if not fine:
-                raise ValueError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
+                raise UserError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
         check_seed(self.seed)
 
     def for_drawing(self) -> SamplingParams:

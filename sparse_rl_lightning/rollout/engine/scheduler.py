@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, Rows, bucket
 from sparse_rl_lightning.rollout.engine.prefill import Prefill
@@ -61,6 +62,7 @@ class Scheduler:
     Args:
         engine: Memory, weights and decode step, for this rollout alone until it has ended.
         params: How to draw.
+        num_slots: Slots to use; the engine may have more, from an earlier rollout.
         stop: Finds stop strings, where there are any.
         max_prefill_tokens: Prompt tokens in one forward pass.
         check_every: Decode steps between two looks at the device.
@@ -70,17 +72,18 @@ class Scheduler:
         self,
         engine: Engine,
         params: SamplingParams,
+        num_slots: int,
         stop: StopStrings | None = None,
         max_prefill_tokens: int = 16384,
         check_every: int = 1,
     ) -> None:
         self.engine, self.cache, self.logs, self.params = engine, engine.cache, engine.logs, params
+        self.num_slots = num_slots
         self.stop, self.max_prefill_tokens, self.check_every = stop, max_prefill_tokens, check_every
-        self.num_slots = engine.key.size.num_slots
         self.groups: dict[int, SequenceGroup] = {}  # by number of the prompt, until they are taken
         self.waiting: list[int] = []  # sequence numbers, next one last
         self.running: dict[int, RunningSequence] = {}  # by slot
-        self.free = list(range(self.num_slots))[::-1]
+        self.free = list(range(num_slots))[::-1]
         self.parked: dict[int, ParkedPrompt] = {}  # by number of the prompt
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
         self._rows: Rows | None = None  # of the slots in use, until these change
@@ -125,7 +128,7 @@ class Scheduler:
         """
         unfinished = sorted(set(prompts) - set(self.complete))
         if not prompts or unfinished:
-            raise ValueError(
+            raise UserError(
                 f"Only prompts all of whose sequences have ended can be taken, these have not: {unfinished}. Take "
                 "what `complete` names."
                 if unfinished
@@ -220,7 +223,7 @@ class Scheduler:
         except ValueError as error:
             missing = [slot for number, slots in admitted.items() if number not in self.parked for slot in slots]
             sequences = [self.running[slot].sequence for slot in missing]
-            raise ValueError(
+            raise UserError(
                 f"Reading the prompts of sequences {sequences}, at decode step {self.num_steps}: {error}"
             ) from error
 
@@ -285,7 +288,7 @@ class Scheduler:
         for slot in closed:
             del self.running[slot]
         if bad:
-            raise ValueError(
+            raise UserError(
                 f"The model's logits are NaN or infinite. Found at decode step {self.num_steps}; sequences and the "
                 f"completion token from which on they are: {bad}. Look for NaN in the model's weights, or for numbers "
                 f"that are too large for {self.cache.geometry.dtype}."
@@ -325,7 +328,7 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is None:
-            raise ValueError(
+            raise UserError(
                 f"stop_strings={list(strings)} need text, but the sampler has no tokenizer: give "
                 "RolloutSampler(tokenizer=...), or end tokens as end_token_ids."
             )

@@ -1,0 +1,45 @@
+"""Arithmetic problems solved under a cache: the one measure of accuracy of the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
+from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
+from sparse_rl_lightning.rewards import arithmetic_reward
+
+
+def solved(
+    sampler: RolloutSampler,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Rows,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+) -> float:
+    """Share of arithmetic problems that are solved.
+
+    Args:
+        sampler: Sampler of the policy under the cache.
+        tokenizer: The policy's tokenizer.
+        rows: Rows of ``ArithmeticTasks``.
+        prompts: Token ids of each row.
+        params: How to draw, one sample per row.
+    """
+
+    def decode(rollout: Rollout) -> list[str]:
+        texts: list[str] = tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+        return texts
+
+    return evaluate(draw_from(sampler, decode, params, prompts), rows, _judge).mean or 0.0
+
+
+def _judge(scored: ScoredRollout) -> Tensor:
+    answers, tasks = ([row[name] for row in scored.rows] for name in ("answer", "task"))
+    solved = torch.tensor(arithmetic_reward([], scored.completions, [], answers, tasks), dtype=torch.float32)
+    scored.reward_table = {"solved": solved}
+    return solved

@@ -1,0 +1,104 @@
+// evict: keep the best entries of each head in their order, record when the others died.
+//
+// In place the survivors close ranks: an entry never moves up, so one pass from the front overwrites only what was
+// read. With a source they are copied from there.
+
+#include "backend.h"
+#include "choice.h"
+#include "evict.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace sparse_rl {
+namespace {
+
+// One KV head of one layer and row b of the call.
+struct Unit {
+  const Eviction& op;
+  int64_t slot, head, row;  // head (layer, slot, KV head) of the state, row (layer, b, KV head) of the call
+  int64_t base, from, length;  // first row of the destination and of the source, live entries of the source
+
+  Unit(const Eviction& op_, int64_t layer, int64_t b, int64_t h) : op(op_), slot(op.slots[b]) {
+    head = (layer * op.num_slots + slot) * op.num_heads + h;
+    row = (layer * op.num_rows + b) * op.num_heads + h;
+    base = op.offsets[head];
+    from = op.in_place() ? base : op.source_offsets[row];
+    length = op.in_place() ? op.lengths[head] : op.source_lengths[row];
+  }
+
+  void check() const {
+    const int64_t budget = op.budgets[row];
+    check_run(from, length, op.num_entries, "the entries of scores", op.in_place() ? op.pool_rows : op.source_rows);
+    STD_TORCH_CHECK(budget >= 0, "a budget is ", budget, ", expected 0 or more entries");
+    if (!op.in_place()) check_run(base, std::min(length, budget), op.capacities[head], "its capacity", op.pool_rows);
+  }
+
+  void copy(char* pool, const char* source, int64_t bytes, int64_t first, int64_t end, int64_t to) const {
+    std::memmove(pool + (base + to) * bytes, source + (from + first) * bytes, (end - first) * bytes);
+  }
+
+  // Entries [first, end) of the source become entries `to` and on.
+  void move(int64_t first, int64_t end, int64_t to) const {
+    if (first == end || (op.in_place() && first == to)) return;
+    copy(op.key_pool, op.in_place() ? op.key_pool : op.source_keys, op.row_bytes, first, end, to);
+    copy(op.value_pool, op.in_place() ? op.value_pool : op.source_values, op.row_bytes, first, end, to);
+    if (op.in_place()) {
+      auto* positions = reinterpret_cast<char*>(op.position_pool);
+      copy(positions, positions, sizeof(int32_t), first, end, to);
+      if (op.state_pool) copy(op.state_pool, op.state_pool, op.state_bytes, first, end, to);
+    } else {
+      for (int64_t j = first; j < end; ++j) op.position_pool[base + to + j - first] = static_cast<int32_t>(j);
+    }
+  }
+
+  // Returns whether all positions fitted the death record.
+  bool run() const {
+    const int32_t* positions = op.in_place() ? op.position_pool + base : nullptr;
+    Choice choice{op.scores + row * op.num_entries, positions, length, op.budgets[row], op.num_sinks, op.window};
+    choice.settle();
+    int64_t kept = 0, start = 0;  // entries [start, j) stay together
+    bool fits = true;
+    for (int64_t j = 0; j < length; ++j) {
+      // the position must be read before a move can overwrite it: moves end before j
+      if (choice.stays(j)) continue;
+      const int64_t position = positions ? positions[j] : j;
+      if (op.death && position >= 0 && position < op.num_tokens) {
+        op.death[head * op.num_tokens + position] = static_cast<int32_t>(op.seen[slot]);
+      } else if (op.death) {
+        fits = false;
+      }
+      move(start, j, kept);
+      kept += j - start;
+      start = j + 1;
+    }
+    move(start, length, kept);
+    op.lengths[head] = static_cast<int32_t>(kept + length - start);
+    return fits;
+  }
+};
+
+struct Kernel : Cpu {
+  static void run(const Eviction& op, const Tensor&) {
+    const int64_t heads = op.num_heads, units = op.num_layers * op.num_rows * heads;
+    auto unit = [&](int64_t u) { return Unit(op, u / (op.num_rows * heads), u / heads % op.num_rows, u % heads); };
+    for (int64_t b = 0; b < op.num_rows; ++b) check_slot(op.slots[b], op.num_slots);
+    auto used = [&](int64_t u) { return op.slots[u / heads % op.num_rows] >= 0; };
+    for (int64_t u = 0; u < units; ++u) {
+      if (used(u)) unit(u).check();
+    }
+    std::atomic<bool> fits{true};
+    torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t u = begin; u < end; ++u) {
+        if (used(u) && !unit(u).run()) fits = false;
+      }
+    });
+    STD_TORCH_CHECK(fits, "a position lies outside the death record of ", op.num_tokens, " tokens");
+  }
+};
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("evict", TORCH_BOX(&evict<Kernel>)); }
+
+}  // namespace sparse_rl

@@ -1,0 +1,50 @@
+// summarize_pages: the vectors kept of every page of a slot. Blocks of a (row, KV head) share its pages out.
+
+#include "device.cuh"
+#include "summarize_pages.h"
+
+namespace sparse_rl {
+namespace {
+
+constexpr int kPageBlocks = 64;  // blocks of a head when all of its pages are summarised
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1) summarize_kernel(Summary<T> op) {
+  const auto heads = static_cast<unsigned>(op.heads.num_heads);
+  const int64_t room = op.kept.num_pages * op.page_size;
+  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, room, op.pool_rows);
+  if (run.slot < 0) return;
+  const int64_t dim = op.kept.dim;
+  const T* keys = op.key_pool + run.start * dim;
+  for (int64_t p = op.begin(run.length) + blockIdx.y; p < op.end(run.length); p += gridDim.y) {
+    const T* page = keys + p * op.page_size * dim;
+    for (int64_t d = threadIdx.x; d < dim; d += kThreads) {
+      float sum = 0, top = kNothing, bottom = -kNothing;
+      for (int64_t j = 0; j < op.page_size; ++j) {
+        const float x = static_cast<float>(page[j * dim + d]);
+        sum += x;
+        top = fmaxf(top, x), bottom = fminf(bottom, x);
+      }
+      if (op.kept.num_vectors == 1) {
+        op.kept.at(run.head, 0, p)[d] = narrow<T>(sum / static_cast<float>(op.page_size));
+      } else {
+        op.kept.at(run.head, 0, p)[d] = narrow<T>(top);
+        op.kept.at(run.head, 1, p)[d] = narrow<T>(bottom);
+      }
+    }
+  }
+}
+
+struct Kernel : Device {
+  template <class T>
+  static void run(const Summary<T>& op, const Tensor& on) {
+    const int64_t many = op.kept.num_pages < kPageBlocks ? op.kept.num_pages : kPageBlocks;
+    launch(summarize_kernel<T>, op.heads.num_rows * op.heads.num_heads, op.newest_only ? 1 : many, kThreads, on, op);
+  }
+};
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_rl, SPARSE_RL_KEY, m) { m.impl("summarize_pages", TORCH_BOX(&summarize_pages<Kernel>)); }
+
+}  // namespace sparse_rl

@@ -1,0 +1,77 @@
+// evict as torch calls it: arguments, their check, and what a kernel gets.
+#pragma once
+
+#include "heads.h"
+
+namespace sparse_rl {
+
+// Pools are bytes, whatever they mean.
+struct Eviction {
+  const float* scores;     // (L, B, H, N)
+  const int32_t* budgets;  // (L, B, H)
+  int64_t num_sinks, window;
+  const int64_t *slots, *seen, *offsets;
+  const int32_t* capacities;
+  int64_t num_layers, num_rows, num_slots, num_heads, num_entries, pool_rows, row_bytes;
+  char *key_pool, *value_pool;
+  int32_t *position_pool, *lengths, *death;  // death (L, S, H, T), null for none
+  int64_t num_tokens;
+  char* state_pool;     // running state, null for none
+  int64_t state_bytes;  // per entry
+  // where the entries come from, null for in place
+  const char *source_keys, *source_values;
+  const int64_t* source_offsets;  // (L, B, H)
+  const int32_t* source_lengths;  // (L, B, H)
+  int64_t source_rows;
+  Report report;
+
+  SPARSE_RL_DEVICE bool in_place() const { return !source_lengths; }
+};
+
+template <class Backend>
+void evict(
+    const Tensor& scores, const Tensor& budgets, int64_t num_sinks, int64_t window, const Tensor& slots,
+    const Tensor& seen, const Tensor& offsets, const Tensor& capacities, const Tensor& key_pool,
+    const Tensor& value_pool, const Tensor& position_pool, const Tensor& lengths, const std::optional<Tensor>& death,
+    const std::optional<Tensor>& state_pool, const std::optional<Tensor>& source_keys,
+    const std::optional<Tensor>& source_values, const std::optional<Tensor>& source_offsets,
+    const std::optional<Tensor>& source_lengths, const std::optional<Tensor>& errors) {
+  const PoolShape pool = check_pool<Backend>(key_pool);
+  const auto [L, S, H] = check_layers(offsets, key_pool);
+  const int64_t B = slots.dim() == 1 ? slots.size(0) : 0, N = scores.dim() == 4 ? scores.size(3) : 0;
+  const int64_t tokens = death.has_value() && death->dim() == 4 ? death->size(3) : 0;
+  const int64_t source_rows = source_keys.has_value() && source_keys->dim() == 2 ? source_keys->size(0) : 0;
+  const bool in_place = !source_lengths.has_value();
+  check_tensor("scores", scores, key_pool, ScalarType::Float, {L, B, H, N});
+  check_tensor("budgets", budgets, key_pool, ScalarType::Int, {L, B, H});
+  check_tensor("slots", slots, key_pool, ScalarType::Long, {B});
+  check_tensor("seen", seen, key_pool, ScalarType::Long, {S});
+  check_tensor("capacities", capacities, key_pool, ScalarType::Int, {L, S, H});
+  check_tensor("value_pool", value_pool, key_pool, pool.dtype, {pool.rows, pool.dim});
+  check_tensor("position_pool", position_pool, key_pool, ScalarType::Int, {pool.rows});
+  check_tensor("lengths", lengths, key_pool, ScalarType::Int, {L, S, H});
+  check_tensor("death", death, key_pool, ScalarType::Int, {L, S, H, tokens});
+  check_tensor("state_pool", state_pool, key_pool, ScalarType::Float, {pool.rows, kAnySize});
+  check_tensor("source_keys", source_keys, key_pool, pool.dtype, {source_rows, pool.dim});
+  check_tensor("source_values", source_values, key_pool, pool.dtype, {source_rows, pool.dim});
+  check_tensor("source_offsets", source_offsets, key_pool, ScalarType::Long, {L, B, H});
+  check_tensor("source_lengths", source_lengths, key_pool, ScalarType::Int, {L, B, H});
+  STD_TORCH_CHECK(
+      in_place != source_keys.has_value() && in_place != source_values.has_value() &&
+          in_place != source_offsets.has_value() && (in_place || !state_pool.has_value()),
+      "give all four tensors of a source and no state_pool, or none of the four");
+  STD_TORCH_CHECK(
+      num_sinks >= 0 && window >= 0, "num_sinks and window must not be negative, got ", num_sinks, " and ", window);
+  const int64_t state_bytes = state_pool ? state_pool->size(1) * 4 : 0;
+  const Eviction op{
+      pointer<float>(scores), pointer<int32_t>(budgets), num_sinks, window, pointer<int64_t>(slots),
+      pointer<int64_t>(seen), pointer<int64_t>(offsets), pointer<int32_t>(capacities), L, B, S, H, N, pool.rows,
+      pool.dim * static_cast<int64_t>(key_pool.element_size()), pointer<char>(key_pool), pointer<char>(value_pool),
+      pointer<int32_t>(position_pool), pointer<int32_t>(lengths), pointer<int32_t>(death), tokens,
+      state_bytes > 0 ? pointer<char>(state_pool) : nullptr, state_bytes, pointer<char>(source_keys),
+      pointer<char>(source_values), pointer<int64_t>(source_offsets), pointer<int32_t>(source_lengths), source_rows,
+      check_errors(errors, key_pool, Op::evict)};
+  Backend::run(op, key_pool);
+}
+
+}  // namespace sparse_rl

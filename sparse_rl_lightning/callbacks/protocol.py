@@ -1,0 +1,96 @@
+"""RolloutModule: everything that a callback may touch of a module that rolls out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
+from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
+from sparse_rl_lightning.records import LossOutput, Rollout
+from sparse_rl_lightning.rewards.scoring import Rewards
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.generator import Generator
+
+
+class RolloutModule(Protocol):
+    """A LightningModule that rolls out, such as SparseGRPO.
+
+    Beside what is declared here it has everything of Lightning's own: parameters, device, logging.
+    """
+
+    policy: PreTrainedModel
+    """The policy, loaded when the fit starts."""
+    generator: Generator
+    """Draws; its ``compressor``, ``retriever`` and ``sampling`` may be changed between rollouts."""
+    rewards: Rewards
+    learner: Learner
+    loss: GRPOLoss
+    val_sampling: SamplingParams
+    keeps_evictions: bool
+    """Whether the loss reads the record of evictions."""
+    block: RolloutBlock | None
+    """The rollout in training."""
+    num_rollouts: int
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that fits the module."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+
+    @property
+    def starts_rollout(self) -> bool:
+        """Whether the next training step begins with a rollout."""
+
+    @property
+    def grad_norm_key(self) -> str:
+        """The name under which the length of this step's gradient is logged."""
+
+    def plan(self, num_prompts: int) -> BlockPlan:
+        """How a rollout of ``num_prompts`` prompts becomes optimizer steps."""
+
+    def denominators(self, window: Rollout) -> Denominators:
+        """Divisors of an optimizer step's sums, over all ranks."""
+
+    def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
+        """The learner's forward pass and the loss."""
+
+    def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (B, T) of the sparse policy, as the sampler saw the sequences."""
+
+    def reference_logprobs(self, part: Rollout) -> Tensor:
+        """(B, T) log-probs of the reference policy."""
+
+    def log(self, name: str, value: Any, *, batch_size: int | None = None) -> None:
+        """Log a number."""
+
+    def log_dict(self, dictionary: Mapping[str, Any], *, batch_size: int | None = None) -> None:
+        """Log several numbers."""
+
+
+def rollout_module(module: LightningModule, owner: str = "") -> RolloutModule:
+    """The module, if it rolls out.
+
+    Args:
+        module: The module that a hook of Lightning got.
+        owner: Name of the callback, for the error.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not isinstance(getattr(module, "generator", None), Generator):
+        raise UserError(
+            f"{owner}: {type(module).__name__} does not roll out. Use it with SparseGRPO, or remove it from "
+            "trainer.callbacks."
+        )
+    return cast(RolloutModule, module)

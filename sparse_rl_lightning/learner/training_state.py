@@ -1,0 +1,84 @@
+"""TrainingState: what a run needs to go on bitwise, besides weights and optimizer."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators (CPU, and CUDA where there is one), without objects."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # the global one is what others use
+    return {
+        "python": {"version": version, "internal": list(internal), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put all generators back where :func:`random_state` found them."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+
+
+class TrainingState:
+    """The random state of training, set aside during validation, and what a checkpoint holds until training goes on."""
+
+    def __init__(self) -> None:
+        self._aside: dict[str, Any] | None = None  # random state, while a validation draws numbers of its own
+        self._random: dict[str, Any] | None = None  # of a checkpoint, like the block
+        self._block: dict[str, Any] | None = None
+
+    @property
+    def has_block(self) -> bool:
+        """Whether training goes on in the middle of a checkpoint's rollout."""
+        return self._block is not None
+
+    def set_aside(self) -> None:
+        """Begin a validation: random numbers drawn during it must not affect training."""
+        self._aside = random_state()
+
+    def forget(self) -> None:
+        """Begin a fit: drop what a validation that did not come to its end had set aside."""
+        self._aside = None
+
+    def bring_back(self) -> None:
+        """End a validation: training goes on as if there had been none, which a resumed run does not repeat."""
+        restore_random_state(self.random())
+        self._aside = None
+
+    def random(self) -> dict[str, Any]:
+        """The random state of training; ModelCheckpoint with a ``monitor`` saves before a validation ends."""
+        return random_state() if self._aside is None else self._aside
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Keep what a checkpoint holds of block and random state until the first batch."""
+        self._block, self._random = state["block"], state["random_state"]
+
+    def take_block(self) -> dict[str, Any] | None:
+        """The checkpoint's block, once."""
+        block, self._block = self._block, None
+        return block
+
+    def take_random(self) -> None:
+        """Restore the checkpoint's random state, once."""
+        if self._random is not None:
+            restore_random_state(self._random)
+            self._random = None

@@ -1,0 +1,132 @@
+"""Checks of the arguments of ops: shapes and types by ``schemas.SHAPES``, and numbers that index memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.float8 import COMPUTING, FLOAT8
+from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.ops.schemas import ON_ALL_LAYERS, SCHEMAS, SHAPES, STRIDED
+
+PARAMETERS = {
+    name: [argument.split("=")[0].split()[-1] for argument in schema.strip("()-> \n").split(",")]
+    for name, schema in SCHEMAS.items()
+}
+"""Names of the arguments of each op, in order."""
+
+_WORDS = {"L": "layers", "S": "slots", "B": "rows", "H": "KV heads", "Hq": "query heads", "D": "head_dim", "R": "rows"}
+_SETTLE = ("key_pool", "keys", "summaries", "offsets", "slots", "sources")  # say what the sizes must be, in this order
+
+
+def check_arguments(op: str, args: tuple[Any, ...]) -> None:
+    """Refuse tensors of the wrong shape, type, device or layout.
+
+    Args:
+        op: Name of the op.
+        args: Its arguments in the order of the schema.
+
+    Raises:
+        ValueError: What was given and what is expected.
+    """
+    given = {name: arg for name, arg in zip(PARAMETERS[op], args, strict=False) if isinstance(arg, Tensor)}
+    first = [name for name in _SETTLE if name in given]
+    like = first[0]
+    types = _types(given)
+    sizes: dict[str, int] = {}
+    for name in [*first, *(name for name in given if name not in first)]:
+        tensor, (*letters, kind) = given[name], SHAPES[name].split()
+        _check_shape(name, tensor, letters if op in ON_ALL_LAYERS else [x for x in letters if x != "L"], sizes)
+        if "Hq" in letters and sizes["Hq"] % max(sizes["H"], 1):
+            raise UserError(f"{name} has {sizes['Hq']} heads, expected a multiple of the {sizes['H']} KV heads.")
+        dtype = types.get(kind) or getattr(torch, kind)
+        if tensor.dtype != dtype:
+            raise UserError(f"{name} is {tensor.dtype}, expected {dtype}.")
+        if tensor.device != given[like].device:
+            raise UserError(f"{name} is on {tensor.device}, {like} is on {given[like].device}.")
+        if name not in STRIDED and not tensor.is_contiguous():
+            raise UserError(f"{name} is not contiguous, pass {name}.contiguous().")
+
+
+def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
+    """Types behind the words of ``SHAPES``."""
+    own = next((given[name] for name in ("query", "queries", "query_ring") if name in given), None)
+    stored = next((given[name].dtype for name in ("key_pool", "keys", "summaries") if name in given), torch.float32)
+    if stored != FLOAT8 or own is None:
+        return {"pool": stored, "query": stored, "sum": accumulation_dtype(stored)}
+    if own.dtype not in COMPUTING:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPUTING)
+        raise UserError(f"with float8 pools queries, new keys and values must be one of {names}, got {own.dtype}.")
+    return {"pool": stored, "query": own.dtype, "sum": accumulation_dtype(own.dtype)}
+
+
+def _check_shape(name: str, tensor: Tensor, letters: list[str], sizes: dict[str, int]) -> None:
+    """Compare a shape with letters whose sizes are known, and learn the others."""
+    known = [int(letter) if letter.isdigit() else sizes.get(letter) for letter in letters]
+    fits = len(tensor.shape) == len(letters) and all(
+        want is None or want == size for want, size in zip(known, tensor.shape, strict=True)
+    )
+    if not fits:
+        pairs = zip(known, letters, strict=True)
+        wanted = ", ".join(_WORDS.get(letter, "any") if size is None else str(size) for size, letter in pairs)
+        raise UserError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted}).")
+    sizes.update(zip(letters, tensor.shape, strict=True))
+
+
+def check_slots(slots: Tensor, per_slot: Tensor) -> None:
+    """For the references: refuse slots (B,) that are not there, as the compiled kernels do.
+
+    Args:
+        slots: (B) int64.
+        per_slot: (S, H) or (L, S, H).
+
+    Raises:
+        RuntimeError: With the slot.
+    """
+    count = per_slot.shape[-2]
+    wrong = slots[(slots < -1) | (slots >= count)]
+    if len(wrong):
+        raise RuntimeError(f"slots contains {int(wrong[0])}, expected 0 to {count - 1} or -1 for a row to skip.")
+
+
+def check_runs(slots: Tensor, offsets: Tensor, lengths: Tensor, limits: Tensor | int, pool_rows: int) -> None:
+    """For the references: refuse heads that hold too many entries or lie outside the pool, as compiled kernels do.
+
+    Args:
+        slots: (B) int64, -1 for a row to skip.
+        offsets: (S, H) or (L, S, H).
+        lengths: The same.
+        limits: The same, or one number: entries that a head may hold.
+        pool_rows: R.
+
+    Raises:
+        RuntimeError: With the first wrong number.
+    """
+    check_slots(slots, offsets)
+    used = slots[slots >= 0]
+    held, start = lengths[..., used, :], offsets[..., used, :]
+    most = torch.as_tensor(limits, device=held.device).expand_as(lengths)[..., used, :]
+    if bool(((held < 0) | (held > most)).any()):
+        wrong = held[(held < 0) | (held > most)]
+        raise RuntimeError(f"a head holds {int(wrong[0])} entries, allowed are 0 to {int(most.max())}.")
+    outside = (start < 0) | (start > pool_rows - held)
+    if bool(outside.any()):
+        raise RuntimeError(
+            f"a head of {int(held[outside][0])} entries starts at row {int(start[outside][0])}, outside the pool of "
+            f"{pool_rows} rows."
+        )
+
+
+def check_numbers(name: str, numbers: Tensor, limit: int | None = None) -> None:
+    """For the references: refuse numbers that are negative, or not below the limit.
+
+    Raises:
+        RuntimeError: With the first of them.
+    """
+    wrong = numbers[(numbers < 0) if limit is None else (numbers < 0) | (numbers >= limit)]
+    if len(wrong):
+        allowed = "0 or more" if limit is None else f"0 to {limit - 1}"
+        raise RuntimeError(f"{name} is {int(wrong[0])}, expected {allowed}: a number that is negative or too large.")

@@ -1,0 +1,93 @@
+"""decode_attention: attention of one new token per slot over the slot's live entries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.checks import check_runs
+from sparse_rl_lightning.ops.library import call, register
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, gather_heads
+
+
+def decode_attention(
+    pools: KVPools,
+    slots: Tensor,
+    query: Tensor,
+    scale: float,
+    max_length: int,
+    *,
+    lse: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query token per slot over all live entries, with grouped KV heads and float32 sums.
+
+    A head without entries gives zeros (and a log-sum-exp of -inf). A row's result depends on nothing but its own slot,
+    bit for bit.
+
+    Args:
+        pools: One layer, (S, H).
+        slots: (B) int64, -1 for a row to skip.
+        query: (B, Hq, D); Hq is a multiple of H, the heads of a group are adjacent.
+        scale: Factor on q.k before the softmax.
+        max_length: No head holds more entries; the capacity will do.
+        lse: (B, Hq) float32, filled with the log of the sum of the exponentials of the scaled logits.
+        probs: (B, Hq, M) float32 with M >= max_length, filled with the probability of each entry, 0 behind the last.
+
+    Returns:
+        (B, Hq, D) of the query's type.
+
+    Raises:
+        ValueError: If a tensor has the wrong shape, type, device or layout.
+        RuntimeError: If a head holds more than ``max_length`` entries; on a GPU by ``pools.raise_errors``.
+    """
+    out = torch.empty_like(query)
+    call(
+        "decode_attention", pools.keys, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, scale,
+        max_length, out, lse, probs, pools.errors,
+    )  # fmt: skip
+    return out
+
+
+def reference(
+    query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, scale: float,
+    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None, errors: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The op ``decode_attention`` in PyTorch."""
+    if probs is not None and probs.shape[2] < max_length:
+        raise UserError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
+    check_runs(slots, offsets, lengths, max_length, len(key_pool))
+    held = lengths[slots.clamp(min=0)] * (slots >= 0)[:, None]  # (B, H)
+    width = int(held.max()) if held.numel() else 0
+    rows, live = gather_heads(offsets[slots.clamp(min=0)], held, width)
+    result, total, shares = attend_rows(query, key_pool, value_pool, rows, live, scale)
+    out.copy_(result)
+    if lse is not None:
+        lse.copy_(total)
+    if probs is not None:
+        probs.zero_()[..., :width] = shares
+
+
+def attend_rows(
+    query: Tensor, key_pool: Tensor, value_pool: Tensor, rows: Tensor, live: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of (B, Hq, D) queries over rows (B, H, N) of the pools, those that are ``live``, at least in float32.
+
+    Returns:
+        The result (B, Hq, D), the log-sum-exp of the scaled logits (B, Hq), and the probabilities (B, Hq, N).
+    """
+    dtype = accumulation_dtype(query.dtype)
+    keys, values = key_pool[rows].to(dtype), value_pool[rows].to(dtype)  # (B, H, N, D)
+    batch, heads, _ = rows.shape
+    grouped = query.to(dtype).view(batch, heads, query.shape[1] // heads, query.shape[2])  # (B, H, G, D)
+    dead = ~live.unsqueeze(2)
+    logits = (grouped @ keys.mT * scale).masked_fill(dead, -torch.inf)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    shares = (logits - total.masked_fill(total == -torch.inf, 0.0)).exp().masked_fill(dead, 0.0)
+    # a head without entries repeats a row of free memory, which may hold anything: its shares are 0, so is the result
+    result = shares @ values.masked_fill(dead.mT, 0.0)
+    return result.flatten(1, 2), total.flatten(1), shares.flatten(1, 2)
+
+
+register("decode_attention", reference)

@@ -1,0 +1,106 @@
+"""evict: the best entries of each head stay or are copied into a slot, and the death step of the others is recorded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.checks import check_numbers, check_runs, check_slots
+from sparse_rl_lightning.ops.library import call, register
+from sparse_rl_lightning.ops.pools import KVPools, gather_heads
+from sparse_rl_lightning.ops.selection import compaction_order, select_entries
+
+
+def evict(
+    pools: KVPools,
+    slots: Tensor,
+    scores: Tensor,
+    budgets: Tensor,
+    num_sinks: int,
+    window: int,
+    seen: Tensor,
+    death: Tensor | None = None,
+    state_pool: Tensor | None = None,
+    source: KVPools | None = None,
+) -> None:
+    """Evict all but the best entries of these slots, in all layers and in order: in place, or on the way from a source.
+
+    Kept are positions below ``num_sinks``, the last ``window`` entries and the best scores among the rest; ties go to
+    the lowest index, NaN counts as -inf, and a head within its budget keeps everything. If more entries are pinned
+    than the budget allows, the scores decide among the pinned.
+
+    Args:
+        pools: All layers, (L, S, H); keys, values, positions and lengths change.
+        slots: (B) int64, each slot at most once, -1 for a row to skip.
+        scores: (L, B, H, N) float32, higher is kept.
+        budgets: (L, B, H) int32, entries to keep; with a source no more than the slot's capacity.
+        num_sinks: First positions that are never evicted.
+        window: Last entries that are never evicted.
+        seen: (S) int64, tokens fed so far: from the query at this position on, the evicted are invisible.
+        death: (L, S, H, T) int32, gets ``seen`` at the positions of the evicted.
+        state_pool: (R, C) float32, running state of each entry, moved along; in place only.
+        source: Freshly read prompts that replace what the slots hold: other memory, offsets and lengths (L, B, H);
+            entry i has position i. Its own positions and capacities are not used.
+
+    Raises:
+        ValueError: If a tensor has the wrong shape, type, device or layout, or a number is negative.
+    """
+    if num_sinks < 0 or window < 0:
+        raise UserError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")
+    given = (None,) * 4 if source is None else (source.keys, source.values, source.offsets, source.lengths)
+    call(
+        "evict", pools.keys, scores, budgets, num_sinks, window, slots, seen, pools.offsets, pools.capacities,
+        pools.keys, pools.values, pools.positions, pools.lengths, death, state_pool, *given, pools.errors,
+    )  # fmt: skip
+
+
+def reference(
+    scores: Tensor, budgets: Tensor, num_sinks: int, window: int, slots: Tensor, seen: Tensor, offsets: Tensor,
+    capacities: Tensor, key_pool: Tensor, value_pool: Tensor, position_pool: Tensor, lengths: Tensor,
+    death: Tensor | None, state_pool: Tensor | None, source_keys: Tensor | None, source_values: Tensor | None,
+    source_offsets: Tensor | None, source_lengths: Tensor | None, errors: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The op ``evict`` in PyTorch."""
+    check_slots(slots, offsets)
+    check_numbers("a budget", budgets[:, slots >= 0])
+    used = (slots >= 0).nonzero().squeeze(1)
+    slots, width = slots[used], scores.shape[3]
+    keys, values, starts, held = key_pool, value_pool, offsets[:, slots], lengths[:, slots]
+    source = [t for t in (source_keys, source_values, source_offsets, source_lengths) if t is not None]
+    if source:
+        keys, values, starts, held = source[0], source[1], source[2][:, used], source[3][:, used]
+    check_runs(torch.arange(len(used), device=used.device), starts, held, width, len(keys))
+    rows, live = gather_heads(starts, held, width)  # (L, B, H, N)
+    index = torch.arange(width, dtype=torch.int32, device=rows.device).expand_as(rows)
+    positions = index if source else position_pool[rows]
+    keep = _keep(scores[:, used], budgets[:, used], num_sinks, window, live, positions)
+    order, kept = compaction_order(keep)
+    if source and bool((kept > capacities[:, slots]).any()):
+        raise RuntimeError("a budget exceeds the capacity of its slot.")
+    stays = index < kept.unsqueeze(-1)
+    place, entry = (offsets[:, slots].unsqueeze(-1) + index)[stays], rows.gather(-1, order)[stays]
+    key_pool[place], value_pool[place] = keys[entry], values[entry]  # the right side is a copy: places may overlap
+    position_pool[place] = positions.gather(-1, order)[stays]
+    if state_pool is not None:
+        state_pool[place] = state_pool[entry]
+    lengths[:, slots] = kept.to(torch.int32)
+    _record(death, slots, seen, live & ~keep, positions)
+
+
+def _keep(scores: Tensor, budgets: Tensor, num_sinks: int, window: int, live: Tensor, positions: Tensor) -> Tensor:
+    ranked = scores.masked_fill(scores.isnan(), -torch.inf)
+    ranked, valid, at, limits = (t.flatten(0, 1) for t in (ranked, live, positions, budgets))
+    return select_entries(ranked, valid, at, limits, num_sinks, window).view_as(live)
+
+
+def _record(death: Tensor | None, slots: Tensor, seen: Tensor, evicted: Tensor, positions: Tensor) -> None:
+    if death is None:
+        return
+    layer, row, head, entry = evicted.nonzero(as_tuple=True)
+    slot, position = slots[row], positions[layer, row, head, entry].long()
+    check_numbers("a position in the death record", position, death.shape[3])
+    death[layer, slot, head, position] = seen[slot].to(torch.int32)
+
+
+register("evict", reference)

@@ -1,0 +1,69 @@
+"""fork: copy what a slot holds to other slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.ops.checks import check_runs, check_slots
+from sparse_rl_lightning.ops.library import call, register
+from sparse_rl_lightning.ops.pools import KVPools, gather_heads
+
+
+def fork(
+    pools: KVPools,
+    sources: Tensor,
+    destinations: Tensor,
+    query_ring: Tensor | None = None,
+    death: Tensor | None = None,
+    state_pool: Tensor | None = None,
+) -> None:
+    """Copy the live entries of slots to other slots, in all layers, with their rings of queries and death records.
+
+    Args:
+        pools: All layers, (L, S, H).
+        sources: (B) int64, the slot each copy is made of; a slot may serve several.
+        destinations: (B) int64, distinct slots, none of them a source; -1 in either list skips the pair, and a pair of
+            equal slots does nothing.
+        query_ring: (L, S, Hq, A, D).
+        death: (L, S, H, T) int32.
+        state_pool: (R, C) float32.
+
+    Raises:
+        ValueError: If a tensor has the wrong shape, type, device or layout.
+        RuntimeError: On the CPU, if a destination is a source too or too small.
+    """
+    call(
+        "fork", pools.keys, sources, destinations, pools.offsets, pools.capacities, pools.keys,
+        pools.values, pools.positions, pools.lengths, query_ring, death, state_pool, pools.errors,
+    )  # fmt: skip
+
+
+def reference(
+    sources: Tensor, destinations: Tensor, offsets: Tensor, capacities: Tensor, key_pool: Tensor, value_pool: Tensor,
+    position_pool: Tensor, lengths: Tensor, query_ring: Tensor | None, death: Tensor | None, state_pool: Tensor | None,
+    errors: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The op ``fork`` in PyTorch."""
+    check_runs(sources, offsets, lengths, capacities, len(key_pool))
+    check_slots(destinations, offsets)
+    used = ((sources >= 0) & (destinations >= 0) & (sources != destinations)).nonzero().squeeze(1)
+    sources, destinations = sources[used], destinations[used]
+    if bool(torch.isin(destinations, sources).any()):
+        raise RuntimeError("a slot is both a destination and a source.")
+    held = lengths[:, sources]  # (L, B, H)
+    if bool((held > capacities[:, destinations]).any()):
+        raise RuntimeError("a destination holds fewer entries than its source.")
+    width = int(held.max()) if held.numel() else 0
+    rows, live = gather_heads(offsets[:, sources], held, width)
+    places, _ = gather_heads(offsets[:, destinations], held, width)
+    rows, places = rows[live], places[live]
+    for pool in [key_pool, value_pool, position_pool] + ([state_pool] if state_pool is not None else []):
+        pool[places] = pool[rows]
+    lengths[:, destinations] = held
+    for tensor in (query_ring, death):
+        if tensor is not None:
+            tensor[:, destinations] = tensor[:, sources]
+
+
+register("fork", reference)

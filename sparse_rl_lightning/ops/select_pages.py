@@ -1,0 +1,162 @@
+"""select_pages: which pages a new token reads.
+
+Letters: G query heads of a group, Q queries, P pages, C vectors kept of each page, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.checks import check_numbers, check_slots
+from sparse_rl_lightning.ops.library import call, register
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype
+from sparse_rl_lightning.ops.selection import rank_entries
+from sparse_rl_lightning.ops.summarize_pages import check_pages
+
+PageReduction = Literal["mean", "max"]
+"""Over the query heads of a group, which read the same pages: the mean of their scores or the largest."""
+
+
+def select_pages(
+    pools: KVPools,
+    slots: Tensor,
+    query: Tensor,
+    summaries: Tensor,
+    limits: Tensor,
+    page_size: int,
+    num_first: int,
+    num_last: int,
+    reduction: PageReduction,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """Which pages one query token per slot reads: the first, the last, and the best scores among the rest.
+
+    The score is :func:`page_scores`; exact ties go to the lowest index. A head with no more pages than its limit reads
+    all of them and scores none.
+
+    Args:
+        pools: One layer, (S, H).
+        slots: (B) int64, -1 for a row to skip.
+        query: (B, Hq, D) post-RoPE.
+        summaries: (S, H, C, P, D), as :func:`summarize_pages` wrote them.
+        limits: (B) int32, pages that each row reads.
+        page_size: Entries of a page.
+        num_first: First pages that are always read.
+        num_last: Last pages that are always read, at least 1: the incomplete one.
+        reduction: Over the query heads of a group.
+        width: K, no row reads more pages.
+
+    Returns:
+        Pages (B, H, K) int32, ascending, -1 behind the last, and scores (B, H, P) float32 (float64 for float64 pools)
+        of the pages that competed, 0 elsewhere.
+
+    Raises:
+        ValueError: If a tensor has the wrong shape, type, device or layout, or a number is out of range.
+        RuntimeError: If a head has more pages than ``summaries``, or a row reads more than ``width``; on a GPU by
+            ``pools.raise_errors``.
+    """
+    check_pages(pools, page_size)
+    if num_first < 0 or num_last < 1:
+        raise UserError(
+            f"num_first must not be negative and num_last at least 1, got num_first={num_first}, num_last={num_last}."
+        )
+    shape = (slots.shape[0], pools.offsets.shape[1])
+    pages = torch.empty(*shape, width, dtype=torch.int32, device=query.device)
+    dtype = accumulation_dtype(query.dtype)
+    scores = torch.empty(*shape, summaries.shape[3] if summaries.dim() == 5 else 0, dtype=dtype, device=query.device)
+    call(
+        "select_pages", summaries, query, summaries, slots, pools.lengths, limits, page_size, num_first, num_last,
+        reduction == "max", scores, pages, pools.errors,
+    )  # fmt: skip
+    return pages, scores
+
+
+def page_counts(lengths: Tensor, page_size: int) -> Tensor:
+    """Number of pages that ``lengths`` entries fill, the incomplete one included."""
+    return (lengths + page_size - 1) // page_size
+
+
+def page_scores(queries: Tensor, summaries: Tensor, reduction: PageReduction) -> Tensor:
+    """How much each query wants each page, one number for a group of query heads.
+
+    With one vector per page, its mean key c, the score is q . c. With two, the bounds u and l, it is
+    ``sum_i max(q_i u_i, q_i l_i)``, which no key of the page exceeds: positive elements of q meet u, negative ones l.
+
+    Args:
+        queries: (..., G, Q, D).
+        summaries: (..., C, P, D), what :func:`page_means` or :func:`page_bounds` made.
+        reduction: Over G.
+
+    Returns:
+        (..., Q, P), at least float32.
+    """
+    assert reduction in ("mean", "max"), reduction
+    dtype = accumulation_dtype(summaries.dtype)
+    wide = queries.to(dtype)
+    parts = [wide] if summaries.shape[-3] == 1 else [wide.clamp(min=0), wide.clamp(max=0)]
+    if reduction == "mean":
+        parts = [part.mean(dim=-3, keepdim=True) for part in parts]
+    vectors = summaries.to(dtype).unsqueeze(-4).unbind(-3)  # each (..., 1, P, D)
+    with torch.autocast(queries.device.type, enabled=False):  # mixed-precision training would round them to bf16
+        products = [part @ vector.mT for part, vector in zip(parts, vectors, strict=True)]
+    return torch.stack(products).sum(dim=0).amax(dim=-3)
+
+
+def keep_pages(scores: Tensor, counts: Tensor, limits: Tensor, num_first: int, num_last: int) -> Tensor:
+    """The pages to read: the first, the last, and the best scores among the rest; exact ties go to the lowest index.
+
+    Args:
+        scores: (..., P) float, NaN counts as -inf; those of pages that are always read, or not there, do not matter.
+        counts: Pages that are there, broadcasts to (...).
+        limits: Pages to read, at least ``num_first + num_last``; broadcasts to (...).
+        num_first: First pages that are always read.
+        num_last: Last pages that are always read.
+
+    Returns:
+        (..., P) bool.
+    """
+    index = torch.arange(scores.shape[-1], device=scores.device)
+    there = index < counts.unsqueeze(-1)
+    pinned = there & ((index < num_first) | (index >= counts.unsqueeze(-1) - num_last))
+    classes = (there.to(torch.int8) + pinned.to(torch.int8)).expand(scores.shape)
+    rank = rank_entries(scores.masked_fill(scores.isnan(), -torch.inf), classes)
+    return there & (rank < limits.unsqueeze(-1))
+
+
+def list_pages(keep: Tensor, width: int) -> Tensor:
+    """The pages of ``keep`` (..., P) bool as ascending numbers (..., width) int32, -1 behind the last; width <= P."""
+    order = keep.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
+    there = torch.arange(width, device=keep.device) < keep.sum(dim=-1, keepdim=True)
+    return torch.where(there, order, -1).to(torch.int32)
+
+
+def reference(
+    query: Tensor, summaries: Tensor, slots: Tensor, lengths: Tensor, limits: Tensor, page_size: int, num_first: int,
+    num_last: int, group_max: bool, scores: Tensor, pages: Tensor, errors: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The op ``select_pages`` in PyTorch."""
+    check_slots(slots, lengths)
+    check_numbers("a head's number of entries", lengths[slots[slots >= 0]])
+    check_numbers("limits", limits[slots >= 0])
+    at, num_pages = slots.clamp(min=0), summaries.shape[3]
+    counts = page_counts(lengths[at] * (slots >= 0)[:, None], page_size)  # (B, H)
+    if bool((counts > num_pages).any()):
+        raise RuntimeError(f"a head holds {int(lengths[at].max())} entries, more than the {num_pages} pages.")
+    limit = limits[:, None].expand_as(counts)
+    if bool((torch.minimum(counts, limit) > pages.shape[2]).any()):
+        raise RuntimeError(f"a row reads more pages than the {pages.shape[2]} that there is room for.")
+    grouped = query.view(len(query), counts.shape[1], -1, 1, query.shape[-1])  # (B, H, G, 1, D)
+    own = page_scores(grouped, summaries[at], "max" if group_max else "mean").squeeze(2)
+    index = torch.arange(num_pages, device=counts.device)
+    competes = (index >= num_first) & (index < (counts - num_last).unsqueeze(-1)) & (counts > limit).unsqueeze(-1)
+    scores.copy_(own.masked_fill(~competes, 0.0))
+    keep = keep_pages(scores, counts, limit, num_first, num_last)
+    width = min(pages.shape[2], num_pages)
+    pages.fill_(-1)[..., :width] = list_pages(keep, width)
+
+
+register("select_pages", reference)

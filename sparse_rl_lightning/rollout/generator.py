@@ -1,0 +1,210 @@
+"""Generator: from rows of a data set to completions, under the compressed cache or the full one."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.policies.sharding import ShadowPolicy
+from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
+from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout.checks import check_prompts
+from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.scheduler import Progress
+from sparse_rl_lightning.rollout.options import RolloutOptions
+from sparse_rl_lightning.rollout.partial import PartialRollouts, check_storable
+from sparse_rl_lightning.rollout.prompts import encode_prompts
+from sparse_rl_lightning.rollout.sampler import RolloutSampler
+
+logger = logging.getLogger(__name__)
+ReportProgress = Callable[[Progress], None]
+
+
+class Generator:
+    """Draws completions with a policy's live weights, and encodes and decodes their text.
+
+    The *sparse* policy reads the cache that ``compressor`` and ``retriever`` leave, the *dense* one the full cache.
+    :meth:`bind` names the policy once it is loaded.
+
+    Args:
+        compressor: What a full slot of the sparse policy's cache keeps.
+        sampling: How training rollouts are drawn.
+        options: How both samplers are built.
+        retriever: Pages of the cache that each query reads, None for all.
+        steps_per_generation: Micro-batches that a rollout must fill.
+        tell: Shows the user a line about memory.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        sampling: SamplingParams,
+        options: RolloutOptions,
+        retriever: Retriever | None = None,
+        steps_per_generation: int = 1,
+        tell: Callable[[str], None] = logger.info,
+    ) -> None:
+        self.compressor = compressor
+        self.retriever = retriever
+        self.sampling = sampling
+        self.options = options
+        self.rank, self.world_size = 0, 1  # this process among those that share a rollout
+        self.sparse_mode: Callable[[], AbstractContextManager[None]] = nullcontext  # what makes the policy sparse
+        self.version: Callable[[], int] = int  # of the policy's weights, which a shadow must have
+        self.partial: PartialRollouts | None = None
+        if options.partial_rollout_steps is not None:
+            unit = steps_per_generation // math.gcd(steps_per_generation, sampling.num_generations)
+            self.partial = PartialRollouts(options.partial_rollout_steps, options.partial_checkpoint, unit)
+        self._policy: PreTrainedModel | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._shadow: ShadowPolicy | None = None
+        self._samplers: dict[bool, RolloutSampler] = {}
+        self._tell = tell
+        self._told: set[bool] = set()  # caches whose memory plan was told
+
+    def bind(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Draw with this policy from now on."""
+        self._policy, self._tokenizer, self._samplers = policy, tokenizer, {}
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer.
+
+        Raises:
+            RuntimeError: If no policy is loaded yet.
+        """
+        if self._tokenizer is None:
+            raise RuntimeError("The policy is not loaded yet: call the module's configure_model() first.")
+        return self._tokenizer
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether rollouts see less than a full cache."""
+        return self.compressor.evicts or self.retriever is not None
+
+    @property
+    def shadow(self) -> ShadowPolicy | None:
+        """The whole copy of a sharded policy that rollouts read, None where they read the policy itself."""
+        return self._shadow
+
+    @shadow.setter
+    def shadow(self, shadow: ShadowPolicy | None) -> None:
+        self._shadow, self._samplers = shadow, {}
+
+    def sampler(self, dense: bool = False) -> RolloutSampler:
+        """The sampler with compressor and retriever, or with the full cache."""
+        if dense not in self._samplers:
+            tokenizer, policy = self.tokenizer, self._policy if self.shadow is None else self.shadow.model
+            assert policy is not None
+            compressor, retriever = (FullKV(), None) if dense else (self.compressor, self.retriever)
+            self._samplers[dense] = self.options.sampler(policy, tokenizer, compressor, retriever)
+        return self._samplers[dense]
+
+    def release(self) -> None:
+        """Free the memory of both caches."""
+        for sampler in self._samplers.values():
+            sampler.release()
+
+    def generate(
+        self,
+        rows: Rows,
+        params: SamplingParams | None = None,
+        *,
+        dense: bool = False,
+        index: int = 0,
+        places: Sequence[int] | None = None,
+        progress: ReportProgress | None = None,
+    ) -> ScoredRollout:
+        """Completions for rows of a data set, decoded to text; rewards come later.
+
+        Args:
+            rows: Rows with a ``prompt`` column.
+            params: How to draw, default as for training.
+            dense: Use the full cache.
+            index: Number of the rollout: with the seed and the prompts' places it fixes the random numbers.
+            places: Where the prompts stand among those of all ranks, default one rank's after the other's.
+            progress: Called after every decode step.
+        """
+        start, params = time.perf_counter(), params or self.sampling
+        if self.shadow is not None:
+            self.shadow.fill(self.version())
+
+        def report(now: Progress) -> None:
+            self._tell_memory_plan(self.sampler(dense).memory_plan, dense)
+            if progress is not None:
+                progress(now)
+
+        with nullcontext() if dense else self.sparse_mode():
+            rollout = self.sampler(dense).generate(
+                self.encode(rows), params, progress=report,
+                sequence_ids=self._sequence_ids(index, len(rows), params.num_generations, places),
+            )  # fmt: skip
+        return self.decode(rollout, rows, index, start)
+
+    def roll_out(
+        self, rows: Rows, index: int, places: Sequence[int] | None = None, progress: ReportProgress | None = None
+    ) -> ScoredRollout:
+        """The next training rollout: of these rows, or in partial rollouts of those whose samples have all ended."""
+        if self.partial is None:
+            return self.generate(rows, index=index, places=places, progress=progress)
+        start, sampler = time.perf_counter(), self.sampler()
+        ids = self._sequence_ids(index, len(rows), self.sampling.num_generations, places)
+        rollout, complete = self.partial.draw(sampler, self.sampling, rows, self.encode(rows), ids, progress)
+        assert self.partial.session is not None
+        self._tell_memory_plan(self.partial.session.memory_plan, dense=False)
+        return self.decode(rollout, complete, index, start)
+
+    def begin_partial(self, rows: Rows) -> None:
+        """Start a fit of partial rollouts over these rows, which wait for their group in slots and checkpoints.
+
+        Raises:
+            ValueError: If a row cannot be stored, or the longest prompt leaves no room for its completion.
+        """
+        assert self.partial is not None
+        assert self._policy is not None
+        check_storable(rows)
+        (longest,) = self.encode([self.longest(rows)])
+        check_prompts([longest], self.sampling, self._policy)
+        self.partial.begin(len(longest))
+
+    def longest(self, rows: Rows) -> dict[str, Any]:
+        """The row with the longest prompt in tokens."""
+        lengths = [len(prompt) for prompt in self.encode(rows)]
+        return rows[lengths.index(max(lengths))]
+
+    def metrics(self, rollout: Rollout) -> dict[str, Tensor | float]:
+        """What to log of a training rollout beside its own numbers."""
+        return {} if self.partial is None else self.partial.metrics(rollout)
+
+    def encode(self, rows: Rows) -> list[list[int]]:
+        """The token ids of the rows' prompts."""
+        return encode_prompts(self.tokenizer, [row["prompt"] for row in rows], self.options.chat_template_kwargs)
+
+    def decode(self, rollout: Rollout, rows: Rows, index: int, start: float) -> ScoredRollout:
+        """The rollout with its text, and with the time since ``start``."""
+        return ScoredRollout(rollout, rows, self.texts(rollout), {}, index, {"rollout": time.perf_counter() - start})
+
+    def texts(self, rollout: Rollout) -> list[str]:
+        """The completions of a rollout as text."""
+        return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+
+    def _sequence_ids(self, index: int, prompts: int, generations: int, places: Sequence[int] | None) -> list[int]:
+        """Numbers of this rank's sequences of rollout ``index``, different in every rollout and rank."""
+        own = range(self.rank * prompts, (self.rank + 1) * prompts) if places is None else places
+        first = index * prompts * self.world_size
+        return [(first + place) * generations + sample for place in own for sample in range(generations)]
+
+    def _tell_memory_plan(self, plan: MemoryPlan | None, dense: bool) -> None:
+        """Say once per cache how many slots the memory limit allows, while the first rollout is going on."""
+        if plan is not None and dense not in self._told:
+            self._told.add(dense)
+            self._tell(f"Memory plan of the {'full' if dense else 'compressed'} cache: {plan.why}")

@@ -1,0 +1,256 @@
+"""evict and fork: kernel = reference = a sorted list per head, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_cases import (
+    copy,
+    cpu_complaints,
+    head_rows,
+    make_pools,
+    on_each_device,
+    pick_slots,
+    same_bits,
+    same_pools,
+    shape_for,
+    shapes,
+    uniform_pools,
+)
+from test_native_attention import both
+from torch import Tensor
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.records import NEVER
+
+
+def units(layers: int, chosen: Tensor, heads: int) -> list[tuple[int, int, int, int]]:
+    """(layer, row, slot, head) of everything a call works on."""
+    rows = [(b, slot) for b, slot in enumerate(chosen.tolist()) if slot >= 0]
+    return [(layer, b, slot, h) for layer in range(layers) for b, slot in rows for h in range(heads)]
+
+
+score_kinds = st.sampled_from(["random", "ties", "equal", "infinite", "nan", "zeros"])
+
+
+def make_scores(g: torch.Generator, shape: tuple[int, ...], kind: str) -> Tensor:
+    scores = torch.randn(shape, generator=g)
+    special = torch.rand(shape, generator=g)
+    if kind == "ties":
+        return scores.round()
+    if kind == "equal":
+        return torch.ones(shape)
+    if kind == "zeros":  # of both signs, which are equal
+        return torch.where(special < 0.5, 0.0, -0.0)
+    if kind == "infinite":
+        return scores.masked_fill(special < 0.4, -torch.inf).masked_fill(special > 0.8, torch.inf)
+    return scores.masked_fill(special < 0.4, torch.nan) if kind == "nan" else scores
+
+
+def survivors(scores: Tensor, positions: Tensor, budget: int, num_sinks: int, window: int) -> list[int]:
+    """Indices that stay: pinned first, then the best scores, the lowest index first; in order."""
+    n = len(positions)
+
+    def rank(j: int) -> tuple[bool, float, int]:
+        pinned = int(positions[j]) < num_sinks or j >= n - window
+        score = float(scores[j])
+        return (not pinned, -score if score == score else torch.inf, j)
+
+    return sorted(sorted(range(n), key=rank)[:budget])
+
+
+@on_each_device
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6),
+    full=st.booleans(), recorded=st.booleans(),
+)  # fmt: skip
+def test_evict_in_place(
+    device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int, full: bool, recorded: bool
+) -> None:
+    shape = shape_for(device, shape)
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **shape, full=full)
+    layers, slots, heads = pools.lengths.shape
+    chosen, seen = pick_slots(g, slots), torch.randint(100, 200, (slots,), generator=g)
+    rows, width, tokens = len(chosen), int(pools.lengths.max()) + seed % 2, 2 * shape["capacity"]
+    scores = make_scores(g, (layers, rows, heads, width), kind)
+    budgets = torch.randint(0, shape["capacity"] + 2, (layers, rows, heads), generator=g).int()
+    death = torch.full((layers, slots, heads, tokens), NEVER, dtype=torch.int32)
+    state = torch.randn(len(pools.keys), 2, generator=g)
+    args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.capacities,
+            pools.keys, pools.values, pools.positions, pools.lengths, *((death, state) if recorded else (None, None)),
+            *[None] * 4]  # fmt: skip
+    native, reference = both("evict", args, device)
+    want, want_state, want_death = copy(pools), state.clone(), death.clone()
+    untouched = torch.ones(len(pools.keys), dtype=torch.bool)
+    for layer, b, slot, h in units(layers, chosen, heads):
+        live = head_rows(pools, layer, slot, h)
+        keep = survivors(scores[layer, b, h], pools.positions[live], int(budgets[layer, b, h]), num_sinks, window)
+        gone = sorted(set(range(live.stop - live.start)) - set(keep))
+        there = slice(live.start, live.start + len(keep))
+        for pool, source in ((want.keys, pools.keys), (want.values, pools.values), (want_state, state),
+                             (want.positions, pools.positions)):  # fmt: skip
+            pool[there] = source[live][keep]
+        want.lengths[layer, slot, h] = len(keep)
+        want_death[layer, slot, h, pools.positions[live][gone].long()] = seen[slot].int()
+        untouched[live] = False
+    for result in (native, reference):
+        assert same_bits(result[11], want.lengths)
+        for layer, slot, h in torch.ones(layers, slots, heads).nonzero().tolist():
+            live = head_rows(want, layer, slot, h)  # what lies behind the survivors may be anything
+            for index, pool in ((8, want.keys), (9, want.values), (10, want.positions), (13, want_state)):
+                assert result[index] is None or same_bits(result[index][live], pool[live])
+            assert (result[10][live].diff() > 0).all()
+        assert result[12] is None or same_bits(result[12], want_death)
+    assert same_bits(native[8][untouched], pools.keys[untouched])
+    assert same_bits(native[9][untouched], pools.values[untouched])
+
+
+@on_each_device
+@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
+@pytest.mark.parametrize(("dim", "dtype"), [(8, torch.bfloat16), (136, torch.float32)])
+def test_evict_in_place_of_long_rows(device: str, dim: int, dtype: torch.dtype, kind: str) -> None:
+    g = torch.Generator().manual_seed(6)
+    pools = make_pools(g, layers=2, slots=2, heads=2, dim=dim, capacity=1100, dtype=dtype, kind="random", full=True)
+    scores = make_scores(g, (2, 2, 2, 1100), kind)
+    budgets = (torch.rand(2, 2, 2, generator=g) * pools.lengths).int()
+    budgets[0, 0, 0] = 5  # fewer than are pinned
+    args = [scores, budgets, 4, 8, torch.tensor([1, 0]), torch.tensor([7000, 8000]), pools.offsets, pools.capacities,
+            pools.keys, pools.values, pools.positions, pools.lengths,
+            torch.full((2, 2, 2, 2200), NEVER, dtype=torch.int32),
+            torch.randn(len(pools.keys), 3, generator=g), *[None] * 4]  # fmt: skip
+    native, reference = both("evict", args, device)
+    assert same_bits(native[11], reference[11])
+    assert same_bits(native[12], reference[12])
+    kept = KVPools(*native[8:11], pools.offsets, pools.capacities, native[11])
+    for layer, slot, h in torch.ones(2, 2, 2).nonzero().tolist():
+        live = head_rows(kept, layer, slot, h)
+        assert all(same_bits(native[i][live], reference[i][live]) for i in (8, 9, 10, 13))
+        assert kept.lengths[layer, slot, h] == budgets[layer, 1 - slot, h].minimum(pools.lengths[layer, slot, h])
+
+
+@on_each_device
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6)
+)
+def test_evict_from_a_source(device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int) -> None:
+    shape = shape_for(device, shape)
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **shape)
+    layers, slots, heads = pools.lengths.shape
+    chosen, seen = pick_slots(g, slots), torch.randint(100, 200, (slots,), generator=g)
+    source = make_pools(g, **{**shape, "capacity": 2 * shape["capacity"]})  # rows of the call = slots of the source
+    width = int(source.lengths.max())
+    scores = make_scores(g, (layers, slots, heads, width), kind)
+    room = pools.capacities[:, chosen.clamp(min=0)]
+    budgets = (torch.rand(room.shape, generator=g) * (room + 1)).int()
+    death = torch.full((layers, slots, heads, width + 1), NEVER, dtype=torch.int32)
+    args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
+            pools.positions, pools.lengths, death, None, source.keys, source.values, source.offsets,
+            source.lengths]  # fmt: skip
+    for result in both("evict", args, device):
+        want, want_death = copy(pools), death.clone()
+        for layer, b, slot, h in units(layers, chosen, heads):
+            live = head_rows(source, layer, b, h)
+            length, budget = live.stop - live.start, int(budgets[layer, b, h])
+            keep = survivors(scores[layer, b, h], torch.arange(length), budget, num_sinks, window)
+            start = int(pools.offsets[layer, slot, h])
+            there = slice(start, start + len(keep))
+            want.keys[there], want.values[there] = source.keys[live][keep], source.values[live][keep]
+            want.positions[there] = torch.tensor(keep, dtype=torch.int32)
+            want.lengths[layer, slot, h] = len(keep)
+            want_death[layer, slot, h, sorted(set(range(length)) - set(keep))] = seen[slot].int()
+        assert same_bits(result[11], want.lengths)
+        assert same_bits(result[12], want_death)
+        assert same_bits(result[8], want.keys)
+        assert same_bits(result[9], want.values)
+        assert same_bits(result[10], want.positions)
+
+
+@on_each_device
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**6), shape=shapes, num_queries=st.integers(0, 2), state=st.booleans())
+def test_fork(device: str, seed: int, shape: dict, num_queries: int, state: bool) -> None:
+    shape = shape_for(device, shape)
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **{**shape, "slots": shape["slots"] + 2})
+    layers, slots, heads = pools.lengths.shape
+    pools.lengths.copy_(pools.lengths.minimum(pools.capacities.amin(1, keepdim=True)))
+    order = torch.randperm(slots, generator=g)
+    sources = order[:1].repeat(slots)
+    sources[2:] = order[torch.randint(0, 2, (slots - 2,), generator=g)]  # two slots forked to the others
+    destinations = order.clone()
+    destinations[0], destinations[1] = order[0], -1  # onto itself; nowhere
+    ring = torch.randn(layers, slots, 2 * heads, num_queries, shape["dim"], generator=g).to(shape["dtype"])
+    death = torch.randint(0, 99, (layers, slots, heads, 7), generator=g).int()
+    running = torch.randn(len(pools.keys), 3, generator=g) if state else None
+    args = [sources, destinations, pools.offsets, pools.capacities, pools.keys, pools.values, pools.positions,
+            pools.lengths, ring, death, running]  # fmt: skip
+    expected = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    for source, destination in zip(sources.tolist()[2:], destinations.tolist()[2:], strict=True):
+        expected[7][:, destination] = pools.lengths[:, source]
+        expected[8][:, destination], expected[9][:, destination] = ring[:, source], death[:, source]
+        for layer in range(layers):
+            for h in range(heads):
+                live = head_rows(pools, layer, source, h)
+                to = int(pools.offsets[layer, destination, h])
+                for index in (4, 5, 6, 10):
+                    if args[index] is not None:
+                        expected[index][to : to + live.stop - live.start] = args[index][live]
+    for result in both("fork", args, device):
+        for got, want in zip(result, expected, strict=True):
+            assert got is want is None or same_bits(got, want)
+
+
+@cpu_complaints
+@pytest.mark.parametrize("positions", [[0, 1, 9, 10], [-3, -2, 0, 1]])
+def test_a_death_beyond_the_record_is_an_error(positions: list[int]) -> None:
+    pools = uniform_pools((1, 1, 1), 4, 8, torch.float32)
+    pools.lengths.fill_(4)
+    pools.positions.copy_(torch.tensor(positions))
+    with pytest.raises(RuntimeError, match="outside the death record of 5 tokens"):
+        ops.evict(
+            pools, torch.tensor([0]), torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), 1, dtype=torch.int32), 0, 0,
+            torch.tensor([11]), torch.zeros(1, 1, 1, 5, dtype=torch.int32),
+        )  # fmt: skip
+
+
+@cpu_complaints
+def test_storing_more_than_a_slot_holds_is_an_error() -> None:
+    source = uniform_pools((1, 1, 1), 4, 8, torch.float32)
+    pools = uniform_pools((1, 2, 1), 2, 8, torch.float32)
+    source.lengths.fill_(4)
+    before, budgets = copy(pools), torch.full((1, 1, 1), 3, dtype=torch.int32)
+    seen = torch.tensor([4, 4])
+    with pytest.raises(RuntimeError, match="a head holds 3 entries, allowed are 0 to its capacity = 2"):
+        ops.evict(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 4), budgets, 0, 0, seen, source=source)
+    assert same_pools(pools, before)
+
+
+def test_nothing_to_store_leaves_an_empty_slot() -> None:
+    pools = uniform_pools((1, 1, 1), 4, 8, torch.float32)
+    pools.lengths.fill_(3)
+    source = uniform_pools((1, 1, 1), 0, 8, torch.float32)
+    budgets = torch.full((1, 1, 1), 3, dtype=torch.int32)
+    ops.evict(pools, torch.tensor([0]), torch.zeros(1, 1, 1, 2), budgets, 0, 0, torch.tensor([0]), source=source)
+    assert pools.lengths.item() == 0
+
+
+@cpu_complaints
+def test_forking_onto_a_source_is_an_error() -> None:
+    pools = uniform_pools((1, 3, 1), 4, 8, torch.float32)
+    with pytest.raises(RuntimeError, match="slot 1 is both"):
+        ops.fork(pools, torch.tensor([0, 1]), torch.tensor([1, 2]))
+
+
+@cpu_complaints
+def test_forking_into_a_smaller_slot_is_an_error() -> None:
+    pools = uniform_pools((1, 2, 1), 4, 8, torch.float32)
+    pools.lengths[0, 0], pools.capacities[0, 1] = 3, 2
+    with pytest.raises(RuntimeError, match="a head holds 3 entries, allowed are 0 to the destination's capacity = 2"):
+        ops.fork(pools, torch.tensor([0]), torch.tensor([1]))

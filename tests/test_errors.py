@@ -1,0 +1,133 @@
+"""Every number of every class that a configuration names is checked where it is given."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import typing
+from collections.abc import Callable
+from inspect import Parameter, signature
+from types import UnionType
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from docs import listing
+from sparse_rl_lightning import SamplingParams, SparseGRPO
+from sparse_rl_lightning.callbacks import ImportanceReweighting
+from sparse_rl_lightning.compressors import RKV, KNorm
+from sparse_rl_lightning.data import ArithmeticTasks
+from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.policies import TinyPolicy
+from sparse_rl_lightning.rewards import compute_rewards
+
+CLASSES = {thing.__name__: thing for _, _, things in [*listing.GROUPS, *listing.CALLBACK_GROUPS] for thing in things}
+UNBOUNDED = {"high"}
+"""Bounds for which infinity says that there is none."""
+
+
+def reward(completions: list[str], **_: Any) -> list[float | None]:
+    return [0.0] * len(completions)
+
+
+def needed(thing: Any) -> dict[str, Any]:
+    """Arguments without which a class cannot be made."""
+    small = RKV(budget=12)
+    known: dict[str, Any] = {
+        "policy": TinyPolicy(), "compressor": small, "reward_funcs": reward, "compressors": [small, KNorm(12)],
+        "budget": 12, "path": "x.jsonl",
+    }  # fmt: skip
+    return {name: known[name] for name, (_, default) in parameters(thing).items() if default is Parameter.empty}
+
+
+def parameters(thing: Any) -> dict[str, tuple[Any, Any]]:
+    """Arguments of a class with annotation and default; those that it passes on to its parents of ours included."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for parent in thing.__mro__:
+        if "__init__" not in vars(parent) or not parent.__module__.startswith("sparse_rl_lightning"):
+            continue
+        hints = typing.get_type_hints(parent.__init__)
+        own = dict(list(signature(parent.__init__).parameters.items())[1:])
+        for name, parameter in own.items():
+            if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+                found.setdefault(name, (hints.get(name), parameter.default))
+        if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in own.values()):
+            break  # it says all that it takes
+    return found
+
+
+def numbers_of(*kinds: type) -> list[tuple[str, str]]:
+    """Class and argument wherever a number of these types belongs."""
+    return [
+        (name, argument)
+        for name, thing in CLASSES.items()
+        if inspect.isclass(thing)
+        for argument, (annotation, _) in parameters(thing).items()
+        if {*(get_args(annotation) if isinstance(annotation, UnionType) else [annotation])} & {*kinds}
+    ]
+
+
+@pytest.mark.parametrize(("name", "argument"), numbers_of(float))
+def test_no_number_is_taken_that_is_not_finite(name: str, argument: str) -> None:
+    thing = CLASSES[name]
+    for value in (math.nan, -math.inf, *[math.inf] * (argument not in UNBOUNDED)):
+        with pytest.raises(ValueError, match=argument) as caught:
+            thing(**needed(thing) | {argument: value})
+        assert str(value).removeprefix("-") in str(caught.value)
+
+
+def test_the_classes_that_a_configuration_names_have_numbers() -> None:
+    assert len(numbers_of(float)) >= 50  # each in one class
+    assert {("GRPOLoss", "beta"), ("SamplingParams", "temperature"), ("TIS", "clip_max")} <= {*numbers_of(float)}
+
+
+@pytest.mark.parametrize("make", [
+    lambda seed: SamplingParams(seed=seed), lambda seed: ArithmeticTasks(seed=seed),
+])  # fmt: skip
+def test_a_seed_fits_into_64_bits(make: Callable[[int], object]) -> None:
+    make(2**63 - 1)
+    make(-(2**63))
+    for seed in (2**63, -(2**63) - 1, 10**30):
+        with pytest.raises(ValueError, match="seed must be"):
+            make(seed)
+
+
+@pytest.mark.parametrize("arguments", [
+    {"clip_max": 0.0}, {"clip_max": -1.0}, {"clip_min": -0.5}, {"normalize": "batch", "normalize_clip_max": 0.0},
+])  # fmt: skip
+def test_a_weight_is_never_clipped_to_nothing_or_below(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{[*arguments][-1]} must be"):
+        ImportanceReweighting(**arguments)
+
+
+@pytest.mark.parametrize("weights", [[math.nan], [math.inf], [-math.inf], [None]])
+def test_weights_of_rewards_are_numbers(weights: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"reward_weights\[0\] must be a finite number, got"):
+        SparseGRPO(**needed(SparseGRPO), reward_weights=weights)
+    with pytest.raises(ValueError, match=r"reward_weights\[0\] must be a finite number, got"):
+        compute_rewards([reward], weights, ["1"], ["2"], [[3]], {})
+
+
+@pytest.mark.parametrize(("bounds", "value", "said"), [
+    ({}, math.nan, "a finite number, got"),
+    ({"least": 0}, -1, "at least 0, got"),
+    ({"above": 0}, 0, "above 0, got"),
+    ({"least": 0, "below": 1}, 1, "at least 0 and below 1, got"),
+    ({"above": 0, "most": 1}, 1.5, "above 0 and at most 1, got"),
+    ({}, None, "a finite number, got"),
+    ({"least": 0}, math.inf, "a finite number, at least 0, got"),
+    ({}, "3", "a finite number, got"),
+])  # fmt: skip
+def test_a_number_is_refused_in_words(bounds: dict[str, float], value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^RKV: part.x must be {said} x={value}.$"):
+        check_number("part.x", value, **bounds, owner="RKV")
+
+
+def test_numbers_at_their_bounds_are_taken() -> None:
+    check_number("x", 0, least=0)
+    check_number("x", 1, most=1)
+    check_number("x", -1e300)
+    check_number("x", 0.999, below=1)
+    check_number("x", np.float32(2))
+    check_number("x", np.int64(2), most=2)
