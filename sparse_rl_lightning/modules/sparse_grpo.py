@@ -368,7 +368,7 @@ class SparseGRPO(PolicyModule):
         own = {
             "num_rollouts": self.num_rollouts,
             "block": None if self.block is None or self.block.is_spent else self.block.state(),
-            "partial": None if self.generator.partial is None else self.generator.partial.state(),
+            "partial": self.generator.partial_state(),
             "random_state": self.training_state.random(),
         }
         checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(own, self._world_size)[1:]}
