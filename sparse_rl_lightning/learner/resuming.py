@@ -1,6 +1,6 @@
-"""What a resumed run takes from its checkpoint, and what from its configuration: settings of optimiser and schedule.
+"""What a resumed run takes from its checkpoint, and what from its configuration: settings of optimizer and schedule.
 
-The state of an optimiser (momenta) is the checkpoint's. Its learning rate, weight decay and so on, and the schedule,
+The state of an optimizer (momenta) is the checkpoint's. Its learning rate, weight decay and so on, and the schedule,
 are the configuration's: of a schedule, what it gives after the steps that were done. A checkpoint keeps a description
 of what was configured, so that where nothing was changed nothing is touched, and a run goes on bitwise.
 """
@@ -24,7 +24,7 @@ KEY = "sparse_rl_optimizer"
 
 @dataclass(frozen=True)
 class Configured:
-    """An optimiser and its schedule as a configuration makes them, in words that compare."""
+    """An optimizer and its schedule as a configuration makes them, in words that compare."""
 
     optimizer: str
     groups: list[str]
@@ -60,7 +60,7 @@ def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
 
 
 def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
-    """Refuse the state of another optimiser than the configured one.
+    """Refuse the state of another optimizer than the configured one.
 
     Args:
         checkpoint: Lightning's; strategies that shard keep the state elsewhere.
@@ -87,7 +87,7 @@ def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
 
 
 def forward(schedule: LRScheduler | None, steps: int) -> None:
-    """Bring a schedule that was just made to where it is after some steps, its optimiser's settings with it."""
+    """Bring a schedule that was just made to where it is after some steps, its optimizer's settings with it."""
     if schedule is None:
         return
     with warnings.catch_warnings():
@@ -97,7 +97,7 @@ def forward(schedule: LRScheduler | None, steps: int) -> None:
 
 
 def take_over(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
-    """Give an optimiser the settings of another of its class, group by group; what it counts there stays its own.
+    """Give an optimizer the settings of another of its class, group by group; what it counts there stays its own.
 
     Returns:
         What was changed, in words.
@@ -128,7 +128,7 @@ def schedule_change(was: Mapping[str, Any], now: Configured) -> list[str]:
 
 
 def _counted(optimizer: Optimizer) -> set[str]:
-    """What an optimiser keeps in its groups and was not given: a number of steps, Prodigy's estimate of its rate."""
+    """What an optimizer keeps in its groups and was not given: a number of steps, Prodigy's estimate of its rate."""
     given = {name for kind in type(optimizer).__mro__ for name in inspect.signature(kind.__init__).parameters}  # type: ignore[misc]
     return optimizer.defaults.keys() - given
 

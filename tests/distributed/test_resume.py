@@ -27,7 +27,7 @@ PARTIAL: dict[str, object] = {"rollout": {"num_slots": 3, "partial_rollout_steps
 
 
 def config(folder: Path, model: dict[str, object] | None = None, **trainer: object) -> Path:
-    """A tiny run: 3 optimiser steps per rollout, 6 per epoch and validation, random numbers drawn in all of them."""
+    """A tiny run: 3 optimizer steps per rollout, 6 per epoch and validation, random numbers drawn in all of them."""
     values = {
         "seed_everything": 7,
         "num_threads": 1,
