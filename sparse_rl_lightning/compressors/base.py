@@ -167,7 +167,7 @@ class Compressor(Budgeted):
         Args:
             layer: One layer's cache.
             layer_budget: Budget of the layer from :meth:`layer_budgets`, or (S,) int64, one for each slot; default
-                :attr:`budget`.
+                ``budget``.
 
         Raises:
             ValueError: If :meth:`score` cannot be ranked, or more entries must stay than a head keeps.

@@ -72,7 +72,7 @@ def picture(record: RunRecord) -> bytes:
 
 
 def drawings(plots: Sequence[Plot]) -> list[str]:
-    """The inside of one SVG element per chart, which has :data:`WIDTH` and :data:`HEIGHT`.
+    """The inside of one SVG element per chart, which has ``WIDTH`` and ``HEIGHT``.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message says what to install.
