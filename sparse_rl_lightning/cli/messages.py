@@ -120,8 +120,8 @@ def _suggestion(message: str) -> list[str]:
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the closest known names, whatever their case, or nothing."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    cutoff = 0.85 if "." in name else 0.6  # names of a group have its name in common
-    inside = [candidate for candidate in by_lower if candidate.endswith(f".{name.lower()}")]  # of a group
-    close = [by_lower[match] for match in inside or difflib.get_close_matches(name.lower(), by_lower, 3, cutoff)]
+    is_dotted = "." in name
+    by_lower = {(c if is_dotted else c.rpartition(".")[2]).lower(): c for c in known}  # alone, a name may be a group's
+    cutoff = 0.85 if is_dotted else 0.6  # names of a group have its name in common
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 3, cutoff)]
     return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""
