@@ -67,7 +67,7 @@ class Recipe:
         settings = own | own["sampling"] | own.get("rollout", {}) | own.get("loss", {})
         parameters = shape.weights_read + (0 if tied else shape.vocab_size * shape.hidden_size)
         prompts = config["data"]["init_args"]["prompts_per_rollout"]
-        return cls(name, shape, parameters, settings, config["trainer"], prompts * settings["sampling"]["num_generations"])
+        return cls(name, shape, parameters, settings, config["trainer"], prompts * settings["num_generations"])
 
     @cached_property
     def compressor(self) -> Compressor:
@@ -109,7 +109,7 @@ class Recipe:
     @property
     def reference(self) -> int:
         """The reference policy of the KL penalty, whole and float32 on every rank."""
-        return 4 * self.parameters if self.settings["loss"].get("beta") else 0
+        return 4 * self.parameters if self.settings.get("beta") else 0
 
     def copy(self, stage: int) -> int:
         """The sampler's bfloat16 copy of the weights: autocast's, stage 3's shadow; stage 2 reads live weights."""
@@ -117,21 +117,22 @@ class Recipe:
 
     def cache(self, compressor: Compressor, retriever: Retriever | None = None) -> int:
         """All slots with everything that stands in them."""
-        s, completion = self.shape, self.settings["sampling"]["max_completion_length"]
+        s, length = self.shape, PROMPT + self.settings["max_completion_length"]
         geometry = CacheGeometry(
             s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, 1.0, torch.empty(0), 1.0,
             torch.bfloat16, torch.bfloat16, torch.device("cpu"),
         )  # fmt: skip
-        capacities = Trigger(compressor, s.num_layers).capacities(PROMPT, PROMPT + completion)
-        size = CacheSize.of(compressor, geometry, self.num_slots, capacities, PROMPT + completion)
+        capacities = Trigger(compressor, s.num_layers).capacities(PROMPT, length)
+        size = CacheSize.of(compressor, geometry, self.num_slots, capacities, length)
         if retriever is not None:
             size = with_pages(size, retriever)
-        return slot_bytes(geometry, size, SamplingParams(max_completion_length=completion)).of(self.num_slots)
+        params = SamplingParams(max_completion_length=self.settings["max_completion_length"])
+        return slot_bytes(geometry, size, params).of(self.num_slots)
 
     @property
     def num_slots(self) -> int:
         """Sequences decoded at the same time."""
-        return min(self.settings["rollout"]["num_slots"] or self.num_sequences, self.num_sequences)
+        return min(self.settings["num_slots"] or self.num_sequences, self.num_sequences)
 
 
 def built(given: dict[str, Any]) -> Any:

@@ -1,4 +1,8 @@
-"""Compressor: a score per cached entry. Pinning, ties, compaction and the record are written once, elsewhere."""
+"""Compressor: a score per cached entry. Pinning, ties, compaction and the record are written once, elsewhere.
+
+The op ``evict`` carries out what :meth:`Compressor.plan_eviction` plans. What the sampler has forgotten is accounted for
+in the learner, by ``corrections.py`` and ``learner/loss.py``.
+"""
 
 from __future__ import annotations
 

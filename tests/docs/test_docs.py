@@ -169,16 +169,15 @@ def test_without_the_reference_a_smaller_card_may_do() -> None:
 def test_more_machines_draw_and_step_as_the_file_does() -> None:
     """The table of docs/recipes.md: the paper's 128 prompts, 4 optimiser steps and micro-batches of the same size."""
     recipe = predictions.Recipe.of("qwen2.5-7b")
-    generations = recipe.settings["sampling"]["num_generations"]
     number = r"[^|]*\| *(\d+) *"
     rows = re.findall(rf"^\| (\d+) machines? of (\d+){number * 3}\|$", (DOCS / "recipes.md").read_text("utf-8"), re.M)
     rows = [tuple(map(int, row)) for row in rows]
     assert [row[:2] for row in rows] == [(1, 4), (2, 8), (4, 8)]
     for machines, gpus, prompts, parts, accumulate in rows:
-        plan = BlockPlan(prompts, generations, parts, num_iterations=1, accumulate=accumulate)
+        plan = BlockPlan(prompts, recipe.settings["num_generations"], parts, num_iterations=1, accumulate=accumulate)
         assert (machines * gpus * prompts, plan.optimizer_steps, plan.micro_batch) == (128, 4, 8)
     given = recipe.settings["steps_per_generation"], recipe.trainer["accumulate_grad_batches"]
-    assert rows[0][2:] == (recipe.num_sequences // generations, *given)
+    assert rows[0][2:] == (recipe.num_sequences // recipe.settings["num_generations"], *given)
 
 
 @pytest.mark.parametrize("name", predictions.RECIPES)
