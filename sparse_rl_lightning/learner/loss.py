@@ -1,4 +1,10 @@
-"""The loss of a micro-batch as its share of one optimizer step."""
+"""The loss of a micro-batch as its share of one optimizer step.
+
+By now a rollout has log-probs of the dense policy from before the update (``old_logprobs``) and advantages. Correction
+callbacks have compared dense with sparse probabilities (``corrections.py``): they cleared ``keep`` where a token or a
+whole sequence is rejected, and set ``weights``. The formulas are in ``losses.py``, the learner's log-probs in
+``forward.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SparseGRPO: the training step of Sparse-RL, from prompts to a loss, in the order of the paper."""
+"""SparseGRPO: the training step of Sparse-RL, from prompts to a loss. Rollouts: ``rollout/engine/scheduler.py``."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ class SparseGRPO(PolicyModule):
         own = {
             "num_rollouts": self.num_rollouts,
             "block": None if self.block is None or self.block.is_spent else self.block.state(),
-            "partial": None if self.generator.partial is None else self.generator.partial.state(),
+            "partial": self.generator.partial_state(),
             "random_state": self.training_state.random(),
         }
         checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(own, self._world_size)[1:]}

@@ -208,7 +208,7 @@ def test_bins_without_data_follow_the_next_known_one() -> None:
         choose({8: [None, None]}, 0.8, bin_size=10)
 
 
-def test_a_bin_without_data_holds_what_its_neighbour_holds() -> None:
+def test_a_bin_without_data_holds_what_its_neighbor_holds() -> None:
     """As in the schedule that is chosen; not the largest budget only, which would then be that of all later bins."""
     table = {8: [None, cell(0.9), None, cell(0.2), None], 16: [None, cell(0.95), None, cell(0.3), None]}
     found = Calibration(table, choose(table, 0.8, bin_size=10), ceiling=1, target=0.8, bin_size=10)
