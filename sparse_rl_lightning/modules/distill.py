@@ -1,4 +1,4 @@
-"""DistillSparse: a low-rank adapter that only the sparse policy wears learns to make up for what the cache forgot."""
+"""DistillSparse: a low-rank adapter of the sparse policy alone learns to make up for what the cache forgot."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SparseAdapter:
 
 
 class DistillSparse(SparseGRPO):
-    """SparseGRPO whose sampler wears an adapter that is taught by the dense policy (DistillSparse; Sparrow, App. D).
+    """SparseGRPO whose sampler has an adapter, taught by the dense policy (DistillSparse; Sparrow, App. D).
 
     Rollouts and everything that speaks of the sparse policy run with the adapter, everything dense without it. A
     rollout is served ``num_iterations`` times for the policy, which learns as in :class:`SparseGRPO`, and then once
