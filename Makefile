@@ -58,7 +58,7 @@ native: $(INSTALLED) ## compile the native library again after a change in cuda_
 # A copy of the package with instrumented kernels; python itself is not instrumented, so the runtime is preloaded.
 SANITIZED := build/sanitized
 SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1 -DSPARSE_RL_NO_CLONES
-sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and undefined-behaviour sanitizers
+sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and undefined-behavior sanitizers
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r sparse_rl_lightning tests cuda_ext setup.py pyproject.toml LICENSE CHANGELOG.md README.md $(SANITIZED)/
 	rm -f $(SANITIZED)/sparse_rl_lightning/*.so

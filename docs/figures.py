@@ -93,7 +93,7 @@ def loop() -> Figure:
     steps = [
         ("prompts", FREE), ("rollout:\nsparse policy,\nsmall cache", KEPT),
         ("rescoring:\ndense policy,\nfull cache", SINK),
-        ("rewards,\nadvantages", WINDOW), ("callbacks:\nreject,\nreweight", GONE), ("loss,\noptimiser", FREE),
+        ("rewards,\nadvantages", WINDOW), ("callbacks:\nreject,\nreweight", GONE), ("loss,\noptimizer", FREE),
     ]  # fmt: skip
     for number, (text, color) in enumerate(steps):
         box(axes, 1.6 + 3.35 * number, 4, text, color, 2.6, 2.2)

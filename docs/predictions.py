@@ -63,7 +63,8 @@ class Recipe:
         """Read a shipped configuration."""
         config = read_file(CONFIGS / f"{name}.yaml")
         shape_name, tied = RECIPES[name]
-        shape, settings = ModelShape.of(shape_name), config["model"]["init_args"]
+        shape, own = ModelShape.of(shape_name), config["model"]["init_args"]
+        settings = own | own["sampling"] | own.get("rollout", {}) | own.get("loss", {})
         parameters = shape.weights_read + (0 if tied else shape.vocab_size * shape.hidden_size)
         prompts = config["data"]["init_args"]["prompts_per_rollout"]
         return cls(name, shape, parameters, settings, config["trainer"], prompts * settings["num_generations"])

@@ -99,8 +99,8 @@ def uniform_pools(heads: tuple[int, ...], capacity: int, dim: int, dtype: torch.
 def make_keys(g: torch.Generator, rows: int, dim: int, kind: str) -> Tensor:
     keys = torch.randn(rows, dim, generator=g)
     if kind == "clustered":
-        centres = torch.randn(3, dim, generator=g)
-        return centres[torch.randint(3, (rows,), generator=g)] + 0.3 * keys
+        centers = torch.randn(3, dim, generator=g)
+        return centers[torch.randint(3, (rows,), generator=g)] + 0.3 * keys
     if kind == "equal":
         return keys[:1].repeat(rows, 1)
     if kind == "zeros":

@@ -43,7 +43,7 @@ from sparse_rl_lightning.records import Rollout, ScoredRollout
 Job = dict[str, Any]
 PROMPTS = 4  # per rollout, on all ranks together
 STEPS = 5
-SETTINGS: dict[str, Any] = {  # two optimiser steps of two micro-batches per rollout; every sum over sequences in use
+SETTINGS: dict[str, Any] = {  # two optimizer steps of two micro-batches per rollout; every sum over sequences in use
     "steps_per_generation": 2,
     "num_iterations": 2,
     "loss_type": "dapo",
@@ -71,7 +71,7 @@ class Recorded(SparseGRPO):
 
 
 class Tap(Callback):
-    """Whole gradients before clipping at every optimiser step, and whole weights at the end."""
+    """Whole gradients before clipping at every optimizer step, and whole weights at the end."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -109,7 +109,7 @@ class Terminate(Callback):
 
 
 class Kill(Callback):
-    """Power fails on one rank, in the second micro-batch of the fourth optimiser step."""
+    """Power fails on one rank, in the second micro-batch of the fourth optimizer step."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -120,7 +120,7 @@ class Kill(Callback):
 
 
 class OwnParts(Callback):
-    """From the third optimiser step on, this rank's part of a checkpoint is written where the others do not see it."""
+    """From the third optimizer step on, this rank's part of a checkpoint is written where the others do not see it."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -135,7 +135,7 @@ class OwnParts(Callback):
 
 
 class FullDisk(Callback):
-    """From the third optimiser step on, one rank can write no files above 4 KiB."""
+    """From the third optimizer step on, one rank can write no files above 4 KiB."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

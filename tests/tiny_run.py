@@ -42,7 +42,7 @@ def digits_reward(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def config(**trainer: Any) -> dict[str, Any]:
-    """A tiny run with two rollouts of two optimiser steps, written below runs/."""
+    """A tiny run with two rollouts of two optimizer steps, written below runs/."""
     return {
         "num_threads": 1,
         "model": {

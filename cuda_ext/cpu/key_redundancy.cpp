@@ -1,4 +1,4 @@
-// key_redundancy: R-KV's mean cosine to the other keys, the last similar neighbour of every key spared.
+// key_redundancy: R-KV's mean cosine to the other keys, the last similar neighbor of every key spared.
 //
 // All but the spared entries are linear in the keys: sum_i cos(i, j) = k_j . (sum_i k_i - k_j) for unit keys. Only the
 // search for each row's last similar column is pairwise. It walks over blocks of columns from the last one on; a row

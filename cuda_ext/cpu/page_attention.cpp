@@ -9,7 +9,7 @@
 namespace sparse_rl {
 namespace {
 
-// Neighbouring entries of a head.
+// Neighboring entries of a head.
 struct Piece {
   int64_t start, count;
 };

@@ -13,7 +13,7 @@ SPARSE_RL_DEVICE uint32_t pack(float low, float high) {
   return static_cast<uint32_t>(narrow<T>(low).x) | static_cast<uint32_t>(narrow<T>(high).x) << 16;
 }
 
-// Eight neighbouring elements as they lie in memory, zeros where there is nothing: float8 takes half the registers.
+// Eight neighboring elements as they lie in memory, zeros where there is nothing: float8 takes half the registers.
 template <class P>
 SPARSE_RL_DEVICE auto load_eight(bool there, const P* row, int at) {
   if constexpr (std::is_same_v<P, Float8>) {
@@ -38,7 +38,7 @@ SPARSE_RL_DEVICE uint4 words(uint2 v) {
 }
 
 // K and V take no way through shared memory. Products may take the elements of a head, and the entries, in any order as
-// long as both factors agree, so every lane simply loads eight neighbouring elements and feeds them wherever its
+// long as both factors agree, so every lane simply loads eight neighboring elements and feeds them wherever its
 // registers stand.
 // A warp takes 16 entries at a time:
 // logits (8 heads, 16 entries) = Q (8 heads, D) K^T: lane 4r + q loads elements 32i + 8q.. of query r and of entry r;

@@ -67,7 +67,7 @@ SPARSE_RL_DEVICE T narrow(float x) {
   return static_cast<T>(x);
 }
 
-// Over groups of `Lanes` neighbouring lanes; all of them get the result.
+// Over groups of `Lanes` neighboring lanes; all of them get the result.
 template <int Lanes = 32>
 SPARSE_RL_DEVICE float warp_sum(float x) {
 #pragma unroll

@@ -30,7 +30,7 @@ SPARSE_RL_DEVICE void widen(uint32_t word, float (&x)[4]) {
 #endif
 }
 
-// Four or eight neighbouring numbers as floats.
+// Four or eight neighboring numbers as floats.
 template <int Width>
 SPARSE_RL_DEVICE void load_floats(const Float8* p, float (&x)[Width]) {
   static_assert(Width == 4 || Width == 8);

@@ -6,7 +6,7 @@
 namespace sparse_rl {
 namespace {
 
-constexpr int kPageBlocks = 64;  // blocks of a head when all of its pages are summarised
+constexpr int kPageBlocks = 64;  // blocks of a head when all of its pages are summarized
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1) summarize_kernel(Summary<T> op) {

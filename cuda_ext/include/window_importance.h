@@ -9,7 +9,7 @@ struct Pooling {
   enum Kind { kNone, kMax, kAverage } kind;
   int half;
 
-  // Of entry j of `count`. The average counts missing neighbours as zeros.
+  // Of entry j of `count`. The average counts missing neighbors as zeros.
   SPARSE_RL_DEVICE float at(const float* values, int count, int j) const {
     if (kind == kNone) return values[j];
     const int first = j > half ? j - half : 0, last = j + half < count ? j + half : count - 1;

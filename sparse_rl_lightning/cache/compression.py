@@ -189,7 +189,7 @@ def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
     if cache.arenas is not None:
         rows, valid = gather_heads(pools.offsets[own], lengths, int(lengths.max()))
         keys, values, positions = pools.keys[rows], pools.values[rows], pools.positions[rows]
-    else:  # views where the slots are neighbours
+    else:  # views where the slots are neighbors
         keys, values, positions = (
             cache.by_slot(pool, layer)[own] for pool in (pools.keys, pools.values, pools.positions)
         )

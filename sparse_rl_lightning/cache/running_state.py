@@ -107,7 +107,7 @@ def follow_step(
 
 
 def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(S, H, N, C) running numbers of the entries of some slots; a view where they are neighbours with equal heads.
+    """(S, H, N, C) running numbers of the entries of some slots; a view where they are neighbors with equal heads.
 
     Where heads differ in size there are also the rows (S, H, N) of the pool, and which of them are live.
     """

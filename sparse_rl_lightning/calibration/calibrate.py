@@ -20,7 +20,7 @@ from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.retrievers import Retriever
 
 DENSE, CHECK = "dense", "schedule"
-Told = Callable[[str, float], None]
+OnProgress = Callable[[str, float], None]
 """Called with the name of the current method, and the number of methods done, parts of them included."""
 
 
@@ -134,20 +134,20 @@ def calibrate(
     target: float | None = None,
     check: bool = True,
     monotone: bool | None = None,
-    told: Told | None = None,
+    progress: OnProgress | None = None,
 ) -> Calibration:
     """Measure the tail of the acceptance at every budget and choose the cheapest for each length bin.
 
     Args:
-        sweep: Policy, prompts and how to draw.
-        method: The compressor or the retriever; its own budget does not count.
+        sweep: Policy, prompts and sampling parameters.
+        method: Compressor or retriever to sweep; its own budget is ignored.
         budgets: Budgets to sweep.
-        binning: Bins of tokens, and how they are judged.
-        target: The 5th percentile to hold; default Sparrow's 0.86, scaled to the measured ceiling.
-        check: Whether to draw once more under the schedule that was picked, and measure what it holds.
-        monotone: Whether no budget may be smaller than that of shorter sequences; None for compressors only. Evicted
-            tokens do not come back, so a bin that needs little would ruin the next.
-        told: Function to call as the sweep proceeds.
+        binning: Bins of tokens and their statistics.
+        target: The 5th percentile to hold; default 0.86 scaled from Sparrow's ceiling to the measured one.
+        check: Draw once more under the chosen schedule, and measure its tail.
+        monotone: Whether budgets may not decrease with the length; None for compressors only. Evicted tokens do not
+            come back, so a bin that needs little would ruin the next.
+        progress: Callback for the progress of the sweep.
 
     Raises:
         ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or no bin has
@@ -158,7 +158,7 @@ def calibrate(
     found: dict[str, Acceptances] = {}
     swept: dict[str, Budgeted] = {DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}
     for done, (name, own) in enumerate(swept.items()):
-        found[name] = _acceptances(sweep, name, own, done, told)
+        found[name] = _acceptances(sweep, name, own, done, progress)
     ceiling = percentile(found[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
@@ -174,7 +174,7 @@ def calibrate(
     checked = None
     if check:
         name = f"{CHECK}_{hashlib.sha256(repr(choice.schedule).encode()).hexdigest()[:16]}"
-        drawn = _acceptances(sweep, name, method.with_budget(choice.schedule), len(methods) + 1, told)
+        drawn = _acceptances(sweep, name, method.with_budget(choice.schedule), len(methods) + 1, progress)
         checked = _cells(drawn, binning, num_bins)
     return Calibration(table, choice, ceiling, target, binning.bin_size, checked, rises)
 
@@ -184,10 +184,10 @@ def _cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | N
     return cells(found, b.bin_size, num_bins, b.min_tokens, b.resamples, b.seed)
 
 
-def _acceptances(sweep: Sweep, name: str, method: Budgeted, done: int, told: Told | None) -> Acceptances:
-    found = sweep.acceptances(name, method, None if told is None else lambda share: told(name, done + share))
-    if told is not None:
-        told(name, done + 1)
+def _acceptances(sweep: Sweep, name: str, method: Budgeted, done: int, progress: OnProgress | None) -> Acceptances:
+    found = sweep.acceptances(name, method, None if progress is None else lambda share: progress(name, done + share))
+    if progress is not None:
+        progress(name, done + 1)
     return found
 
 

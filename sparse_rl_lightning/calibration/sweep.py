@@ -131,14 +131,14 @@ class Sweep:
         assert isinstance(method, Retriever)
         return RolloutSampler(self.model, self.keeps, retriever=method, **self.sampler_options)
 
-    def _draw(self, sampler: RolloutSampler, part: int, told: Callable[[float], None] | None) -> Acceptances:
-        first = part * self.prompts_per_part
+    def _draw(self, sampler: RolloutSampler, part: int, progress: Callable[[float], None] | None) -> Acceptances:
+        first, parts = part * self.prompts_per_part, self.num_parts
         prompts = self.prompts[first : first + self.prompts_per_part]
         generations = self.params.num_generations
         numbers = range(first * generations, (first + len(prompts)) * generations)
         rollout = sampler.generate(
             prompts, self.params, sequence_ids=numbers,
-            progress=None if told is None else lambda now: told((part + now.finished / now.total) / self.num_parts),
+            progress=None if progress is None else lambda now: progress((part + now.finished / now.total) / parts),
         )  # fmt: skip
         pieces = rollout.parts(-(-len(rollout) // self.micro_batch))
         return Acceptances.cat([self._score(piece, numbers[i * len(pieces[0]) :]) for i, piece in enumerate(pieces)])

@@ -1,4 +1,4 @@
-"""One behaviour each, switched on by a line under ``trainer.callbacks``."""
+"""One behavior each, switched on by a line under ``trainer.callbacks``."""
 
 from __future__ import annotations
 

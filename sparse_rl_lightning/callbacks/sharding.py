@@ -28,7 +28,7 @@ class ZeroSharding(RolloutCallback):
     key                          unit    meaning
     ============================ ======= ==============================================================
     sharding/parameter_bytes     bytes   weights that this rank holds between steps
-    sharding/optimizer_bytes     bytes   the optimiser's state and its own copy of weights on this rank
+    sharding/optimizer_bytes     bytes   the optimizer's state and its own copy of weights on this rank
     sharding/shadow_bytes        bytes   the shadow
     sharding/gather_seconds      seconds filling it
     sharding/wait_seconds        seconds this rank waited for the slowest after its own last sequence
@@ -117,7 +117,7 @@ class ZeroSharding(RolloutCallback):
 
 
 def _optimizer_bytes(optimizer: Any) -> int:
-    """Bytes of an optimiser's state, and under DeepSpeed of the weights in full precision that it steps."""
+    """Bytes of an optimizer's state, and under DeepSpeed of the weights in full precision that it steps."""
     inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps the user's
     state = [value for values in inner.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
     for stage in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # ZeRO-1 and 2, ZeRO-3

@@ -89,7 +89,7 @@ def load_sharded(strategy: DeepSpeedStrategy, path: Path, with_optimizer: bool) 
     if with_optimizer and not same:
         rank_zero_warn(
             f"The checkpoint is of {manifest['world_size']} rank(s) with ZeRO-{manifest['stage']}, this run has "
-            f"{strategy.world_size} with ZeRO-{_stage(strategy)}: the weights are taken, the optimiser starts anew."
+            f"{strategy.world_size} with ZeRO-{_stage(strategy)}: the weights are taken, the optimizer starts anew."
         )
     state: dict[str, Any] = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
     return state

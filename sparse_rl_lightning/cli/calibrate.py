@@ -14,7 +14,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, Told
+from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, OnProgress
 from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibration
 from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
@@ -126,8 +126,8 @@ def calibrate(
     keeps = compressor if retriever and compressor else FullKV()
     sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)
     binning = Binning(bin_size, min_tokens, resamples, seed)
-    with _bar(1 + len(set(budgets)) + check) as told:
-        found = run_calibration(sweep, method, budgets, binning, target, check, monotone, told)
+    with _bar(1 + len(set(budgets)) + check) as progress:
+        found = run_calibration(sweep, method, budgets, binning, target, check, monotone, progress)
     found.write(place)
     _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {num_generations}")
     if hardware is not None:
@@ -228,13 +228,13 @@ def _default_device() -> str:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Told]:
-    """A progress bar over the methods; lines of text where there is no terminal."""
+def _bar(total: int) -> Iterator[OnProgress]:
+    """A bar over the methods, with the time left; lines if there is no terminal."""
     style = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
     bar = Tqdm(total=total, bar_format=style, disable=not sys.stderr.isatty())
     shown = [""]
 
-    def told(name: str, done: float) -> None:
+    def progress(name: str, done: float) -> None:
         bar.set_description_str(name, refresh=False)
         bar.n = min(done, total)
         if not bar.disable:
@@ -244,7 +244,7 @@ def _bar(total: int) -> Iterator[Told]:
             say(f"{name} ({int(done)} of {total} done)")
 
     try:
-        yield told
+        yield progress
     finally:
         bar.close()
 

@@ -92,10 +92,11 @@ def last_checkpoint(folders: Sequence[Path]) -> str:
     if not found:
         looked = [str(folder) for folder in folders] or "any folder of a checkpoint callback"
         others = ", ".join(str(path) for folder in folders for path in sorted(folder.glob("*.ckpt")))
+        but = f", but there are {others}" if others else ""
         raise UserError(
-            f"ckpt_path=last: there is no {LAST} in {looked}{', but there are ' * bool(others)}{others}. Give the path "
-            "of a checkpoint, or leave ckpt_path out to start anew. RolloutCheckpoint writes last.ckpt, and so does "
-            "ModelCheckpoint with save_last: true and a fixed dirpath."
+            f"ckpt_path=last: there is no {LAST} in {looked}{but}. Give the path of a checkpoint, or leave "
+            "ckpt_path out to start anew. RolloutCheckpoint writes last.ckpt, and so does ModelCheckpoint with "
+            "save_last: true and a fixed dirpath."
         )
     _check_exists(found[0], f"ckpt_path=last: {found[0]}")
     if numbered := sorted(found[0].parent.glob("last-v*.ckpt")):

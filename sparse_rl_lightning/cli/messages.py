@@ -1,4 +1,4 @@
-"""Errors of the command line: the key, what was given, what may have been meant."""
+"""Errors in a form for users: the key, what was given, and what may have been meant."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class ClearParser(LightningArgumentParser):
         return super().parse_args(args, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Explain the message of the outermost parser; those inside become part of it."""
+        """Explain the message of the outermost parser; messages of inner parsers become part of it."""
         super().error(explain(message) if self.exit_on_error else message, ex)
 
     def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
-        """As the parser's, which takes null for any type; here a number is one unless its type allows null.
+        """Validate like the base class, which accepts null for any type; here a number must allow null to get it.
 
         Raises:
-            TypeError: If a value is not what its key takes.
+            TypeError: If a value does not fit its key.
         """
         super().validate(namespace, *args, **kwargs)
         for action in self._actions:
@@ -62,7 +62,7 @@ class ClearParser(LightningArgumentParser):
 
 
 def explain(message: str) -> str:
-    r"""A parser's message without its noise, with a suggestion for a misspelt class or option.
+    r"""A parser's message without its noise, with a suggestion for a misspelled class or option.
 
     >>> explain("Errors:\n  Expected a dot import path string: SnapKv")
     "  Expected a dot import path string: SnapKv\nThere is no class 'SnapKv'. Did you mean 'SnapKV'?"
@@ -79,14 +79,14 @@ def own_error(error: BaseException | None) -> UserError | None:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """What ended a run: Lightning tears down after an error, and of loops that were not begun that raises another."""
+    """The error that ended a run; after it Lightning tears down loops that never began, which raises another."""
     while error.__context__ is not None and _is_from(error, "lightning"):
         error = error.__context__
     return error
 
 
 def _is_from(error: BaseException, package: str) -> bool:
-    """Whether an error arose in the code of a package."""
+    """Whether an error was raised in the code of a package."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] == package
 
@@ -115,13 +115,13 @@ def _suggestion(message: str) -> list[str]:
         hint = ""
     if "Expected an instantiatable class" in message:
         hint = "Give a class_path, and its options below init_args."
-    return [hint] * bool(hint)
+    return [hint] if hint else []
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the closest known names, whatever their case, or nothing."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    cutoff = 0.85 if "." in name else 0.6  # names of a group have its name in common
-    inside = [candidate for candidate in by_lower if candidate.endswith(f".{name.lower()}")]  # of a group
-    close = [by_lower[match] for match in inside or difflib.get_close_matches(name.lower(), by_lower, 3, cutoff)]
+    is_dotted = "." in name
+    by_lower = {(c if is_dotted else c.rpartition(".")[2]).lower(): c for c in known}  # alone, a name may be a group's
+    cutoff = 0.85 if is_dotted else 0.6  # names of a group have its name in common
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 3, cutoff)]
     return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -1,4 +1,4 @@
-"""Overlays: a configuration that names another one as its base and writes only what differs."""
+"""Overlays: a configuration that names another one as its base and contains only what differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def merged(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
     """A mapping with an overlay on top of it.
 
     Mappings are merged key by key, lists and all other values are replaced; a key that ends with ``+`` appends to the
-    list of the base. A class that replaces another keeps those of its arguments that it takes too, as on the command
+    list of the base. A class that replaces another keeps those arguments that it also takes, as on the command
     line.
 
     Args:
@@ -43,5 +43,5 @@ def merged(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def _items(value: Any) -> list[Any]:
-    """A list as it is, a single value as a list, and nothing for null."""
+    """A list unchanged, a single value as a list, and an empty list for null."""
     return value if isinstance(value, list) else [] if value is None else [value]

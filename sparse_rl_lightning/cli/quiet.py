@@ -14,9 +14,9 @@ HIDDEN = (
     ".*LeafSpec.*is deprecated",
     # main(args) is meant to be called from Python, where sys.argv belongs to Jupyter or pytest
     "LightningCLI's args parameter is intended to run from within Python",
-    # expected when a run is resumed; a new run is warned in our words, see warn_of_earlier_run
+    # expected when a run is resumed; for a new run we warn ourselves, see warn_of_earlier_run
     "Checkpoint directory .* exists and is not empty",
-    # rows are dictionaries in memory: workers would only cost
+    # rows are dictionaries in memory: workers would only add overhead
     ".*does not have many workers",
     # no validation rows
     "Total length of `list` across ranks is zero",

@@ -22,10 +22,10 @@ def main(args: Sequence[str]) -> Path:
         args: Arguments after ``sparse-rl report``.
 
     Returns:
-        Where the page is.
+        The path of the page.
 
     Raises:
-        ValueError: If a folder holds no run that can be read, one is given twice, or the page cannot be written.
+        ValueError: If a folder contains no readable run, one is given twice, or the page cannot be written.
     """
     given = parser().parse_args(args)
     folders = [Path(folder).expanduser() for folder in given.folders]
@@ -40,7 +40,7 @@ def main(args: Sequence[str]) -> Path:
     write_whole(output, page(records[0][1]) if len(records) == 1 else comparison(records))
     for name, record in records:
         for warning in record.warnings:
-            if "file" in warning:  # said by the reader, not by a file
+            if "file" in warning:  # from the reader, not from a file
                 say(f"{name}: {printable(warning['text'])}")
     say(f"Written: {output}")
     return output

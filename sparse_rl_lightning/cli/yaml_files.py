@@ -1,4 +1,4 @@
-"""Reader of configurations: YAML on top of its ``base``, in which no key is given twice and no alias explodes."""
+"""The reader of configurations: YAML on top of its ``base``, without duplicate keys or exploding aliases."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jsonargparse import get_loader, set_loader
 from sparse_rl_lightning.cli.overlays import merged
 
 MODE = "yaml without doubles"
-"""The name under which jsonargparse knows this reader."""
+"""The name of this reader in jsonargparse."""
 
 MOST_NODES = 100_000
-"""Values that a configuration may have, aliases written out."""
+"""Largest number of values in a configuration, aliases expanded."""
 
 MOST_LEVELS = 100
-"""Levels that it may have."""
+"""Largest depth of nesting."""
 
 
 class UnusableYAML(yaml.YAMLError):
@@ -25,28 +25,28 @@ class UnusableYAML(yaml.YAMLError):
 
 
 def read(text: str, path: str | Path = "") -> Any:
-    """Value of a YAML text, as jsonargparse reads it.
+    """The value of a YAML text, as jsonargparse reads it.
 
     The text of a file may name a ``base``, another file beside it or a list of several, whose values it overrides.
 
     Args:
-        text: The YAML.
-        path: The file that it is from, where it is known.
+        text: Text in YAML.
+        path: Path of the file that contains it, if known.
 
     Raises:
-        YAMLError: If it is no YAML, a key stands twice in one mapping, its aliases explode, or its base cannot be used.
+        YAMLError: If it is not YAML, a key is twice in one mapping, its aliases explode, or its base cannot be used.
     """
     return _read(text, Path(path) if path else None, ())
 
 
 def read_file(path: str | Path) -> Any:
-    """Value of a YAML file, with what it takes from its ``base``.
+    """The value of a YAML file, including its ``base``.
 
     Args:
-        path: The file.
+        path: Path of the file.
 
     Raises:
-        YAMLError: As of :func:`read`.
+        YAMLError: For the reasons of :func:`read`.
     """
     return _read(Path(path).read_text(encoding="utf-8"), Path(path), ())
 
@@ -55,7 +55,7 @@ set_loader(MODE, read, (yaml.YAMLError,))
 
 
 def _read(text: str, path: Path | None, overlays: tuple[Path, ...]) -> Any:
-    """Value of a text; ``overlays`` are the files whose base it is, the outermost first."""
+    """The value of a text; ``overlays`` are the files that build on it, the outermost first."""
     try:
         root = yaml.compose(text, Loader=_LOADER)
         if root is not None:
@@ -69,7 +69,7 @@ def _read(text: str, path: Path | None, overlays: tuple[Path, ...]) -> Any:
 
 
 def _on_bases(values: dict[str, Any], path: Path, overlays: tuple[Path, ...]) -> dict[str, Any]:
-    """Values on top of those of the files that their key ``base`` names, the last of several uppermost."""
+    """The values on top of the files that their key ``base`` names, where later files override earlier ones."""
     given = values.pop("base")
     names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) and name for name in names):
@@ -81,7 +81,7 @@ def _on_bases(values: dict[str, Any], path: Path, overlays: tuple[Path, ...]) ->
 
 
 def _base(path: Path, name: str, overlays: tuple[Path, ...]) -> dict[str, Any]:
-    """Values of a file that another one names as its base."""
+    """The values of a file that another one names as its base."""
     if path.resolve() in overlays:
         circle = " -> ".join(file.name for file in (*overlays[overlays.index(path.resolve()) :], path))
         raise UnusableYAML(f"base: {circle} is a circle. Remove one of these lines.")
@@ -111,7 +111,7 @@ def _weight(node: yaml.Node, known: dict[int, int], level: int) -> int:
     if level > MOST_LEVELS:
         raise UnusableYAML(f"it is nested more than {MOST_LEVELS} levels deep{_line(node)}.")
     if id(node) not in known:
-        known[id(node)] = MOST_NODES  # while it is looked at: an alias of itself explodes
+        known[id(node)] = MOST_NODES  # during the visit: an alias of itself explodes
         parts = []
         if isinstance(node, yaml.MappingNode):
             _refuse_doubles(node)

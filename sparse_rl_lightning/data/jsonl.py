@@ -135,9 +135,10 @@ class JsonlPrompts(PromptDataModule):
 
     def _row(self, where: str, record: dict[str, Any]) -> Row:
         columns = {
-            "prompt_column": self.prompt_column, "answer_column": self.answer_column,
+            "prompt_column": self.prompt_column,
+            "answer_column": self.answer_column,
             "solution_column": self.solution_column,
-        }  # fmt: skip
+        }
         for argument, column in columns.items():
             if column is not None and column not in record:
                 raise UserError(

@@ -140,11 +140,12 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names for ``--trainer.strategy``."""
         for stage, offload in ((1, False), (2, False), (2, True), (3, False), (3, True)):
-            name = f"{cls.strategy_name}_stage_{stage}{'_offload' * offload}"
+            name = f"{cls.strategy_name}_stage_{stage}{'_offload' if offload else ''}"
+            where = ", offloaded to the CPU" if offload else ""
             strategy_registry.register(
                 name,
                 cls,
-                description=f"DeepSpeed ZeRO stage {stage}{', offloaded to the CPU' * offload}, as sparse-rl drives it",
+                description=f"DeepSpeed ZeRO stage {stage}{where}, as sparse-rl drives it",
                 stage=stage,
                 offload_optimizer=offload,
                 offload_parameters=offload and stage == 3,

@@ -1,4 +1,4 @@
-"""A rollout served as micro-batches, several times over, and the arithmetic that must work out."""
+"""RolloutBlock: a rollout served as micro-batches, several times over, and the plan of its sizes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sparse_rl_lightning.records import Rollout
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """How one rollout becomes optimizer steps: prompts x generations = steps_per_generation x micro-batch.
+    """The steps of one rollout: prompts x generations = steps_per_generation x micro-batch.
 
     Args:
-        prompts: Prompts per rollout and rank that are trained on.
+        prompts: Prompts per rollout and rank to train on.
         num_generations: Samples per prompt.
-        steps_per_generation: Micro-batches the rollout is cut into.
-        num_iterations: Passes over the rollout.
+        steps_per_generation: Number of micro-batches in the rollout.
+        num_iterations: Number of passes over the rollout.
         accumulate: Lightning's ``accumulate_grad_batches``.
-        packs: Share the sequences of an optimizer step among its micro-batches by tokens instead of by number. No
+        packs: Distribute the sequences of an optimizer step over its micro-batches by tokens instead of by number. No
             micro-batch is empty, and the loss of the step is the same.
 
     Raises:
@@ -57,22 +57,22 @@ class BlockPlan:
 
     @property
     def sequences(self) -> int:
-        """Sequences per rollout and rank."""
+        """The number of sequences per rollout and rank."""
         return self.prompts * self.num_generations
 
     @property
     def micro_batch(self) -> int:
-        """Sequences per micro-batch."""
+        """The number of sequences per micro-batch."""
         return self.sequences // self.steps_per_generation
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches served per rollout, over all passes."""
+        """The number of micro-batches served per rollout, over all passes."""
         return self.steps_per_generation * self.num_iterations
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps per rollout."""
+        """The number of optimizer steps per rollout."""
         return self.micro_batches // self.accumulate
 
     def __str__(self) -> str:
@@ -85,15 +85,15 @@ class BlockPlan:
 
 
 class RolloutBlock:
-    """One rollout, cut into micro-batches in an order that depends on the seed and the rollout's number alone.
+    """One rollout, cut into micro-batches in an order that depends only on the seed and the rollout's index.
 
     Args:
-        plan: The cuts.
-        rollout: All its sequences.
-        index: Number of the rollout.
+        plan: Sizes of the micro-batches.
+        rollout: Rollout with all its sequences.
+        index: Index of the rollout.
         seed: Seed of the order.
-        count: Returns the denominators of an optimizer step, given all its sequences.
-        cursor: Micro-batches already served.
+        count: Function from all sequences of an optimizer step to its denominators.
+        cursor: Number of micro-batches already served.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class RolloutBlock:
         return self.rollout[self._order()[start * size : (start + self.plan.accumulate) * size]]
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """The block for a checkpoint."""
         return {"rollout": self.rollout.state(), "index": self.index, "cursor": self.cursor}
 
     @classmethod
     def from_state(
         cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Denominators]
     ) -> Self:
-        """The block whose :meth:`state` this is."""
+        """The block with this :meth:`state`."""
         return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
 
     def _begin(self, start: int) -> tuple[list[Tensor], Denominators]:
@@ -152,7 +152,7 @@ class RolloutBlock:
         return [rows[torch.tensor(members, device=rows.device)] for members in bins], self._count(window)
 
     def _order(self) -> Tensor:
-        """Sequence numbers of all passes, one after the other, each pass shuffled anew."""
+        """The sequence indices of all passes, one after the other, each pass shuffled anew."""
         device = self.rollout.sequences.device
         sequence = torch.arange(self.plan.sequences, device=device)
         passes = torch.arange(self.plan.num_iterations, device=device)[:, None]

@@ -1,4 +1,4 @@
-"""Learner: log-probs of a policy at the tokens of a rollout, in what precision and in which pieces."""
+"""Learner: log-probs of a policy at the tokens of a rollout, with options for precision and memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class LearnerOptions:
     """Memory and precision of the learner's forward passes; none of it changes the loss beyond rounding.
 
     Args:
-        micro_batch_tokens: Null cuts a rollout into micro-batches of as many sequences. A number packs the sequences
-            of every optimizer step into its micro-batches by their tokens, without common padding, and a micro-batch
-            of more tokens than this (rows x longest) goes through the model in parts.
-        head_chunk_size: Tokens whose logits exist at the same time.
-        head_in_float32: Compute logits in float32 whatever the policy is stored in. The sampler does not: what it
-            rounds differently becomes part of the mismatch that is measured.
+        micro_batch_tokens: Token limit of a forward pass. Null cuts a rollout into micro-batches of equally many
+            sequences. A number packs the sequences of every optimizer step into its micro-batches by their tokens,
+            without common padding, and a micro-batch with more tokens than this (rows x longest) is processed in parts.
+        head_chunk_size: Number of tokens whose logits exist at the same time.
+        head_in_float32: Compute logits in float32 whatever type the policy has. The sampler does not: its rounding
+            becomes part of the mismatch that is measured.
         gradient_checkpointing: Keep only the inputs of the policy's layers for the backward pass, and compute each
-            layer again there: less memory for a third more time. Rollouts and rescoring are as without it.
+            layer again there: less memory for a third more time. Rollouts and rescoring are not affected.
         rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
             mismatch metrics, with one optimizer step per rollout, may switch it off.
         disable_dropout: Set every dropout of the policy to zero.
@@ -63,10 +63,10 @@ class Learner:
     """Forward passes over rollouts; each returns two (B, T) tensors, 0 outside the completions.
 
     Args:
-        options: Memory and precision.
+        options: Options for memory and precision.
         temperature: Divisor of the logits, the sampler's.
-        retriever: The sampler's choice of pages, None where it reads everything.
-        steps_per_generation: Micro-batches of a rollout, which rescoring goes through one by one.
+        retriever: Retriever of the sampler, None if it reads everything.
+        steps_per_generation: Number of micro-batches of a rollout, which rescoring processes one by one.
         replays: Whether the learner attends as the sampler did, instead of densely.
     """
 
@@ -79,7 +79,7 @@ class Learner:
     def prepare(self, policy: PreTrainedModel) -> None:
         """Switch gradient checkpointing on, in the form that needs no gradient of the embeddings (frozen under LoRA).
 
-        It works while the policy is in training mode, which it is in no rollout and no rescoring.
+        It works while the policy is in training mode, which it never is in rollouts and rescoring.
         """
         if not self.options.gradient_checkpointing:
             return
@@ -89,7 +89,7 @@ class Learner:
         policy.disable_input_require_grads()  # a hook on the embeddings, which the sampler calls too
 
     def logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (B, T) that the policy is trained by."""
+        """Log-probs and entropies (B, T) that the policy is trained on."""
         return self.replayed(policy, part) if self.replays else self.dense(policy, part)
 
     def dense(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ class Learner:
         return self._in_parts(compute, part)
 
     def retrieved(self, policy: PreTrainedModel, part: Rollout) -> RetrievalLogprobs:
-        """Log-probs under pages that are chosen again, and how they differ from the recorded ones; in one part."""
+        """Log-probs under pages that are chosen again, and their differences from the recorded ones; in one part."""
         assert self.retriever is not None
         return retrieval_logprobs(policy, part, self.retriever, *self._head)
 
@@ -124,15 +124,15 @@ class Learner:
         """Lower and upper bound (B, T) of the acceptance at the completion tokens, without gradient.
 
         Raises:
-            ValueError: As :func:`~sparse_rl_lightning.acceptance.rollout_acceptance`.
+            ValueError: For the reasons of :func:`~sparse_rl_lightning.acceptance.rollout_acceptance`.
         """
         return self._in_parts(lambda part: rollout_acceptance(policy, part, *self._head), part)
 
     @torch.no_grad()
     def rescored(self, policy: PreTrainedModel, rollout: Rollout, replayed: bool = False) -> Tensor:
-        """(B, T) log-probs of a whole rollout without dropout or gradient, by the code and in the parts of training."""
+        """Log-probs (B, T) of a whole rollout without dropout or gradient, with the code and the parts of training."""
         compute = self.replayed if replayed else self.logprobs
-        with eval_mode(policy):  # as the sampler: no dropout
+        with eval_mode(policy):  # no dropout, like the sampler
             return torch.cat([compute(policy, part)[0] for part in rollout.parts(self.steps_per_generation)])
 
     @property

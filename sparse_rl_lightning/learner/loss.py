@@ -27,15 +27,15 @@ from sparse_rl_lightning.records import LossOutput, Rollout
 
 @dataclass(frozen=True)
 class Denominators:
-    """Divisors of the sums over all micro-batches of one optimizer step, None where each divides by its own."""
+    """Divisors of the sums over all micro-batches of one optimizer step, None if each divides by its own."""
 
     policy: Tensor | None = None  # ()
-    penalty: Tensor | None = None  # (), of the KL term
-    everything: Tensor | None = None  # (), of a policy term from which nothing is rejected
+    penalty: Tensor | None = None  # (), for the KL term
+    everything: Tensor | None = None  # (), for a policy term from which nothing is rejected
     max_completion_length: int | None = None  # the constant of dr_grpo
 
     def summed(self, add: Callable[[Tensor], Tensor]) -> Denominators:
-        """The same, each summed over all ranks by ``add``, in one call."""
+        """The same denominators, each summed over all ranks by ``add``, in one call."""
         names = [name for name in ("policy", "penalty", "everything") if getattr(self, name) is not None]
         if not names:
             return self
@@ -48,23 +48,23 @@ class GRPOLoss:
     """The objective: a policy term plus ``beta`` times a KL term, both aggregated alike.
 
     Args:
-        loss_type: ``grpo``, ``dapo``, ``bnpo``, ``dr_grpo`` or ``cispo``.
-        importance_sampling_level: Staleness ratio per ``token`` or per ``sequence`` (GSPO).
+        loss_type: Loss type, ``grpo``, ``dapo``, ``bnpo``, ``dr_grpo`` or ``cispo``.
+        importance_sampling_level: Level of the staleness ratio, ``token`` or ``sequence`` (GSPO).
         epsilon: Lower clip range.
         epsilon_high: Upper clip range, null for ``epsilon``.
         delta: Upper bound of the unclipped ratio, null for none.
-        denominator: What rejected tokens and sequences count for: ``all``, ``kept_tokens`` or ``kept``.
+        denominator: Effect of rejection on the divisor: ``all``, ``kept_tokens`` or ``kept``.
         beta: Factor of the KL penalty to the initial policy; 0 loads no reference policy.
-        kl_estimator: ``k1``, ``k2`` or ``k3``.
-        kl_on: The penalty holds for all tokens of the ``completion``, or for those that rejection ``kept``.
+        kl_estimator: Estimator ``k1``, ``k2`` or ``k3``.
+        kl_on: Tokens of the penalty: all of the ``completion``, or those that rejection ``kept``.
         mask_truncated_completions: Leave completions that hit the length limit out of the loss.
-        off_policy_delta: Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a sequence goes when its
-            advantage is negative and mean_t(log pi_old - log pi) exceeds this, pi being the learner as it is now. It
-            counts as zeros: no divisor changes, whatever ``denominator`` says. Null is off; slime's value is 1e-4, the
-            paper gives none.
-        off_policy_reference: pi_old is the dense policy before the update (``old``, as in slime), or the ``sampler`` as
-            in the paper and in TRL: then compression counts too, and ``off_policy_delta`` must be above its mismatch
-            (``mismatch/kl_k1``).
+        off_policy_delta: Threshold of off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a sequence is left
+            out when its advantage is negative and mean_t(log pi_old - log pi) exceeds this, where pi is the current
+            learner. It counts as zeros: no divisor changes, for any ``denominator``. Null is off; slime's value is
+            1e-4, the paper gives none.
+        off_policy_reference: Policy pi_old: the dense policy before the update (``old``, as in slime), or the
+            ``sampler`` as in the paper and in TRL: then compression counts too, and ``off_policy_delta`` must be above
+            its mismatch (``mismatch/kl_k1``).
 
     Raises:
         ValueError: If a number is not finite or out of range, or an option is unknown.
@@ -103,8 +103,8 @@ class GRPOLoss:
         """The divisors of one optimizer step.
 
         Args:
-            window: All sequences of the step.
-            max_completion_length: The constant of ``dr_grpo``.
+            window: Sequences of the step, all of them.
+            max_completion_length: Constant of ``dr_grpo``.
         """
         if self.loss_type == "bnpo":  # normalizes every micro-batch by itself
             return Denominators()
@@ -118,12 +118,12 @@ class GRPOLoss:
         )
 
     def __call__(self, part: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
-        """The part's contribution: contributions of all parts of an optimizer step add up to the step's loss.
+        """The part's share of the loss: the shares of all parts of an optimizer step add up to the step's loss.
 
         Args:
-            part: The micro-batch.
-            logprobs: (B, T) of the learner, with gradient.
-            denominators: Divisors of the optimizer step it belongs to.
+            part: Micro-batch, or a part of one.
+            logprobs: Log-probabilities (B, T) of the learner, with gradient.
+            denominators: Divisors of its optimizer step.
 
         Returns:
             The loss with gradient, and metrics with TRL's names.
@@ -157,13 +157,13 @@ class GRPOLoss:
         return LossOutput(output.loss + self.beta * term, metrics)
 
     def mask(self, part: Rollout) -> Tensor:
-        """(B, T) bool: tokens that the loss counts."""
+        """The tokens (B, T), bool, that the loss counts."""
         if not self.mask_truncated_completions:
             return part.completion_mask
         return part.completion_mask & part.finished[:, None]
 
     def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
-        """What rejection left, less the sequences that the learner has moved away from; divisors ignore these."""
+        """The tokens left by rejection, without sequences that the learner has moved away from; divisors ignore these."""
         if self.off_policy_delta is None:
             return part.keep
         reference = part.sparse_logprobs if self.off_policy_reference == "sampler" else part.old_logprobs

@@ -1,6 +1,6 @@
-"""Packing sequences by their number of tokens: bins of about equal work, and parts that fit into memory.
+"""Packing of sequences by their number of tokens: bins of about equal work, and parts that fit into memory.
 
-Nothing here changes a loss: which sequences share a forward pass only decides how long it takes and what it holds.
+None of it changes a loss: which sequences share a forward pass only affects its time and memory.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Compute = Callable[[Rollout], tuple[Tensor, Tensor]]
 
 
 def pack(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Exactly ``num_bins`` bins of about as many tokens: longest sequence first, always into the emptiest bin.
+    """Exactly ``num_bins`` bins with about the same number of tokens: longest sequence first, into the emptiest bin.
 
     The fullest bin has at most 4/3 of the tokens of the best packing (Graham 1969), and no bin is empty if there are
     as many sequences.
 
     Args:
-        lengths: Tokens of every sequence, at least 1.
-        num_bins: How many bins, at least 1.
+        lengths: Number of tokens of every sequence, at least 1.
+        num_bins: Number of bins, at least 1.
 
     Returns:
-        Indices of the sequences of every bin, each in rising order. The same lengths give the same bins.
+        Indices of the sequences of every bin, each in ascending order. The same lengths give the same bins.
     """
     assert num_bins >= 1
     assert min(lengths, default=1) >= 1
@@ -48,8 +48,8 @@ def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Parts of at most ``max_tokens`` tokens, padding to the longest of a part included.
 
     Args:
-        lengths: Tokens of every sequence.
-        max_tokens: Rows x longest row of a part. A sequence that is longer by itself is a part of its own.
+        lengths: Number of tokens of every sequence.
+        max_tokens: Limit on rows x longest row of a part. A sequence that is longer by itself is a part of its own.
 
     Returns:
         Indices of the sequences of every part, the longest sequences first.
@@ -64,7 +64,7 @@ def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def token_counts(rollout: Rollout) -> list[int]:
-    """Tokens of every sequence, prompt and completion."""
+    """The number of tokens of every sequence, prompt and completion."""
     counts: list[int] = (rollout.prompt_lengths + rollout.completion_lengths).tolist()
     return counts
 
@@ -83,18 +83,18 @@ def trimmed(rollout: Rollout) -> Rollout:
 
 
 def in_parts(compute: Compute, rollout: Rollout, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """What ``compute`` gives for the whole rollout, from forward passes over at most ``max_tokens`` tokens.
+    """The result of ``compute`` for the whole rollout, from forward passes over at most ``max_tokens`` tokens.
 
-    With several parts each is checkpointed, so backward too holds the activations of one part at a time: one more
-    forward pass pays for that.
+    With several parts each is checkpointed, so backward too stores the activations of one part at a time, at the cost
+    of one more forward pass.
 
     Args:
-        compute: From a rollout to two (B, T) tensors.
-        rollout: The sequences.
-        max_tokens: As in :func:`split`.
+        compute: Function from a rollout to two (B, T) tensors.
+        rollout: Sequences to process.
+        max_tokens: Limit as in :func:`split`.
 
     Returns:
-        Two (B, T) tensors.
+        The two (B, T) tensors.
     """
     parts = split(token_counts(rollout), max_tokens)
     if len(parts) < 2:

@@ -1,8 +1,8 @@
-"""What a resumed run takes from its checkpoint, and what from its configuration: settings of optimiser and schedule.
+"""Settings of optimizer and schedule in a resumed run: some from its checkpoint, some from its configuration.
 
-The state of an optimiser (momenta) is the checkpoint's. Its learning rate, weight decay and so on, and the schedule,
-are the configuration's: of a schedule, what it gives after the steps that were done. A checkpoint keeps a description
-of what was configured, so that where nothing was changed nothing is touched, and a run goes on bitwise.
+The state of an optimizer (momenta) comes from the checkpoint. Its learning rate, weight decay and so on, and the
+schedule, come from the configuration: the schedule's value after the steps that were done. A checkpoint has a
+description of the configuration, so that without any change nothing is touched, and a run continues bitwise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEY = "sparse_rl_optimizer"
 
 @dataclass(frozen=True)
 class Configured:
-    """An optimiser and its schedule as a configuration makes them, in words that compare."""
+    """A description of an optimizer and its schedule as configured, for comparison."""
 
     optimizer: str
     groups: list[str]
@@ -33,19 +33,19 @@ class Configured:
 
     @classmethod
     def of(cls, optimizer: Optimizer, schedule: LRScheduler | None) -> Configured:
-        """Of what was just made."""
+        """Describe an optimizer and schedule that were just created."""
         groups = [repr({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
         settings = "" if schedule is None else repr(schedule.state_dict())
         return cls(_name(optimizer), groups, "" if schedule is None else _name(schedule), settings)
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether an equal description means equal settings: not of a schedule that is a function."""
+        """Whether an equal description means equal settings: not for a schedule that is a function."""
         return "lr_lambdas" not in self.schedule_settings
 
 
 def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
-    """Refuse to go on with training from a checkpoint that lacks what that needs.
+    """Refuse to continue training from a checkpoint that lacks a part it needs.
 
     Raises:
         ValueError: If a part is missing.
@@ -60,11 +60,11 @@ def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
 
 
 def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
-    """Refuse the state of another optimiser than the configured one.
+    """Refuse the state of another optimizer than the configured one.
 
     Args:
-        checkpoint: Lightning's; strategies that shard keep the state elsewhere.
-        optimizer: As configured.
+        checkpoint: Checkpoint of Lightning; strategies that shard keep the state elsewhere.
+        optimizer: Optimizer as configured.
 
     Raises:
         ValueError: If it is of another class, or of other groups of parameters.
@@ -87,7 +87,7 @@ def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
 
 
 def forward(schedule: LRScheduler | None, steps: int) -> None:
-    """Bring a schedule that was just made to where it is after some steps, its optimiser's settings with it."""
+    """Advance a schedule that was just created by ``steps`` steps, with its optimizer's settings."""
     if schedule is None:
         return
     with warnings.catch_warnings():
@@ -97,10 +97,10 @@ def forward(schedule: LRScheduler | None, steps: int) -> None:
 
 
 def take_over(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
-    """Give an optimiser the settings of another of its class, group by group; what it counts there stays its own.
+    """Give an optimizer the settings of another of its class, group by group, except for values it counts itself.
 
     Returns:
-        What was changed, in words.
+        Descriptions of the changes.
     """
     changes: dict[str, None] = {}
     kept = {"params", *_counted(wanted)}  # a strategy may have wrapped the other
@@ -112,14 +112,14 @@ def take_over(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
             if old != new and name != "initial_lr":
                 changes[f"{name} was {old} and is {new}"] = None
             if isinstance(group.get(name), Tensor):
-                group[name].fill_(new)  # graphs have read its address
+                group[name].fill_(new)  # graphs use its address
             else:
                 group[name] = value
     return list(changes)
 
 
 def schedule_change(was: Mapping[str, Any], now: Configured) -> list[str]:
-    """What a checkpoint's description says of another schedule than the configured one, in words."""
+    """Descriptions of the differences between a checkpoint's schedule and the configured one."""
     if not was or (was["schedule"], was["schedule_settings"]) == (now.schedule, now.schedule_settings):
         return []
     if was["schedule"] == now.schedule:
@@ -128,7 +128,7 @@ def schedule_change(was: Mapping[str, Any], now: Configured) -> list[str]:
 
 
 def _counted(optimizer: Optimizer) -> set[str]:
-    """What an optimiser keeps in its groups and was not given: a number of steps, Prodigy's estimate of its rate."""
+    """Values that an optimizer keeps in its groups itself: a number of steps, Prodigy's estimate of its rate."""
     given = {name for kind in type(optimizer).__mro__ for name in inspect.signature(kind.__init__).parameters}  # type: ignore[misc]
     return optimizer.defaults.keys() - given
 

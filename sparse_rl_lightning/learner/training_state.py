@@ -1,4 +1,4 @@
-"""TrainingState: what a run needs to go on bitwise, besides weights and optimizer."""
+"""TrainingState: the state besides weights and optimizer that a run needs to continue bitwise."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators (CPU, and CUDA where there is one), without objects."""
+    """The states of Python's, NumPy's and torch's generators (CPU, and CUDA if available), without objects."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()  # the global one is what others use
+    name, keys, position, has_gauss, cached = np.random.get_state()  # others use the global one
     return {
         "python": {"version": version, "internal": list(internal), "gauss": gauss},
         "numpy": {
@@ -28,7 +28,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put all generators back where :func:`random_state` found them."""
+    """Restore all generators to a :func:`random_state`."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
@@ -39,16 +39,16 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 class TrainingState:
-    """The random state of training, set aside during validation, and what a checkpoint holds until training goes on."""
+    """The random state of training, set aside during validation, and a checkpoint's state until training continues."""
 
     def __init__(self) -> None:
-        self._aside: dict[str, Any] | None = None  # random state, while a validation draws numbers of its own
-        self._random: dict[str, Any] | None = None  # of a checkpoint, like the block
+        self._aside: dict[str, Any] | None = None  # random state, while a validation draws its own numbers
+        self._random: dict[str, Any] | None = None  # from a checkpoint, like the block
         self._block: dict[str, Any] | None = None
 
     @property
     def has_block(self) -> bool:
-        """Whether training goes on in the middle of a checkpoint's rollout."""
+        """Whether training continues in the middle of a checkpoint's rollout."""
         return self._block is not None
 
     def set_aside(self) -> None:
@@ -56,11 +56,11 @@ class TrainingState:
         self._aside = random_state()
 
     def forget(self) -> None:
-        """Begin a fit: drop what a validation that did not come to its end had set aside."""
+        """Begin a fit: drop the state that an unfinished validation had set aside."""
         self._aside = None
 
     def bring_back(self) -> None:
-        """End a validation: training goes on as if there had been none, which a resumed run does not repeat."""
+        """End a validation: training continues as if there had been none, since a resumed run does not repeat it."""
         restore_random_state(self.random())
         self._aside = None
 
@@ -69,7 +69,7 @@ class TrainingState:
         return random_state() if self._aside is None else self._aside
 
     def load(self, state: dict[str, Any]) -> None:
-        """Keep what a checkpoint holds of block and random state until the first batch."""
+        """Keep a checkpoint's block and random state until the first batch."""
         self._block, self._random = state["block"], state["random_state"]
 
     def take_block(self) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The LightningModules: what happens to a batch of prompts between the loader and the loss."""
+"""The LightningModules: every step of a batch of prompts between the loader and the loss."""
 
 from sparse_rl_lightning.distributed import deepspeed as deepspeed  # its names are known to trainers from now on
 from sparse_rl_lightning.learner.forward import LearnerOptions

@@ -1,4 +1,4 @@
-"""What all modules share: a policy with its tokenizer, an optimizer, and export to a Hugging Face folder."""
+"""PolicyModule: the base of all modules, a policy with its tokenizer, an optimizer, and export to a folder."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own 
 
 
 FINITE = ("lr", "weight_decay", "eps", "betas", "momentum")
-"""Settings of an optimizer that cannot be infinite; for others that may mean no limit (Prodigy's ``growth_rate``)."""
+"""Settings of an optimizer that cannot be infinite; for others it may mean no limit (Prodigy's ``growth_rate``)."""
 
 
 def check_numbers(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose numbers would ruin the weights: NaN, infinite, or a learning rate below 0.
 
     Raises:
-        ValueError: If it has one.
+        ValueError: If it has such a number.
     """
     for group in optimizer.param_groups:
         for name, value in group.items():
@@ -64,20 +64,20 @@ def check_numbers(optimizer: torch.optim.Optimizer) -> None:
 
 
 class PolicyModule(LightningModule):
-    """A trainable policy. The weights are loaded in ``configure_model``, when the strategy is ready for them.
+    """A trainable policy, whose weights are loaded in ``configure_model``, when the strategy is ready for them.
 
     Args:
-        policy: A Hugging Face folder or hub name, or a source of models.
-        optimizer: Makes the optimizer from the parameters.
-        lr_scheduler: Makes the learning-rate schedule from the optimizer, stepped every optimizer step.
+        policy: Hugging Face folder or hub name, or a source of models.
+        optimizer: Function from the parameters to the optimizer.
+        lr_scheduler: Function from the optimizer to the learning-rate schedule, stepped every optimizer step.
         disable_dropout: Set every dropout of the policy to zero.
     """
 
     default_callbacks: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
-    """Callbacks that every run has; the trainer's own of the same class takes the place of one."""
+    """Callbacks of every run; one of the trainer's own of the same class replaces one of these."""
 
     resumed_parts: tuple[str, ...] = ()
-    """What a checkpoint must have besides Lightning's own parts, if training is to go on from it."""
+    """Parts that a checkpoint must have besides Lightning's own, if training is to continue from it."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PolicyModule(LightningModule):
         self.same_on_ranks: dict[str, str] = {}
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
         self._description: Configured | None = None
-        self._resumed: tuple[int, list[str]] | None = None  # steps done, and what was changed since
+        self._resumed: tuple[int, list[str]] | None = None  # steps done, and settings changed since
 
     @property
     def _world_size(self) -> int:
@@ -106,10 +106,10 @@ class PolicyModule(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """One of each of ``default_callbacks`` that the trainer was not given.
 
-        This is called before the strategy starts anything, so strategy and number of processes are looked at here.
+        This is called before the strategy starts anything, so strategy and number of processes are checked here.
 
         Raises:
-            ValueError: If the strategy is one that trains something else, or the trainer is of other processes.
+            ValueError: If the strategy trains something else, or the trainer expects other processes.
         """
         check_strategy(self.trainer.strategy)
         # ranks that have met and trained together may test one by one, as Lightning advises
@@ -119,12 +119,12 @@ class PolicyModule(LightningModule):
         return [kind() for kind in self.default_callbacks if not any(isinstance(own, kind) for own in given)]
 
     def setup(self, stage: str) -> None:
-        """Check the trainer's numbers; have single-file checkpoints written durably, unless it has a way of its own.
+        """Check the trainer's numbers; write single-file checkpoints durably, unless the trainer has its own way.
 
         Raises:
-            ValueError: If a number that the trainer takes as it comes is out of range.
+            ValueError: If a number that the trainer does not check itself is out of range.
         """
-        self._resumed = None  # of an earlier fit that had no step to do
+        self._resumed = None  # from an earlier fit without any step
         check_number("trainer.accumulate_grad_batches", self.trainer.accumulate_grad_batches, least=1)
         if self.trainer.gradient_clip_val is not None:
             check_number("trainer.gradient_clip_val", self.trainer.gradient_clip_val)
@@ -149,23 +149,23 @@ class PolicyModule(LightningModule):
             disable_dropout(self.policy)
         self.on_policy_loaded()
         if self._device_mesh is not None:
-            self.same_on_ranks["starting weights"] = weights_digest(self.policy)  # FSDP2 takes a part of each
+            self.same_on_ranks["starting weights"] = weights_digest(self.policy)  # FSDP2 keeps only a part of each
             self._shard_fully()
 
     def on_policy_loaded(self) -> None:
-        """Called once, while the policy is still whole on every rank."""
+        """Hook for subclasses, called once while the policy is still whole on every rank."""
 
     def _shard_fully(self) -> None:
         assert self.device_mesh is not None
         if self.device_mesh["tensor_parallel"].size() > 1:
             raise UserError(
-                "ModelParallelStrategy: tensor parallelism is not supported. Set tensor_parallel_size to 1 and "
+                "ModelParallelStrategy: tensor parallelizm is not supported. Set tensor_parallel_size to 1 and "
                 "data_parallel_size to the number of ranks."
             )
         shard_fully(self, self.policy, self.device_mesh["data_parallel"])
 
     def on_fit_start(self) -> None:
-        """Give rotary positions their precision back, which ``precision: bf16-true`` takes away with the weights'."""
+        """Restore the precision of rotary positions, which ``precision: bf16-true`` reduces with the weights'."""
         for module, name, value in self._rotary:
             setattr(module, name, value.to(self.device))
         self.training_state.forget()
@@ -173,12 +173,12 @@ class PolicyModule(LightningModule):
     on_test_start = on_predict_start = on_fit_start
 
     def on_validation_start(self) -> None:
-        """As at the start of a fit; random numbers drawn during validation must not affect training."""
+        """Prepare like a fit; random numbers drawn during validation must not affect training."""
         PolicyModule.on_fit_start(self)
         self.training_state.set_aside()
 
     def on_validation_end(self) -> None:
-        """Give training its random state back."""
+        """Restore training's random state."""
         self.training_state.bring_back()
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
@@ -204,15 +204,15 @@ class PolicyModule(LightningModule):
         return optimizer, None if self.lr_scheduler_factory is None else self.lr_scheduler_factory(optimizer)
 
     def parameter_groups(self) -> list[Any]:
-        """What the optimizer gets: the trainable parameters, or groups of them with their own settings."""
+        """The parameters for the optimizer: the trainable ones, or groups of them with their own settings."""
         return [p for p in self.policy.parameters() if p.requires_grad]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model before a single tensor is overwritten; in ``fit``, of another optimizer.
 
         Raises:
-            ValueError: If names or shapes of the weights differ, one is NaN or infinite, or training cannot go on from
-                it.
+            ValueError: If names or shapes of the weights differ, one is NaN or infinite, or training cannot continue
+                from it.
         """
         self.configure_model()
         other = checkpoint.get("state_dict", {})
@@ -222,12 +222,12 @@ class PolicyModule(LightningModule):
             self._check_resumed(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store what was configured, by which a resumed run knows what was changed."""
+        """Store the configuration, so that a resumed run knows what was changed."""
         if self._description is not None:
             checkpoint[KEY] = asdict(self._description)
 
     def on_train_start(self) -> None:
-        """Of a resumed run, apply what was changed in the configuration of optimizer and schedule."""
+        """Apply changes in the configuration of optimizer and schedule to a resumed run."""
         if self._resumed is None:
             return
         (steps, changes), self._resumed = self._resumed, None
@@ -240,7 +240,7 @@ class PolicyModule(LightningModule):
             rank_zero_info(f"Resumed as configured now, not as the checkpoint was: {', '.join(changes)}.")
 
     def _check_resumed(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse what training cannot go on from, and note what was configured otherwise."""
+        """Refuse a checkpoint that training cannot continue from, and note the settings that have changed."""
         own = ["optimizer_states"] if self.trainer.strategy.lightning_restore_optimizer else []
         check_parts(checkpoint, ["loops", "lr_schedulers", *own, *self.resumed_parts])
         if type(self).configure_optimizers is not PolicyModule.configure_optimizers:
@@ -253,7 +253,7 @@ class PolicyModule(LightningModule):
         states = checkpoint["lr_schedulers"]
         steps = states[0].get("last_epoch") if states else None
         self._resumed = (checkpoint["global_step"] if steps is None else steps), schedule_change(was, now)
-        checkpoint["lr_schedulers"] = []  # of another schedule: on_train_start has it
+        checkpoint["lr_schedulers"] = []  # the schedule has changed: on_train_start applies it
 
     def _check_weights(self, other: dict[str, Any]) -> None:
         own = self.state_dict()
@@ -282,7 +282,7 @@ class PolicyModule(LightningModule):
             self.tokenizer.save_pretrained(folder)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(B, T, V) logits of the dense policy, for trying things out."""
+        """The logits (B, T, V) of the dense policy, for experiments."""
         self.configure_model()
         logits: Tensor = self.policy(input_ids, use_cache=False).logits
         return logits

@@ -1,4 +1,4 @@
-"""DistillSparse: a low-rank adapter that only the sparse policy wears learns to make up for what the cache forgot."""
+"""DistillSparse: a LoRA adapter, active only in sparse rollouts, learns to compensate for evicted context."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
 @dataclass(frozen=True)
 class SparseAdapter:
-    """The adapter of the sparse policy and what it learns from.
+    """The adapter of the sparse policy and its objective.
 
     Args:
-        r: Rank.
-        lora_alpha: The adapter's output is multiplied by lora_alpha / r.
-        target_modules: Names of the linear layers that get one, ``all-linear`` for all but the output head.
-        lr: Its learning rate, null for the policy's.
+        r: Rank of the adapter.
+        lora_alpha: Numerator of the factor lora_alpha / r on the adapter's output.
+        target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head.
+        lr: Learning rate of the adapter, null for the policy's.
         kl_coef: Factor of the KL divergence from the sparse to the dense policy.
-        policy_gradient: False trains it on the divergence alone.
+        policy_gradient: Whether it learns from rewards too; False trains it on the divergence alone.
 
     Raises:
         ValueError: If a number is out of range, or it would learn nothing.
@@ -57,29 +57,29 @@ class SparseAdapter:
 
 
 class DistillSparse(SparseGRPO):
-    """SparseGRPO whose sampler wears an adapter that is taught by the dense policy (DistillSparse; Sparrow, App. D).
+    """SparseGRPO whose sampler has an adapter that learns from the dense policy (DistillSparse; Sparrow, App. D).
 
-    Rollouts and everything that speaks of the sparse policy run with the adapter, everything dense without it. A
+    Rollouts and all passes of the sparse policy run with the adapter, all dense passes without it. A
     rollout is served ``num_iterations`` times for the policy, which learns as in :class:`SparseGRPO`, and then once
-    for the adapter, the policy frozen. The adapter's loss is L = L_PPO + ``kl_coef`` x KL: the clipped policy term of
-    the sparse policy, and the k3 estimate on the sampled tokens of the divergence from it to the updated dense policy,
-    which gives no gradient. What makes the sparse policy differentiable is exact replay of its evictions; with a
+    for the adapter, with the policy frozen. The adapter's loss is L = L_PPO + ``kl_coef`` x KL: the clipped policy term
+    of the sparse policy, and the k3 estimate on the sampled tokens of the divergence from it to the updated dense
+    policy, which gives no gradient. Exact replay of its evictions makes the sparse policy differentiable; with a
     retriever the learner chooses pages again, by the same rule and without gradient through the choice. Nothing is
-    rejected or reweighted in this loss: it speaks of the policy that drew the tokens. One optimizer holds both in two
+    rejected or reweighted in this loss, since it is for the policy that drew the tokens. One optimizer has both in two
     parameter groups; its schedule counts the steps of both. Export writes the dense policy, and the adapter in
     ``sparse_adapter/``. Needs ``pip install 'sparse-rl-lightning[lora]'``.
 
-    Logged beside SparseGRPO's metrics, in the adapter's steps: ``distill/loss``, ``distill/kl`` (nats per token) and
+    Besides SparseGRPO's metrics it logs, in the adapter's steps: ``distill/loss``, ``distill/kl`` (nats per token) and
     ``distill/clip_ratio``.
 
     Args:
-        policy: As in :class:`SparseGRPO`, like all other arguments not listed here.
-        adapter: The adapter and its objective.
+        policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here.
+        adapter: Adapter and its objective.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
         ValueError: If an argument is out of range, peft is missing, the policy has adapters already, or there is a
-            retriever beside a compressor that evicts, which no learner can follow.
+            retriever together with a compressor that evicts, which no learner can follow.
     """
 
     keeps_evictions = True
@@ -107,7 +107,7 @@ class DistillSparse(SparseGRPO):
     # ---------------------------------------------------------------- the adapter: off, but where it is named
 
     def on_policy_loaded(self) -> None:
-        """Load the policy as SparseGRPO does, and put the adapter on it."""
+        """Load the policy as SparseGRPO does, and add the adapter to it."""
         super().on_policy_loaded()
         check_attention(self, self.policy.config._attn_implementation)
         if getattr(self.policy, "peft_config", None):
@@ -122,7 +122,7 @@ class DistillSparse(SparseGRPO):
 
     @contextmanager
     def adapter_on(self) -> Iterator[None]:
-        """Inside, the policy is the sparse one."""
+        """Switch the adapter on inside the context, which makes the policy the sparse one."""
         self.policy.enable_adapters()
         try:
             yield
@@ -130,7 +130,7 @@ class DistillSparse(SparseGRPO):
             self.policy.disable_adapters()
 
     def on_after_backward(self) -> None:
-        """Take the adapter off, which a checkpointed backward pass still needed."""
+        """Switch the adapter off, which a checkpointed backward pass still needed."""
         self.policy.disable_adapters()
 
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
@@ -142,11 +142,11 @@ class DistillSparse(SparseGRPO):
 
     @property
     def num_passes(self) -> int:
-        """Those of the policy, and one for the adapter."""
+        """The number of the policy's passes, and one for the adapter."""
         return self.num_iterations + 1
 
     def plan(self, num_prompts: int) -> BlockPlan:
-        """As in SparseGRPO; no optimizer step may hold gradients of both.
+        """The plan of SparseGRPO; no optimizer step may have gradients of both.
 
         Raises:
             ValueError: If the numbers do not divide evenly.
@@ -166,11 +166,11 @@ class DistillSparse(SparseGRPO):
 
     @property
     def grad_norm_key(self) -> str:
-        """The adapter's numbers have names of their own."""
+        """The metric's name, which differs for the adapter's steps."""
         return "distill/grad_norm" if self.trains_adapter else "grad_norm"
 
     def rescore(self, scored: ScoredRollout) -> None:
-        """Log-probs of the dense and of the sparse policy."""
+        """Compute log-probs of the dense and of the sparse policy."""
         super().rescore(scored)
         with self.adapter_on():
             replay_old(self, scored)
@@ -208,10 +208,10 @@ class DistillSparse(SparseGRPO):
     # ---------------------------------------------------------------- Lightning
 
     def on_fit_start(self) -> None:
-        """As SparseGRPO, in one process.
+        """Prepare like SparseGRPO, in a single process.
 
         Raises:
-            ValueError: If there are several.
+            ValueError: If there are several processes.
         """
         if self._world_size > 1:
             raise UserError(

@@ -47,30 +47,30 @@ from sparse_rl_lightning.rewards.math.checker import known_convention
 from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.text import prompt_text, say
 
-SEQUENCES_PER_BENCHMARK = 10**7  # numbers of sequences of one benchmark begin at another multiple
-MAX_SAMPLES = 1000  # of a problem, whose sequences begin at another multiple of it
+SEQUENCES_PER_BENCHMARK = 10**7  # the sequence ids of each benchmark start at a multiple of this
+MAX_SAMPLES = 1000  # per problem; the sequence ids of each problem start at a multiple of this
 
 
 class Evaluation(PolicyModule):
     """Accuracy of a policy with the full cache and with any compressors, on ``MathBenchmarks`` (``sparse-rl test``).
 
-    Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and taken up by a later run of
+    Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and reused by a later run with
     the same settings, weights and questions. Sequences draw the same random numbers under every cache and in any
     batch. The defaults are the paper's (arXiv 2601.10079): temperature 0.8, top-p 0.95. In ``sparse-rl test`` a problem
-    for which the model's context has no room is not sampled and counts as wrong, which is said and logged.
+    that does not fit into the model's context is not sampled and counts as wrong, with a message and in the log.
 
     Args:
-        policy: A Hugging Face folder or hub name, or a source of models. ``--ckpt_path`` loads a checkpoint into it.
-        compressors: The compressed caches to compare, several budgets of one class too.
-        retrievers: The same with the full cache of which every query reads some pages.
-        dense: Evaluate the full cache too.
-        sampling: How the completions are drawn, at most 1000 per problem.
+        policy: Hugging Face folder or hub name, or a source of models. ``--ckpt_path`` loads a checkpoint into it.
+        compressors: Compressed caches to compare, several budgets of one class too.
+        retrievers: Retrievers to compare, with the full cache of which every query reads some pages.
+        dense: Whether to evaluate the full cache too.
+        sampling: Sampling parameters, at most 1000 completions per problem.
         sampling_of: Other settings of ``sampling`` by benchmark, such as ``{aime24: {num_generations: 32}}``.
-        rollout: Memory and speed of rollouts, what ends a completion, and how prompts are rendered.
+        rollout: Memory and speed of rollouts, end of completions, and rendering of prompts.
         batch_size: Problems per rollout.
-        check_workers: Processes for answers that only math-verify can compare.
-        answers: By which convention the accuracies are shown and logged first, ``strict`` or ``lenient``, which pays
-            what graders of papers do. Both are measured, written and logged.
+        check_workers: Number of processes for answers that only math-verify can compare.
+        answers: Convention of the accuracies shown and logged first, ``strict`` or ``lenient``, which also pays what
+            papers' graders do. Both are measured, written and logged.
 
     Raises:
         ValueError: If there is nothing to evaluate, or a number is out of range; at the end of a test, if results
@@ -108,28 +108,28 @@ class Evaluation(PolicyModule):
         self.answers = known_convention(answers)
         self.batch_size = batch_size
         self.results: list[BenchmarkResult] = []
-        self._problems: list[Problems] = []  # of the test loader, encoded once
+        self._problems: list[Problems] = []  # problems of the test loader, encoded once
         self._clock = TimeLeft(0)
-        self._digest = ""  # of the weights
+        self._digest = ""  # digest of the weights
         self._part_way = Expendable("A finished benchmark")
 
     def on_policy_loaded(self) -> None:
-        """Hand the policy to the generator."""
+        """Pass the policy to the generator."""
         self.generator.bind(self.policy, self.tokenizer)
 
     def params(self, benchmark: str) -> SamplingParams:
-        """How a benchmark's completions are drawn."""
+        """The sampling parameters of a benchmark."""
         return self.sampling_of.get(benchmark, self.sampling)
 
     # ---------------------------------------------------------------- Lightning
 
     def on_test_start(self) -> None:
-        """Find out now that results can be written."""
+        """Check early that results can be written."""
         super().on_test_start()
         if self.trainer.world_size > 1:
             raise UserError(f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1.")
         writable_folder(self.folder.path, "trainer.default_root_dir")
-        self.trainer.test_loop.verbose = False  # Lightning's own table would say the same again, less readably
+        self.trainer.test_loop.verbose = False  # Lightning's own table would repeat ours, less readably
         self.results, self._problems = [], []
         self._digest = weights_digest(self.policy)
 
@@ -194,7 +194,7 @@ class Evaluation(PolicyModule):
 
     @contextmanager
     def caching(self, cache: str) -> Iterator[RolloutSampler]:
-        """A sampler with one of the caches, whose memory is given back afterwards."""
+        """A sampler with one of the caches, whose memory is freed afterwards."""
         kind = self.caches[cache]
         pair = (kind, None) if isinstance(kind, Compressor) else (FullKV(), kind)
         sampler = self.generator.options.sampler(self.policy, self.tokenizer, *pair)
@@ -204,7 +204,7 @@ class Evaluation(PolicyModule):
             sampler.release()
 
     def _encoded(self, batch: Rows) -> Problems:
-        """The problems of a batch; the first one has those of the whole loader encoded, to know the time it takes."""
+        """The problems of a batch; the first call encodes those of the whole loader, to estimate the time."""
         if not self.results:
             data = getattr(self.trainer.test_dataloaders, "dataset", None)
             batches = data if isinstance(data, list) and data and isinstance(data[0], list) else [batch]
@@ -218,7 +218,7 @@ class Evaluation(PolicyModule):
         return with_room(name, rows, self.generator.encode(rows), self.params(name), context)
 
     def _work(self, problems: Problems) -> int:
-        """Length limits of all sequences of a benchmark under one cache."""
+        """The sum of the length limits of all sequences of a benchmark under one cache."""
         params = self.params(problems.name)
         return len(problems.sampled) * params.num_generations * params.max_completion_length
 
@@ -244,11 +244,11 @@ class Evaluation(PolicyModule):
         return result
 
     def _starts(self, rows: Rows, group: int) -> list[int]:
-        """The number of each row's first sequence: the same under every cache and in any batch."""
+        """The id of each row's first sequence: the same under every cache and in any batch."""
         return [group * SEQUENCES_PER_BENCHMARK + row_number(row, n) * MAX_SAMPLES for n, row in enumerate(rows)]
 
     def _write(self, text: str) -> list[Path]:
-        """The table, JSON and picture of everything; where the latter two are."""
+        """Write table, JSON and picture of all results; returns the paths of the latter two."""
         self.folder.write("results.txt", text + "\n")
         stored = [dataclasses.asdict(result) for result in self.results]
         written = [self.folder.write("results.json", json.dumps(stored, indent=2) + "\n")]
@@ -256,10 +256,10 @@ class Evaluation(PolicyModule):
         return written if picture is None else [*written, self.folder.write("results.png", picture)]
 
     def _fingerprint(self, problems: Problems, cache: str) -> str:
-        """Of everything that decides a result: which problems there is room for and where they stand, too."""
+        """A fingerprint of everything that decides a result, including which problems fit and their order."""
         rows = [*problems.sampled, *problems.too_long]
         questions = [[prompt_text(r["prompt"]), str(r["answer"]), r.get("tolerance")] for r in rows]
-        if problems.too_long:  # without any, their order alone says where they stand
+        if problems.too_long:  # without any, the order alone determines the positions
             questions.append([[row_number(row, n) for n, row in enumerate(rows)], len(problems.sampled)])
         return fingerprint(
             weights=self._digest, cache=self.caches[cache], params=self.params(problems.name), questions=questions,

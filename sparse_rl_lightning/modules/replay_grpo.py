@@ -15,13 +15,13 @@ ReplayObjective = Literal["sparse", "dense", "mixed"]
 
 
 class ReplayGRPO(SparseGRPO):
-    """GRPO that replays the sampler's evictions, so that sampling with another policy needs no guess.
+    """GRPO that replays the sampler's evictions, so that sampling with another policy needs no approximation.
 
     Eviction is permanent, so one forward pass under the record of a rollout's evictions gives the probabilities the
-    sampler drew with, and their gradient. What to do with them is the ``replay_objective``:
+    sampler drew with, and their gradient. Their use is the ``replay_objective``:
 
-    - ``sparse``: the staleness ratio w = pi_theta / pi_old has both policies replayed. It trains the policy with the
-      compressed cache; the ratio xi of SparseGRPO is 1 up to rounding, so the correction callbacks find nothing to do.
+    - ``sparse``: both policies of the staleness ratio w = pi_theta / pi_old are replayed. It trains the policy with the
+      compressed cache; the ratio xi of SparseGRPO is 1 up to rounding, so the correction callbacks have no effect.
       The KL penalty compares with the replayed reference policy.
     - ``dense``: SparseGRPO's objective, but xi = pi_old,dense / pi_old,replay: both from the learner's own kernels, so
       that rounding in the sampler is no mismatch. Without correction callbacks it is the same as SparseGRPO.
@@ -29,15 +29,15 @@ class ReplayGRPO(SparseGRPO):
       or reweight concerns the dense term; so does the KL penalty.
 
     Args:
-        policy: As in :class:`SparseGRPO`, like all other arguments not listed here. Its ``attn_implementation`` must
-            not be flash attention, which takes no mask.
-        replay_objective: ``sparse``, ``dense`` or ``mixed``.
+        policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here. Its ``attn_implementation``
+            must not be flash attention, which takes no mask.
+        replay_objective: Objective, ``sparse``, ``dense`` or ``mixed``.
         alpha: Weight of the sparse term of ``mixed``, between 0 and 1.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
-        ValueError: If an argument is out of range, there is a retriever, ``dense`` and ``mixed`` get
-            ``rescore=False``, or the policy is to run flash attention.
+        ValueError: If an argument is out of range, there is a retriever, ``dense`` or ``mixed`` have
+            ``rescore=False``, or the policy would run flash attention.
     """
 
     keeps_evictions = True
@@ -68,29 +68,29 @@ class ReplayGRPO(SparseGRPO):
         check_attention(self, self.policy_source.attn_implementation)
         self.replay_objective = replay_objective
         self.alpha = alpha
-        self.keeps_evictions = replay_objective != "dense"  # whose loss looks at old log-probs only
+        self.keeps_evictions = replay_objective != "dense"  # whose loss reads only old log-probs
         self.learner = replace(self.learner, replays=replay_objective == "sparse")
 
     def on_policy_loaded(self) -> None:
-        """As SparseGRPO; refuse attention that takes no mask."""
+        """Load the policy as SparseGRPO does; refuse attention that takes no mask."""
         super().on_policy_loaded()
         check_attention(self, self.policy.config._attn_implementation)
 
     def rescore(self, scored: ScoredRollout) -> None:
-        """Log-probs of the policy before the update: replayed, dense, or both."""
+        """Compute log-probs of the policy before the update: replayed, dense, or both."""
         super().rescore(scored)
-        if self.replay_objective != "sparse":  # otherwise what was computed is replayed
+        if self.replay_objective != "sparse":  # otherwise the log-probs computed are replayed ones
             replay_old(self, scored)
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
-        """SparseGRPO's loss of the log-probs that the objective replays, or both terms of ``mixed``."""
+        """SparseGRPO's loss with the log-probs that the objective replays, or both terms of ``mixed``."""
         output = super().micro_batch_loss(part, denominators)
         if self.replay_objective != "mixed":
             return output
         replayed, _ = self.replayed(part)
         own = replace(part, old_logprobs=part.replay_logprobs, keep=None, weights=None, weight_reference=None)
         loss = replace(self.loss, beta=0.0, off_policy_delta=None)
-        # nothing is rejected in the sparse term, so everything counts
+        # nothing is rejected in the sparse term, so all tokens count
         term = loss(own, replayed, replace(denominators, policy=denominators.everything, penalty=None))
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
         total = self.alpha * term.loss + (1 - self.alpha) * output.loss
@@ -98,7 +98,7 @@ class ReplayGRPO(SparseGRPO):
 
 
 def replay_old(module: SparseGRPO, scored: ScoredRollout) -> None:
-    """Log-probs of the sparse policy before the update, by the learner's own kernels."""
+    """Compute log-probs of the sparse policy before the update, with the learner's own kernels."""
     start = time.perf_counter()
     scored.rollout.replay_logprobs = module.learner.rescored(module.policy, scored.rollout, replayed=True)
     scored.seconds["replay"] = time.perf_counter() - start
@@ -122,8 +122,8 @@ def check_attention(module: SparseGRPO, name: str | None) -> None:
     """Refuse attention under which nothing can be replayed.
 
     Args:
-        module: The module that replays.
-        name: The policy's ``attn_implementation``, if it is known.
+        module: Module that replays.
+        name: Name of the policy's ``attn_implementation``, if known.
 
     Raises:
         ValueError: If it takes no mask.

@@ -53,22 +53,22 @@ class SparseGRPO(PolicyModule):
     it Sparse-RL (arXiv 2601.10079); without them it is naive, with ``FullKV`` it is dense GRPO (arXiv 2402.03300).
 
     Args:
-        policy: A Hugging Face folder or hub name, or a source of models.
-        compressor: What a full slot of the rollout cache keeps.
+        policy: Hugging Face folder or hub name, or a source of models.
+        compressor: Compressor of the rollout's cache.
         reward_funcs: Reward functions with TRL's signature, a single one or several.
         reward_weights: Factor of each reward function, default 1.
-        sampling: How the completions of training are drawn, at least 2 per prompt.
-        rollout: Memory and speed of rollouts, what ends and rewards a completion.
-        loss: The objective.
+        sampling: Sampling parameters of training, at least 2 completions per prompt.
+        rollout: Memory and speed of rollouts, and the end and rewards of completions.
+        loss: Objective of the policy.
         learner: Packing by tokens, and memory and precision of the learner's passes.
-        retriever: Which pages of the cache each query of a rollout reads, null for all; saves time, not memory.
-        steps_per_generation: Micro-batches a rollout is cut into.
-        num_iterations: Passes over a rollout.
-        scale_rewards: Advantages are divided by the deviation of the ``group``, the ``batch``, or by nothing.
-        val_sampling: How validation draws, with a seed of its own; null is greedy with the length and the stop strings
-            of ``sampling``.
-        optimizer: Makes the optimizer from the parameters.
-        lr_scheduler: Makes the learning-rate schedule from the optimizer.
+        retriever: Retriever of the pages that each query of a rollout reads, null for all; saves time, not memory.
+        steps_per_generation: Number of micro-batches in a rollout.
+        num_iterations: Number of passes over a rollout.
+        scale_rewards: Deviation that divides advantages, of the ``group`` or the ``batch``; ``none`` for no division.
+        val_sampling: Sampling parameters of validation, with a seed of its own; null is greedy with the length and the
+            stop strings of ``sampling``.
+        optimizer: Function from the parameters to the optimizer.
+        lr_scheduler: Function from the optimizer to the learning-rate schedule.
 
     Raises:
         ValueError: If an argument is out of range, or the numbers of prompts, generations and steps do not fit.
@@ -121,7 +121,7 @@ class SparseGRPO(PolicyModule):
             max_completion_length=sampling.max_completion_length, temperature=0.0, stop_strings=sampling.stop_strings
         )
         self._validation = ValidationLog(self.log)
-        self._reference: list[PreTrainedModel] = []  # in a list: no submodule, so in no checkpoint and no optimizer
+        self._reference: list[PreTrainedModel] = []  # in a list, so that it is in no checkpoint and no optimizer
 
     # ---------------------------------------------------------------- the algorithm
 
@@ -132,12 +132,12 @@ class SparseGRPO(PolicyModule):
         part, denominators = self.block.next()
         output = self.micro_batch_loss(part, denominators)
         self.log_dict(output.metrics, batch_size=len(part))
-        if denominators.policy is None:  # every micro-batch by itself: Lightning takes the mean of them
+        if denominators.policy is None:  # each micro-batch by itself: Lightning averages them
             return output.loss
         return output.loss * self._accumulate * self._world_size  # trainer and strategy divide by both
 
     def roll_out(self, rows: Rows) -> ScoredRollout:
-        """Everything that happens to a block of prompts before the first loss, in this order."""
+        """Process a block of prompts up to the first loss: sampling, rescoring, rewards, callbacks."""
         callbacks = self.rollout_callbacks()
         for callback in callbacks:
             callback.on_rollout_start(self.trainer, self, rows)
@@ -167,7 +167,7 @@ class SparseGRPO(PolicyModule):
 
     @torch.no_grad()
     def rescore(self, scored: ScoredRollout) -> None:
-        """Log-probs of the dense policy, by the forward code and in the micro-batches of the learner."""
+        """Compute log-probs of the dense policy, with the forward code and the micro-batches of the learner."""
         start, rollout = time.perf_counter(), scored.rollout
         if self.learner.options.rescore:
             rollout.old_logprobs = self.learner.rescored(self.policy, rollout)
@@ -176,7 +176,7 @@ class SparseGRPO(PolicyModule):
         scored.seconds["rescoring"] = time.perf_counter() - start
 
     def score(self, scored: ScoredRollout) -> None:
-        """Rewards and advantages; nothing is rejected yet."""
+        """Compute rewards and advantages; nothing is rejected yet."""
         start, rollout = time.perf_counter(), scored.rollout
         rollout.rewards = self.rewards(scored)
         self.rewards.warn_of_none(scored)
@@ -186,7 +186,7 @@ class SparseGRPO(PolicyModule):
         scored.seconds["rewards"] = time.perf_counter() - start
 
     def new_block(self, scored: ScoredRollout) -> RolloutBlock:
-        """The rollout as micro-batches, without what the loss does not read."""
+        """The rollout as micro-batches, without fields that the loss does not read."""
         rollout, oversampling = scored.rollout, self.generator.options.oversampling
         rollout.topk_ids = rollout.topk_logprobs = None
         rollout.evictions = rollout.evictions if self.keeps_evictions else None
@@ -217,10 +217,10 @@ class SparseGRPO(PolicyModule):
 
     @torch.no_grad()
     def reference_logprobs(self, part: Rollout) -> Tensor:
-        """(B, T) log-probs of the reference policy, zeros without one; its weights come to the device when needed."""
+        """Log-probs (B, T) of the reference policy, zeros without one; its weights move to the device when needed."""
         if not self._reference:
             return torch.zeros_like(part.sampler_logprobs)
-        self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers wraps the signature away
+        self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
         return self.learner.logprobs(self._reference[0], part)[0]
 
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
@@ -236,12 +236,12 @@ class SparseGRPO(PolicyModule):
 
     @property
     def num_passes(self) -> int:
-        """How many times a rollout is served from beginning to end."""
+        """The number of times that a rollout is served as a whole."""
         return self.num_iterations
 
     @property
     def steps_per_rollout(self) -> int:
-        """How many batches the loader must yield per block of prompts."""
+        """The number of batches that the loader must yield per block of prompts."""
         return self.steps_per_generation * self.num_passes
 
     @property
@@ -251,17 +251,17 @@ class SparseGRPO(PolicyModule):
 
     @property
     def grad_norm_key(self) -> str:
-        """The name under which the length of this step's gradient is logged."""
+        """The name under which this step's gradient norm is logged."""
         return "grad_norm"
 
     # ---------------------------------------------------------------- validation
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
-        """Completions with the sparse and with the full cache: what was trained, and what is deployed."""
+        """Complete with the sparse and with the full cache: what was trained, and what is deployed."""
         self._evaluate(batch, "val", batch_idx)
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
-        """The same as validation, logged under ``test/``."""
+        """Run validation, logged under ``test/``."""
         self._evaluate(batch, "test", batch_idx)
 
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
@@ -277,13 +277,13 @@ class SparseGRPO(PolicyModule):
             self._validation.batch(scores, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
 
     def on_validation_epoch_start(self) -> None:
-        """Count this validation's rows only, also where the last one was interrupted."""
+        """Count only this validation's rows, even if the last one was interrupted."""
         self._validation.begin()
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log confidence intervals of the means; give the caches back: training rollouts size their own."""
+        """Log confidence intervals of the means; free the caches: training rollouts size their own."""
         self._validation.end()
         self.generator.release()
 
@@ -292,28 +292,28 @@ class SparseGRPO(PolicyModule):
     # ---------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """As the base; the generator learns which rank this is."""
+        """Set up like the base class, and pass the rank to the generator."""
         super().setup(stage)
         self.generator.rank, self.generator.world_size = self.global_rank, self._world_size
 
     def on_policy_loaded(self) -> None:
-        """Hand the policy to generator and learner; load the reference policy where the loss needs one."""
+        """Pass the policy to generator and learner; load the reference policy if the loss needs one."""
         if self.loss.beta > 0:
             self._reference = [self.policy_source.load_reference()]
-            if self._world_size > 1:  # no strategy shares it
+            if self._world_size > 1:  # no strategy synchronizes it
                 self.same_on_ranks["reference policy"] = weights_digest(self._reference[0])
         self.learner.prepare(self.policy)
         self.generator.bind(self.policy, self.tokenizer)
 
     def on_fit_start(self) -> None:
-        """Check that prompts, generations, steps and ranks fit together, and say how; build the sampler."""
+        """Check that prompts, generations, steps and ranks fit together, and print the plan; build the sampler."""
         super().on_fit_start()
         if not self.generator.sampler().end_token_ids and not self.generator.sampling.stop_strings:
             rank_zero_warn(
                 "Neither the policy nor its tokenizer names a token that ends a completion: every one will have "
                 "max_completion_length tokens. Set model.rollout.end_tokens or model.sampling.stop_strings."
             )
-        self.block = None  # of an earlier, interrupted fit
+        self.block = None  # from an earlier, interrupted fit
         self._check_ranks()
         if self._world_size > 1:  # before the end of training is looked for, in checkpoints of different steps
             ranks.check_agreement(self.same_on_ranks)
@@ -324,7 +324,7 @@ class SparseGRPO(PolicyModule):
         self._check_rescore()
 
     def on_train_start(self) -> None:
-        """Ranks must have the same to start from; partial rollouts must know the longest prompt, and store all rows."""
+        """Check that ranks start alike; for partial rollouts find the longest prompt, and store all rows."""
         super().on_train_start()
         if self._world_size > 1:
             self.same_on_ranks["optimizer steps"] = str(self.trainer.global_step)
@@ -336,7 +336,7 @@ class SparseGRPO(PolicyModule):
             self.generator.begin_partial(rows_of(self.trainer.train_dataloader))
 
     def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:
-        """After a resume, take up block and random state only now: loading the data consumed random numbers."""
+        """Restore block and random state after a resume, only now, because loading the data used random numbers."""
         state = self.training_state.take_block()
         if state is not None:
             plan = self.plan(len(state["rollout"]["sequences"]) // self._group_size)
@@ -347,7 +347,7 @@ class SparseGRPO(PolicyModule):
             self._score_by_reference(self.block.rollout)  # resumed from a run without a reference policy
 
     def on_train_end(self) -> None:
-        """Say what partial rollouts leave behind."""
+        """Report the sequences that partial rollouts leave unfinished."""
         unfinished = 0 if self.generator.partial is None else self.generator.partial.num_unfinished
         if unfinished:
             rank_zero_info(f"{unfinished} unfinished sequences of partial rollouts were not trained.")
@@ -368,16 +368,16 @@ class SparseGRPO(PolicyModule):
         own = {
             "num_rollouts": self.num_rollouts,
             "block": None if self.block is None or self.block.is_spent else self.block.state(),
-            "partial": None if self.generator.partial is None else self.generator.partial.state(),
+            "partial": self.generator.partial_state(),
             "random_state": self.training_state.random(),
         }
         checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(own, self._world_size)[1:]}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the weights' checks from the base, and keep the rest for the first batch."""
+        """Check the weights in the base class, and keep the rest for the first batch."""
         super().on_load_checkpoint(checkpoint)
         if self.generator.shadow is not None:
-            self.generator.shadow.version = None  # it holds other weights than these, be they of the same step
+            self.generator.shadow.version = None  # its weights are outdated, even from the same step
         state = checkpoint.get("sparse_rl")
         if state is None:
             return
@@ -418,7 +418,7 @@ class SparseGRPO(PolicyModule):
         rollout.ref_logprobs = torch.cat([self.reference_logprobs(part) for part in parts])
 
     def _check_ranks(self) -> None:
-        """Refuse, by name, what several ranks cannot do."""
+        """Refuse, by name, options that several ranks do not support."""
         if self._world_size > 1 and self.generator.partial is not None:
             raise UserError(
                 "rollout.partial_rollout_steps works in one process so far: set model.rollout.partial_rollout_steps to "
@@ -431,7 +431,7 @@ class SparseGRPO(PolicyModule):
             )
 
     def _check_rescore(self) -> None:
-        """Refuse a run without dense log-probs where something needs them."""
+        """Refuse a run without dense log-probs if something needs them."""
         if self.learner.options.rescore:
             return
         needing = [type(callback).__name__ for callback in self.rollout_callbacks() if callback.edits]
@@ -444,7 +444,7 @@ class SparseGRPO(PolicyModule):
             )
 
     def _check_resumed(self, checkpoint: dict[str, Any]) -> None:
-        """Note which checkpoint training goes on from, for all ranks to compare."""
+        """Note which checkpoint training continues from, for all ranks to compare."""
         if self._world_size > 1:
             self.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
         super()._check_resumed(checkpoint)

@@ -16,15 +16,15 @@ from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 
 class SupervisedWarmup(PolicyModule):
-    """Cross-entropy on worked solutions, one token mean per batch; the prompt carries no loss.
+    """Cross-entropy on worked solutions, one token mean per batch; the prompt has no loss.
 
-    Logs ``loss``, ``val_loss`` and ``val_token_accuracy`` (share of solution tokens predicted right).
+    It logs ``loss``, ``val_loss`` and ``val_token_accuracy`` (share of solution tokens predicted right).
 
     Args:
-        policy: A Hugging Face folder or hub name, or a source of models.
-        solution_column: Column of the data rows that holds the text to learn.
-        optimizer: Makes the optimizer from the parameters.
-        lr_scheduler: Makes the learning-rate schedule from the optimizer.
+        policy: Hugging Face folder or hub name, or a source of models.
+        solution_column: Column of the data rows with the text to learn.
+        optimizer: Function from the parameters to the optimizer.
+        lr_scheduler: Function from the optimizer to the learning-rate schedule.
         disable_dropout: Set every dropout of the policy to zero.
         chat_template_kwargs: Arguments of the tokenizer's chat template.
     """
@@ -49,7 +49,7 @@ class SupervisedWarmup(PolicyModule):
         return loss
 
     def validation_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
-        """The same on held-out rows."""
+        """Log the same loss, and the token accuracy, on held-out rows."""
         loss, accuracy = self._loss(batch)
         self.log_dict({"val_loss": loss, "val_token_accuracy": accuracy}, prog_bar=True, batch_size=len(batch))
 

@@ -110,12 +110,12 @@ def reference(
 
 
 def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: int) -> Tensor:
-    """Max or average over neighbours along the last dimension, as if only the entries ``inside`` existed.
+    """Max or average over neighbors along the last dimension, as if only the entries ``inside`` existed.
 
     Args:
         values: (..., N) float, finite where ``inside``.
         inside: bool, broadcasts to ``values``, one run of entries from the first one on.
-        pooling: "max", "avg" (missing neighbours count as zeros) or "none".
+        pooling: "max", "avg" (missing neighbors count as zeros) or "none".
         kernel_size: Odd number of entries.
 
     Returns:

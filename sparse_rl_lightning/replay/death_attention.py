@@ -1,8 +1,8 @@
-"""Attention under a record of deaths: the query at q sees the key at k if and only if ``k <= q < death[k]``.
+"""Attention under death steps: the query at q sees the key at k if and only if ``k <= q < death[k]``.
 
-Three ways to the same numbers. Small inputs take one mask. Long ones on the CPU are cut into chunks of queries, so
-that no mask exceeds :data:`MASK_BYTES`, and the backward pass makes each chunk's mask again. On CUDA FlexAttention
-needs no mask: blocks in which everything is dead are skipped, those in which everything lives are not asked.
+There are three ways to the same numbers. Small inputs use one mask. Long ones on the CPU are cut into chunks of
+queries, so that no mask exceeds :data:`MASK_BYTES`, and the backward pass computes each chunk's mask again. On CUDA
+FlexAttention needs no mask: blocks in which everything is dead are skipped, and fully visible ones need no check.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
 
 BLOCK = 128
-"""Queries and keys of a block of FlexAttention."""
+"""Number of queries and keys in a block of FlexAttention."""
 
 
 def death_attention(query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float) -> Tensor:
-    """Attention with gradient under the deaths of one layer, by the way that suits device and length.
+    """Attention with gradient under the deaths of one layer, using the implementation for the device and length.
 
     Args:
-        query: (B, Hq, T, D).
-        key: (B, H, T, D); H divides Hq.
-        value: (B, H, T, D).
-        death: (B, H, T), first query that does not see the key any more.
+        query: Queries (B, Hq, T, D).
+        key: Keys (B, H, T, D); H divides Hq.
+        value: Values (B, H, T, D).
+        death: First query (B, H, T) that does not see the key any more.
         scale: Factor on query x key.
 
     Returns:
-        (B, Hq, T, D).
+        The outputs (B, Hq, T, D).
     """
     if query.is_cuda:
         return flex_death_attention(query, key, value, death, scale, compiled=True)
@@ -41,7 +41,7 @@ def death_attention(query: Tensor, key: Tensor, value: Tensor, death: Tensor, sc
 def sdpa_death_attention(
     query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, mask_bytes: int = MASK_BYTES
 ) -> Tensor:
-    """scaled_dot_product_attention under boolean masks of at most ``mask_bytes``; arguments as above."""
+    """Attention by scaled_dot_product_attention under boolean masks of at most ``mask_bytes``; arguments as above."""
     step = torch.arange(key.shape[2], device=key.device)
 
     def alive(start: int, stop: int) -> Tensor:
@@ -56,7 +56,7 @@ def flex_death_attention(
 ) -> Tensor:
     """FlexAttention with the deaths as its ``mask_mod``; arguments as above.
 
-    ``compiled=False`` runs PyTorch's own slow form, which holds all scores and, on the CPU, has no backward pass.
+    ``compiled=False`` runs PyTorch's slow version, which stores all scores and, on the CPU, has no backward pass.
     """
     group = query.shape[1] // key.shape[1]
 
@@ -69,17 +69,17 @@ def flex_death_attention(
 
 
 def death_blocks(death: Tensor, group: int, alive: Any) -> BlockMask:
-    """Which blocks of queries and keys FlexAttention computes, read off the deaths without looking at pairs.
+    """The blocks of queries and keys that FlexAttention computes, derived from the deaths without pairwise masks.
 
     Args:
-        death: (B, H, T).
+        death: Death steps (B, H, T).
         group: Query heads per KV head.
-        alive: The ``mask_mod`` for blocks that are neither dead nor wholly alive.
+        alive: Function ``mask_mod`` for blocks that are neither dead nor fully visible.
     """
     length = death.shape[-1]
     count = -(-length // BLOCK)
     padded = F.pad(death, (0, count * BLOCK - length), value=0).view(*death.shape[:-1], count, BLOCK)
-    latest, earliest = padded.amax(-1)[..., None, :], padded.amin(-1)[..., None, :]  # padding is never wholly alive
+    latest, earliest = padded.amax(-1)[..., None, :], padded.amin(-1)[..., None, :]  # padding is never fully visible
     block = torch.arange(count, device=death.device)
     key, query = block, block[:, None]
     some = (key == query) | ((key < query) & (latest > query * BLOCK))  # a token sees itself
@@ -89,7 +89,7 @@ def death_blocks(death: Tensor, group: int, alive: Any) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks (B, H, Q) of each query block are chosen, and their numbers (B, H, Q, K), chosen first."""
+    """The number of key blocks (B, H, Q) chosen for each query block, and their indices (B, H, Q, K), chosen first."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1).to(torch.int32), order.to(torch.int32)
 

@@ -1,6 +1,6 @@
-"""The attention functions registered with transformers; the only file that knows its attention hooks.
+"""The attention functions registered with transformers; the only file that uses its attention hooks.
 
-Model keyword arguments reach the attention function, so the deaths travel as one. A name that transformers'
+Model keyword arguments reach the attention function, so the deaths are passed as one. A name that transformers'
 mask interface does not know gets no mask at all: each function here brings its own.
 """
 
@@ -35,16 +35,16 @@ def replay_attention(
 
 
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
-    """Make an attention function known to models under a name, for :func:`attention_implementation`."""
+    """Register an attention function for models under a name, for :func:`attention_implementation`."""
     AttentionInterface.register(name, function)
 
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run the model with another attention function, and give it its own back whatever happens.
+    """Run the model with another attention function, and restore its own whatever happens.
 
-    Gradient checkpointing computes layers again in the backward pass, after this context has ended. What it computes
-    again it computes with the attention of this context, and whatever runs beside it is not disturbed.
+    Gradient checkpointing computes layers again in the backward pass, after this context has ended. This recomputation
+    uses the attention of this context, and anything else that runs meanwhile is not affected.
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     own: list[Any] = [layer._gradient_checkpointing_func for layer in layers]

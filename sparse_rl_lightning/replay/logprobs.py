@@ -1,6 +1,6 @@
 """Exact replay: the learner sees what the sampler saw, in one parallel and differentiable pass.
 
-Eviction is permanent, so one number per (layer, KV head, token), its death, tells who could see it. Under the
+Eviction is permanent, so one number per (layer, KV head, token), its death, determines who could see it. Under the
 mask ``key <= query < death`` the learner's log-probabilities equal the sampler's to float precision.
 """
 
@@ -21,15 +21,15 @@ def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float
     """Log-probabilities of the rollout's tokens under the sampler's own evictions, with gradient.
 
     Args:
-        model: The policy; with the sampler's weights the result equals ``rollout.sampler_logprobs``.
+        model: Policy; with the sampler's weights the result equals ``rollout.sampler_logprobs``.
         rollout: Sequences with their evictions.
-        temperature: The sampler's temperature, 1 for greedy rollouts.
+        temperature: Temperature of the sampler, 1 for greedy rollouts.
 
     Returns:
-        (B, T), 0 outside the completions.
+        The log-probabilities (B, T), 0 outside the completions.
 
     Raises:
-        ValueError: If the rollout carries no record of its evictions, or a sequence was drawn by several versions of
+        ValueError: If the rollout has no record of its evictions, or a sequence was drawn by several versions of
             the policy (partial rollouts), or exceeds the model's sliding window.
     """
     return replay_statistics(model, rollout, temperature)[0]
@@ -42,20 +42,20 @@ def replay_statistics(
     chunk_size: int = 512,
     head_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies under the sampler's own evictions, as ``sequence_logprobs`` without them.
+    """Log-probabilities and entropies under the sampler's own evictions, like ``sequence_logprobs`` without them.
 
     Args:
-        model: The policy.
+        model: Policy to evaluate.
         rollout: Sequences with their evictions.
-        temperature: The sampler's temperature, 1 for greedy rollouts.
-        chunk_size: As in ``sequence_logprobs``.
-        head_in_float32: As in ``sequence_logprobs``.
+        temperature: Temperature of the sampler, 1 for greedy rollouts.
+        chunk_size: Number of tokens per chunk, as in ``sequence_logprobs``.
+        head_in_float32: Precision of the output head, as in ``sequence_logprobs``.
 
     Returns:
         Two (B, T) tensors with gradient, 0 outside the completions.
 
     Raises:
-        ValueError: As :func:`replay_logprobs`.
+        ValueError: For the reasons of :func:`replay_logprobs`.
     """
     if rollout.evictions is None:
         raise UserError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
@@ -74,7 +74,7 @@ def replay_statistics(
 
 
 def drawn_by_several(rollout: Rollout) -> Tensor:
-    """(B,) bool: sequences that several versions of the policy have drawn, which no one policy can reproduce."""
+    """Which sequences (B,) several versions of the policy have drawn, so that no one policy can reproduce them."""
     versions, mask = rollout.policy_versions, rollout.completion_mask
     if versions is None:
         return torch.zeros(len(rollout), dtype=torch.bool, device=mask.device)

@@ -1,4 +1,4 @@
-"""Attention of a learner under a mask that is never whole: chunk by chunk of queries, each mask made when needed."""
+"""Attention of a learner under masks that are never whole: in chunks of queries, each mask computed when needed."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 MASK_BYTES = 2**26
-"""Most bytes of a mask that exists at one time on the CPU."""
+"""Size limit in bytes of a mask on the CPU."""
 BYTES_PER_PAIR = 5
-"""Of a query and a key: a bool, and the float32 that scaled_dot_product_attention turns it into."""
+"""Bytes per query and key: a bool, and the float32 that scaled_dot_product_attention converts it to."""
 
 MaskOf = Callable[[int, int], Tensor]
-"""From the first and the last query (exclusive) to (B, H, 1, queries, keys) bool, keys up to the last query."""
+"""Function from the first and last query (exclusive) to (B, H, 1, queries, keys) bool, keys up to the last query."""
 
 
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask_of: MaskOf, scale: float, mask_bytes: int = MASK_BYTES
 ) -> Tensor:
-    """scaled_dot_product_attention under boolean masks of at most ``mask_bytes``, with gradient.
+    """Attention by scaled_dot_product_attention under boolean masks of at most ``mask_bytes``, with gradient.
 
-    A mask is shared by the query heads of a KV head and by nothing else. At least one query is taken at a time.
+    A mask is shared only by the query heads of a KV head. At least one query is processed at a time.
 
     Args:
-        query: (B, Hq, T, D).
-        key: (B, H, T, D); H divides Hq.
-        value: (B, H, T, D).
-        mask_of: What a run of queries sees; asked again in the backward pass.
+        query: Queries (B, Hq, T, D).
+        key: Keys (B, H, T, D); H divides Hq.
+        value: Values (B, H, T, D).
+        mask_of: Function that gives the mask of a range of queries; called again in the backward pass.
         scale: Factor on query x key.
-        mask_bytes: Of one mask.
+        mask_bytes: Size limit of one mask in bytes.
 
     Returns:
-        (B, Hq, T, D).
+        The outputs (B, Hq, T, D).
     """
     batch, heads, length, width = key.shape
     # the query heads of a KV head become the heads, so that one mask serves them all by broadcasting
@@ -52,6 +52,6 @@ def masked_attention(
     for start in range(0, length, size):
         stop = min(start + size, length)
         args = grouped[:, :, start:stop], keys[:, :, :stop], values[:, :, :stop], start
-        # the graph would hold every mask until the backward pass
+        # the graph would keep every mask until the backward pass
         chunks.append(checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(chunks, dim=2).reshape(query.shape)

@@ -1,4 +1,4 @@
-"""Pictures of a run: from plain numbers to a table, a PNG and a self-contained HTML page; nothing here needs torch."""
+"""Reports of a run: from plain numbers to a table, a PNG and a self-contained HTML page; nothing here needs torch."""
 
 from __future__ import annotations
 

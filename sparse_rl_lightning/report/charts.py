@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 LIGHT = ("#1d4ed8", "#c2410c", "#0e9f6e", "#4a044e")
 DARK = ("#7aa8ff", "#ff8a3d", "#5eead4", "#fde68a")
-"""Colors of lines on light and on dark ground; more lines than colors are dashed, then dotted."""
+"""Colors of lines on light and on dark background; more lines than colors are dashed, then dotted."""
 DASHES = ("-", "--", ":")
 INK, SOFT, GRAY, GRID, WHITE = "#1f2937", "#4b5563", "#7b8794", "#e5e7eb", "#ffffff"
 VARIABLES = {**{color: f"--c{place}" for place, color in enumerate(LIGHT)},
              SOFT: "--soft", GRAY: "--gray", GRID: "--grid", WHITE: "--card"}  # fmt: skip
-"""Colors of a chart that the page's style sheet replaces in the dark."""
+"""Colors of a chart that the page's style sheet replaces in dark mode."""
 
 INSTALL_HINT = "The charts need matplotlib: pip install 'sparse-rl-lightning[report]'."
 COLUMNS = 3
 SMOOTHED_FROM = 8
-"""Points from which on a bold line is a mean over neighbors and the values stand pale behind it."""
-WIDTH, HEIGHT, TOP, BOTTOM, RIGHT = 400, 210, 8, 36, 20  # of a chart in the page
+"""Number of points from which a bold line is a mean over neighbors, drawn over the pale values."""
+WIDTH, HEIGHT, TOP, BOTTOM, RIGHT = 400, 210, 8, 36, 20  # size and margins of a chart in the page
 DIGIT = 7.7
 """Width of a digit in the page's labels, in the widest of the usual fonts."""
 
@@ -46,10 +46,10 @@ STYLE: Any = {
 
 
 def picture(record: RunRecord) -> bytes:
-    """The most telling charts of a run as one PNG.
+    """The most informative charts of a run as one PNG.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed; the message says what to install.
+        ModuleNotFoundError: If matplotlib is not installed; the message includes what to install.
     """
     plots = [plot for plot in plots_of_run(record) if plot.panel.pictured]
     with _figures() as figure_class:
@@ -72,17 +72,17 @@ def picture(record: RunRecord) -> bytes:
 
 
 def drawings(plots: Sequence[Plot]) -> list[str]:
-    """The inside of one SVG element per chart, which has :data:`WIDTH` and :data:`HEIGHT`.
+    """The content of one SVG element per chart, sized :data:`WIDTH` by :data:`HEIGHT`.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed; the message says what to install.
+        ModuleNotFoundError: If matplotlib is not installed; the message includes what to install.
     """
     with _figures() as figure_class:
         return [_drawing(figure_class(figsize=(WIDTH / 72, HEIGHT / 72)), plot) for plot in plots]
 
 
 def draw(ax: Axes, plot: Plot) -> None:
-    """Bands, dots, or lines smoothed over the pale values; the legend is up to the caller."""
+    """Draw bands, dots, or lines smoothed over the pale values; the legend is up to the caller."""
     from matplotlib.ticker import MaxNLocator
 
     series = plot.series
@@ -120,7 +120,7 @@ def _line(ax: Axes, s: Series, plot: Plot, low: float) -> None:
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:
-    """Mean over up to ``reach`` neighbors on either side, NaN left out."""
+    """The mean over up to ``reach`` neighbors on either side, without NaN."""
     result = []
     for i in range(len(values)):
         near = [v for v in values[max(0, i - reach) : i + reach + 1] if math.isfinite(v)]
@@ -129,7 +129,7 @@ def smoothed(values: list[float], reach: int) -> list[float]:
 
 
 def _look(color: str) -> tuple[str, str]:
-    """Color and dashes of a line."""
+    """The color and dashes of a line."""
     if color == "ref":
         return GRAY, "--"
     dashes, place = divmod(int(color.removeprefix("c")), len(LIGHT))
@@ -137,7 +137,7 @@ def _look(color: str) -> tuple[str, str]:
 
 
 def _scale(ax: Axes, values: Sequence[float], log: bool) -> tuple[float, list[float]]:
-    """Round ends for the vertical axis, 0 among its values unless it is logarithmic: its low end and its labels."""
+    """Set round limits of the vertical axis, including 0 unless it is logarithmic; returns its low end and labels."""
     from matplotlib.ticker import MaxNLocator
 
     if log:
@@ -161,7 +161,7 @@ def _drawing(figure: Figure, plot: Plot) -> str:
     left = 10 + DIGIT * max(len(label.get_text()) for label in ax.get_yticklabels())
     figure.subplots_adjust(left / WIDTH, BOTTOM / HEIGHT, 1 - RIGHT / WIDTH, 1 - TOP / HEIGHT)
     for patch in (figure.patch, ax.patch):
-        patch.set_visible(False)  # the page has its own ground
+        patch.set_visible(False)  # the page has its own background
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     return _plain(buffer.getvalue())
@@ -184,7 +184,7 @@ def _attributes(style: re.Match[str]) -> str:
 
 @contextmanager
 def _figures() -> Iterator[type[Figure]]:
-    """The Figure class with our style, without pyplot: no window, no global figure."""
+    """The Figure class in our style, without pyplot: no window, no global figure."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Several runs on one page: their numbers with differences, the settings in which they differ, all curves together."""
+"""Several runs on one page: their numbers with differences, the settings that differ, all curves together."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sparse_rl_lightning.report.plots import COLORS, Named, color, plots_of_runs
 from sparse_rl_lightning.text import DASH, shortened
 
 PLACES = re.compile(r"(^|\.)(default_root_dir|dirpath|save_dir|folder|version)$|^trainer\.logger\..*name$")
-"""Keys that only name the place where a run writes."""
+"""Keys that only name a place where a run writes."""
 
 
 def comparison(records: Named) -> str:
     """The page as text.
 
     Args:
-        records: Each run under the name to show for it; the others are compared with the first.
+        records: Record of each run with the name to show for it; the others are compared with the first.
 
     Raises:
         ValueError: If there are fewer than two runs, or two have the same name.
@@ -45,7 +45,7 @@ def comparison(records: Named) -> str:
 
 
 def numbers(records: Named) -> list[list[str]]:
-    """Rows of the table of summaries, header first; a number that no run has is left out."""
+    """Rows of the table of summaries, header first, without numbers that no run has."""
     rows = [["", *(shortened(name, 60) for name, _ in records)]]
     for measure in [*greedy([record for _, record in records]), *MEASURES]:
         values = [measure.find(record) for _, record in records]
@@ -56,7 +56,7 @@ def numbers(records: Named) -> list[list[str]]:
 
 
 def differing_settings(records: Named) -> tuple[list[list[str]], int]:
-    """Rows of settings that differ, header first, and how many are the same; places of writing count for neither."""
+    """Rows of settings that differ, header first, and the number of equal ones; output paths count for neither."""
     told = [{**record.settings, **record.versions, **record.config} for _, record in records]
     told = [_with_arguments(one, told) for one in told]
     keys = [key for key in dict.fromkeys(key for one in told for key in one) if not PLACES.search(key)]
@@ -77,7 +77,7 @@ def _with_arguments(own: dict[str, str], told: list[dict[str, str]]) -> dict[str
 
 
 def _notes(records: Named) -> list[str]:
-    """Reasons why numbers are hard to compare."""
+    """Reasons why the numbers are hard to compare."""
     notes = []
     tested = {(r.measure, r.num_problems) for _, r in records if r.before or r.after}
     if len(tested) > 1:

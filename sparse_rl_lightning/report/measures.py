@@ -1,4 +1,4 @@
-"""The numbers of a run: how they are found, written and compared, and a run's end as text for a terminal."""
+"""Measures: how to find, format and compare the numbers of a run, and the summary text for a terminal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Find = Callable[[RunRecord], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run: how to find it in a record, to write it, and to write how two of them differ."""
+    """A number of a run: how to find it in a record, to format it, and to format a difference of two."""
 
     label: str
     find: Find
     write: Callable[[float], str]
     differ: Callable[[float, float], str]
-    told: bool = False  # in the terminal and at the top of a page, too
+    told: bool = False  # also in the terminal and at the top of a page
 
     def cell(self, value: float | None, first: float | None) -> str:
-        """A number, with its difference from the first run's in brackets."""
+        """A number, with its difference from the first run's in parentheses."""
         if value is None:
             return DASH
         return self.write(value) + ("" if first is None else f" ({self.differ(value, first)})")
@@ -89,7 +89,7 @@ def greedy(records: Sequence[RunRecord]) -> list[Measure]:
 
 
 def facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Savings and costs of a run, as label and value; what was not measured is left out."""
+    """Savings and costs of a run, as label and value, without those not measured."""
     found = [(measure, measure.find(record)) for measure in MEASURES if measure.told]
     told = [(measure.label, measure.write(value)) for measure, value in found if value is not None]
     used, full = record.maximum("kv/peak_bytes"), record.maximum("kv/full_peak_bytes")
@@ -100,16 +100,15 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def results(record: RunRecord) -> list[list[str]]:
-    """Rows of the table of greedy results, header first; no rows where nothing was evaluated."""
+    """Rows of the table of greedy results, header first; empty if nothing was evaluated."""
     caches = [cache for cache in CACHES if cache in record.before or cache in record.after]
     rows = [[CACHES[cache], number(record.before.get(cache)), number(record.after.get(cache))] for cache in caches]
-    return [[f"greedy {record.measure}, {record.num_problems} held-out problems", "before", "after"], *rows] * bool(
-        rows
-    )
+    head = [f"greedy {record.measure}, {record.num_problems} held-out problems", "before", "after"]
+    return [head, *rows] if rows else []
 
 
 def summary_text(record: RunRecord) -> str:
-    """The whole table: results before and after, what was saved, and a few completions, safe for any terminal."""
+    """The whole table: results before and after, savings, and a few completions, safe for any terminal."""
     parts = []
     rows = results(record)
     if rows:

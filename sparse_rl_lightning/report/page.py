@@ -1,4 +1,4 @@
-"""The HTML page of a run: one file, no network and no script, readable on a phone, in light and in dark."""
+"""The HTML page of a run: one file, no network and no script, readable on a phone, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COUNTS = (
     ("empty_rollouts", "Rollouts in which rejection kept no token"),
     ("guard/raises", "Times TailGuard raised the budget"),
 )
-"""Counters of the history, whose last value is the whole run's."""
+"""Counters in the history, whose last value covers the whole run."""
 KINDS = ("rejected", "most mismatched", "lowest reward")
 MOST_CARDS = 24
 LONGEST = 2200
-"""Characters of a text; files may hold more than RunSummary writes."""
+"""Largest number of characters in a text; files may contain more than RunSummary writes."""
 HINT = (
     "Numbers beside the names of lines are the last ones. Bold lines are means over neighboring rollouts, pale ones "
     "the values."
@@ -47,10 +47,10 @@ STYLE = (
 
 
 def page(record: RunRecord) -> str:
-    """The page as text; of a run without numbers of some kind it has no panel for them.
+    """The page as text, without panels for which the run has no numbers.
 
     Args:
-        record: The run, finished or not. All its text is escaped, long text is cut.
+        record: Record of the run, finished or not. All its text is escaped, long text is cut.
     """
     note = _long_run(record)
     return render(
@@ -68,14 +68,14 @@ def page(record: RunRecord) -> str:
 
 
 def render(**content: Any) -> str:
-    """``page.html`` filled with plain values; its policy allows the one style sheet by its hash, and nothing else."""
+    """Fill ``page.html`` with plain values; its policy allows the one style sheet by its hash, and nothing else."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     template = environment().get_template("page.html")
     return template.render(style=Markup(STYLE), digest=Markup(f"sha256-{digest}"), **content)
 
 
 def environment() -> Environment:
-    """Templates that escape all inserted text and make its control characters visible."""
+    """The template environment, which escapes all inserted text and makes its control characters visible."""
     made = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
@@ -92,19 +92,20 @@ def _visible(value: Any) -> Any:
 
 
 def course(record: RunRecord) -> str:
-    """How far the run came, and how it ended."""
+    """The progress of the run, and how it ended."""
     steps = f", {record.steps:,} optimizer steps" if record.steps else ""
     time = f", {duration(record.seconds)}" if record.seconds else ""
     when = f" Written {record.written.replace('T', ' ').replace('+00:00', ' UTC')}." if record.written else ""
     state = {
-        "finished": "", "unknown": " Whether it finished is not known.",
+        "finished": "",
+        "unknown": " Whether it finished is not known.",
         "running": " Not finished: it goes on, or was killed.",
-    }.get(record.state, f" Not finished: {record.state}.")  # fmt: skip
+    }.get(record.state, f" Not finished: {record.state}.")
     return f"{len(record.history):,} rollouts{steps}{time}.{state}{when}"
 
 
 def warnings_of(record: RunRecord) -> list[str]:
-    """What went wrong in the run: counters first, then the warnings of callbacks with their rollouts."""
+    """Problems of the run: counters first, then the warnings of callbacks with their rollouts."""
     told = []
     for key, words in COUNTS:
         count = next((row[key] for row in reversed(record.history) if key in row), 0.0)
@@ -121,10 +122,10 @@ def warnings_of(record: RunRecord) -> list[str]:
 
 
 def figures(plots: Sequence[Plot], note: str = "") -> dict[str, Any]:
-    """Charts by section, or a line that says why there are none.
+    """Charts by section, or a line with the reason why there are none.
 
     Args:
-        plots: The charts, sections in any order.
+        plots: Charts to draw, sections in any order.
         note: Sentence to add to the hint above the charts.
     """
     ordered = sorted(plots, key=lambda plot: SECTIONS.index(plot.panel.section))  # stable
@@ -155,13 +156,13 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _order(entry: dict[str, Any]) -> tuple[int, float]:
-    """Rejected completions first, then by kind; the newest first among equals."""
+    """The sort key: rejected completions first, then by kind; the newest first among equals."""
     places = [KINDS.index(kind) for kind in entry.get("kinds", ()) if kind in KINDS]
     return min(places, default=len(KINDS)), -entry.get("rollout", 0.0)
 
 
 def _why(entry: dict[str, Any]) -> str:
-    """Why a completion is shown, in a sentence or two."""
+    """The reason why a completion is shown, in a sentence or two."""
     kinds = entry.get("kinds", [])
     parts = [f"Rollout {short(entry.get('rollout', 0.0))}: {', '.join(kinds) or 'kept'}."]
     ratio, place = entry.get("ratio"), entry.get("token_place")

@@ -26,10 +26,10 @@ class Panel:
     caption: str  # for a reader who sees such a chart for the first time
     lines: tuple[Line, ...] = ()
     factor: float = 1.0
-    log: bool = False  # raw values on a logarithmic axis: a tail must not be smoothed away
+    log: bool = False  # raw values on a logarithmic axis, so that no tail is smoothed away
     smallest: bool = False  # neighbors that share a point become their minimum, not their mean
     stacked: bool = False
-    exact: bool = False  # steps, which must not be smoothed
+    exact: bool = False  # step functions, which must not be smoothed
     marked: bool = False  # few points that matter each, drawn as dots
     pictured: bool = False  # part of report.png
 
@@ -88,7 +88,7 @@ PANELS: tuple[Panel, ...] = (
 
 
 def reward_panel(record: RunRecord) -> Panel | None:
-    """The mean of every reward function, where there are several."""
+    """The panel with the mean of every reward function, if there are several."""
     names = {key for row in record.history for key in row if key.startswith("rewards/") and key.endswith("/mean")}
     labels = {key: key.removeprefix("rewards/").removesuffix("/mean") for key in sorted(names)[:6]}
     if len(labels) < 2:

@@ -11,9 +11,9 @@ from sparse_rl_lightning.report.panels import LEARNING, PANELS, Line, Panel, rew
 from sparse_rl_lightning.report.record import RunRecord
 
 MOST_POINTS = 400
-"""Points of a line; the lines of several runs share three times as many."""
+"""Largest number of points in a line; the lines of several runs share three times as many."""
 COLORS = 12
-"""Lines of a chart that can be told apart, by color and dashes."""
+"""Number of lines that are distinguishable in a chart, by color and dashes."""
 UNITS = (("GiB", 1024.0**3), ("MiB", 1024.0**2), ("KiB", 1024.0), ("bytes", 1.0))
 
 Points = list[tuple[float, float]]
@@ -22,7 +22,7 @@ Named = Sequence[tuple[str, RunRecord]]
 
 @dataclass(frozen=True)
 class Series:
-    """A named line; ``color`` is ``c`` and its place among the colors, or ``ref`` for a reference."""
+    """A named line; ``color`` is ``c`` and its index among the colors, or ``ref`` for a reference."""
 
     label: str
     points: Points
@@ -30,13 +30,13 @@ class Series:
 
     @property
     def last(self) -> str:
-        """Last value, for the legend."""
+        """The last value, for the legend."""
         return short(self.points[-1][1])
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A panel with its numbers, as they are shown, in the panel's unit."""
+    """A panel with its numbers, in the panel's unit."""
 
     panel: Panel
     series: Sequence[Series]
@@ -54,20 +54,20 @@ class Plot:
 
 
 def plots_of_run(record: RunRecord) -> list[Plot]:
-    """Charts of everything that the run has numbers for."""
+    """The charts of all numbers that the run has."""
     extra = reward_panel(record)
     panels = [*PANELS[:1], *([extra] if extra else []), *PANELS[1:]]
     return _accuracy_of_run(record) + [plot for panel in panels for plot in _of_run(panel, record)]
 
 
 def plots_of_runs(records: Named) -> list[Plot]:
-    """Charts of everything that any of the named runs has numbers for; a run keeps its color."""
+    """The charts of all numbers that any of the named runs has; a run keeps its color."""
     accuracies = [plot for cache in CACHES for plot in _accuracy_of_runs(records, cache)]
     return accuracies + [plot for panel in PANELS for plot in _of_runs(panel, records)]
 
 
 def color(place: int) -> str:
-    """Color of the n-th line of a chart."""
+    """The color of the n-th line of a chart."""
     return f"c{place % COLORS}"
 
 
@@ -93,13 +93,13 @@ def short(value: float) -> str:
 
 
 def points(record: RunRecord, key: str, factor: float = 1.0) -> Points:
-    """Rollout and value wherever there are both."""
+    """Rollout and value, wherever both exist."""
     pairs = [(row.get("rollout", float(place)), row.get(key, math.nan)) for place, row in enumerate(record.history)]
     return [(x, factor * y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
 
 
 def _found(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
-    """The lines that have values. Those of a stack keep only the rollouts that all of them know, without the first."""
+    """The lines that have values; a stack keeps only the rollouts that all its lines have, without the first."""
     found = [(line, values) for line in panel.lines if (values := points(record, line.key, panel.factor))]
     if not panel.stacked or not found:
         return found
@@ -117,12 +117,12 @@ def _thinned(panel: Panel, values: Points, most: int) -> Points:
 
 
 def _mean(values: list[float]) -> float:
-    """Mean of at least one value, without overflow at the end of float's range."""
+    """The mean of at least one value, without overflow at the end of float's range."""
     return math.fsum(value / len(values) for value in values)
 
 
 def _plot(panel: Panel, found: Sequence[tuple[str, Points, str]], pale: bool = True) -> list[Plot]:
-    """A chart of the lines that have values, by label, values and color; bytes get the unit that fits the largest."""
+    """A chart of the lines with values, by label, values and color; bytes get the unit that fits the largest."""
     series = [Series(label, values, color) for label, values, color in found if values]
     if not series:
         return []
@@ -147,7 +147,7 @@ def _of_run(panel: Panel, record: RunRecord) -> list[Plot]:
 
 
 def _of_runs(panel: Panel, records: Named) -> list[Plot]:
-    """The panel's first line, or the sum of a stack; of a tail both lines, because the first may show nothing."""
+    """The panel's first line, or the sum of a stack; for a tail both lines, because the first may show nothing."""
     if panel.stacked:
         totals = [_total([values for _, values in _found(panel, record)]) for _, record in records]
         return _together(replace(panel, stacked=False), totals, records)
@@ -176,7 +176,7 @@ def _total(lines: list[Points]) -> Points:
 
 
 def _accuracy_points(record: RunRecord, cache: str) -> Points:
-    """Accuracy before training, at validations, and after, by the rollouts done."""
+    """The accuracy before training, at validations, and after, by the number of rollouts done."""
     history = record.history or [{"rollout": 0.0}]
     first = history[0].get("rollout", 0.0)
     last = history[-1].get("rollout", len(history) - 1.0) + bool(record.history)
@@ -187,7 +187,7 @@ def _accuracy_points(record: RunRecord, cache: str) -> Points:
 
 
 def _measure(record: RunRecord) -> str:
-    """Measure of :func:`_accuracy_points`; validations, which may be alone, always have accuracy."""
+    """The measure of :func:`_accuracy_points`; validations, which may be alone, always have accuracy."""
     return record.measure if record.before or record.after else "accuracy"
 
 
@@ -199,7 +199,8 @@ def _accuracy_of_run(record: RunRecord) -> list[Plot]:
     if record.before or record.after:
         title = f"Greedy {measure}"
         caption = f"Greedy completions of {count}held-out problems, before and after training."
-        caption += " Between them, validations as the run is set to draw." * bool(record.validation)
+        if record.validation:
+            caption += " Between them, validations as the run is set to draw."
     else:
         title, caption = "Validation accuracy", "Validations of held-out problems, as the run is set to draw."
     return _accuracy(title, measure, f"{caption} These are not trained on.", lines)

@@ -10,27 +10,27 @@ from typing import Any
 SUMMARY, PROGRESS = "summary.json", "progress.json"
 """Files that RunSummary writes: at the end, and until then."""
 BESIDE = ("title", "state", "written", "settings", "config", "versions", "warnings", "validation", "samples", "worst")
-"""Fields that a file has beside its summary and history."""
+"""Fields of a file besides its summary and history."""
 
 
 @dataclass
 class RunRecord:
-    """A run in plain numbers and text, nothing of it from torch.
+    """A run in plain numbers and text, independent of torch.
 
-    ``before`` and ``after`` hold mean rewards of greedy completions on held-out problems by cache, ``dense`` and
+    ``before`` and ``after`` are mean rewards of greedy completions on held-out problems by cache, ``dense`` and
     ``sparse``; either may be missing. ``history`` has one row per rollout with the keys of
-    :mod:`sparse_rl_lightning.metrics.rollout` and what callbacks logged with it. ``validation`` has one row per
-    validation, the rollouts before it as ``rollout`` and accuracies by cache. A sample has ``prompt``, ``completion``,
-    ``reward`` and ``cache``, and ``answer`` where the data has one; one of ``worst`` has ``rollout``, ``kinds`` (why it
-    is shown), ``rejected`` and its most mismatched token instead of the cache. A warning has ``text``, and
-    ``rollout``, or ``file`` where it is about reading one.
+    :mod:`sparse_rl_lightning.metrics.rollout` and the values that callbacks logged with it. ``validation`` has one row
+    per validation, the rollouts before it as ``rollout`` and accuracies by cache. A sample has ``prompt``,
+    ``completion``, ``reward`` and ``cache``, and ``answer`` if the data has one; one of ``worst`` has ``rollout``,
+    ``kinds`` (why it is shown), ``rejected`` and its most mismatched token instead of the cache. A warning has
+    ``text``, and ``rollout``, or ``file`` if it is about reading one.
     """
 
     history: list[dict[str, float]] = field(default_factory=list)
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     num_problems: int = 0
-    measure: str = "reward"  # "accuracy" where all rewards are 0 or 1
+    measure: str = "reward"  # "accuracy" if all rewards are 0 or 1
     seconds: float = 0.0  # wall time of training
     steps: int = 0  # optimizer steps
     settings: dict[str, str] = field(default_factory=dict)
@@ -41,16 +41,16 @@ class RunRecord:
     warnings: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, str] = field(default_factory=dict)  # every key of the configuration, written with dots
     versions: dict[str, str] = field(default_factory=dict)
-    state: str = "finished"  # "running" until then; a sentence where an error ended the run
-    written: str = ""  # when, UTC
+    state: str = "finished"  # "running" until then; a sentence if an error ended the run
+    written: str = ""  # time of writing, UTC
 
     def mean(self, key: str) -> float | None:
-        """Mean over the rollouts that have it, None if none has."""
+        """The mean over the rollouts that have it, None if none has."""
         values = self._known(key)
         return sum(values) / len(values) if values else None
 
     def maximum(self, key: str) -> float | None:
-        """Largest value over the rollouts, None if none has one."""
+        """The largest value over the rollouts, None if none has one."""
         return max(self._known(key), default=None)
 
     def summary(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class RunRecord:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with null in place of numbers that JSON does not have."""
+        """All fields, with null for numbers that JSON does not support."""
         parts = {"summary": self.summary(), **{name: getattr(self, name) for name in BESIDE}, "history": self.history}
         cleaned: dict[str, Any] = _finite(parts)
         return cleaned

@@ -1,4 +1,4 @@
-"""Visualize a rollout: attention visibility and per-token heat maps, for notebooks. Letters as in ``records``."""
+"""Visualization of a rollout: attention visibility and per-token heat maps, for notebooks (letters: ``records``)."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 WHITE, BLUE, RED, INK = (255, 255, 255), (37, 99, 235), (194, 65, 12), (31, 41, 55)
-NOTHING, FADED = (229, 231, 235), (156, 163, 175)  # grays: behind a token without a number, letters of a 0
+NOTHING, FADED = (229, 231, 235), (156, 163, 175)  # grays: background of a token without a number, letters of a 0
 DARK = 140  # brightness below which letters are white
-FAINT = 0.02  # share of the scale below which a color cannot be told from white
+FAINT = 0.02  # share of the scale below which a color is indistinguishable from white
 SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
-"""Signs for tokens that are nothing but one of these."""
+"""Signs for tokens that consist of one of these only."""
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tensor) -> list[str]:
-    """The text of each token alone; blanks and line ends get a sign, a token without text its number.
+    """The text of each token alone; blanks and line ends become a sign, a token without text its number.
 
     Args:
         tokenizer: Tokenizer of the policy.
-        ids: T token ids.
+        ids: Token ids, T of them.
     """
     texts = [(int(number), str(tokenizer.decode([int(number)]))) for number in ids]
     return [SIGNS.get(text, text) or f"<{number}>" for number, text in texts]
 
 
 def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
-    """Share of all layers' KV heads that still held each token.
+    """The share of all layers' KV heads that still had each token.
 
     Args:
         evictions: Record of B sequences.
         query: Index of the token that attends; the default is the last one.
 
     Returns:
-        (B, T) from 0, evicted everywhere, to 1, held everywhere. Tokens behind the query count as not held.
+        Shares (B, T) from 0, evicted everywhere, to 1, kept everywhere. Tokens after the query count as evicted.
     """
     at = evictions.length - 1 if query is None else query
     held = (evictions.death > at).float().mean(dim=(0, 2))
@@ -55,14 +55,14 @@ def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
 
 
 def visibility(evictions: EvictionRecord, sequence: int = 0) -> Tensor:
-    """Share of all layers' KV heads in which each query sees each key.
+    """The share of all layers' KV heads in which each query sees each key.
 
     Args:
         evictions: Record of B sequences.
         sequence: Index of one of them.
 
     Returns:
-        (T, T) by query and key; 0 above the diagonal, 1 below it where nothing was evicted.
+        Shares (T, T) by query and key; 0 above the diagonal, 1 below it where nothing was evicted.
     """
     death = evictions[sequence : sequence + 1].death[:, 0].flatten(0, 1)  # (L x H, T)
     query = torch.arange(evictions.length, device=death.device)[:, None]
@@ -77,8 +77,8 @@ def draw_visibility(ax: Axes, share: Tensor, tokens: Sequence[str], prompt_lengt
 
     Args:
         ax: Axes to draw into.
-        share: Visibility, (T, T).
-        tokens: T labels; more than 64 are left out.
+        share: Shares (T, T) from :func:`visibility`.
+        tokens: Labels, T of them; more than 64 are left out.
         prompt_length: Index of the first token of the completion, marked by a line.
 
     Returns:
@@ -107,13 +107,13 @@ class TextHeat:
     A notebook shows it as HTML, in which all text is escaped; printed, it is plain text.
 
     Args:
-        tokens: T texts.
-        rows: T numbers for each row, by the row's label; NaN is gray.
-        limit: Number of full color; default the largest.
+        tokens: Texts, T of them.
+        rows: Numbers (T) for each row, by the row's label; NaN is gray.
+        limit: Number with full color; default the largest.
         caption: Meaning of the colors.
 
     Raises:
-        ValueError: If a row has another length than the tokens.
+        ValueError: If a row and the tokens differ in length.
 
     Example::
 
@@ -135,7 +135,7 @@ class TextHeat:
 
     @property
     def scale(self) -> float:
-        """Number of full color."""
+        """The number with full color."""
         known = [abs(value) for row in self.rows.values() for value in _numbers(row) if math.isfinite(value)]
         return self.limit or max(known, default=0.0) or 1.0
 
@@ -156,7 +156,7 @@ class TextHeat:
         )
 
     def __str__(self) -> str:
-        """Tokens from half of the scale up as they are, from half of it down in brackets, others as dots."""
+        """The text with tokens from half of the scale up plain, from minus half of it down in brackets, others dots."""
         scale, tokens, labels = self.scale, [printable(token) for token in self.tokens], [*map(printable, self.rows)]
         width = max(map(len, labels), default=0)
         return "\n".join(

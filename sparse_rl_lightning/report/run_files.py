@@ -1,4 +1,4 @@
-"""Reads a run from its folder, finished or not; fields of a file that are not of the expected kind are left out."""
+"""The reader of a run's folder, finished or not; fields of unexpected type are left out."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from sparse_rl_lightning.text import shortened
 
 METRICS = "metrics.csv"
 LARGEST, SMALLEST = 1e30, 1e-30
-"""Numbers beyond are no metrics, and no chart can hold them; numbers nearer to 0 count as 0."""
+"""Limits of metrics, beyond which no chart can show them; numbers nearer to 0 count as 0."""
 MOST_ROLLOUTS = 1e9
 LONGEST_TEXT = 4000
 MOST_ENTRIES = 2000
 SAME = ("reward", "completions/mean_length", "time/rollout")
-"""Rows of a CSV file that agree in these are of the same rollout: no two rollouts take the same time."""
+"""Keys whose agreement identifies rows of one rollout in a CSV file: no two rollouts take the same time."""
 TEXTS = {"prompt", "completion", "answer", "cache", "token", "text"}
 NUMBERS = {"rollout", "index", "reward", "length", "ratio", "token_place"}
 FLAGS = {"finished", "rejected"}
-"""Fields of a completion or a warning, beside its ``kinds``."""
+"""Fields of a completion or a warning, besides its ``kinds``."""
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """The record of a run: ``progress.json`` of one that goes on or was killed, else ``summary.json``, else a CSV file.
+    """The record of a run: ``progress.json`` of an unfinished one, else ``summary.json``, else a CSV file.
 
-    ``metrics.csv`` is looked for in the folder itself, in its newest ``version_*`` and in that of its
+    ``metrics.csv`` is looked for in the folder itself, in its newest ``version_*`` and in the newest one of its
     ``lightning_logs``; older versions are other runs, or earlier parts of this one, and are only named.
 
     Args:
-        folder: A run's ``default_root_dir``, or wherever RunSummary or CSVLogger wrote.
+        folder: Path of a run's ``default_root_dir``, or of any folder in which RunSummary or CSVLogger wrote.
 
     Raises:
         ValueError: If there is no run in the folder, or none of its files can be read.
@@ -65,7 +65,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def _versions(folder: Path) -> list[Path]:
-    """Folders that CSVLogger has numbered, the newest first."""
+    """The folders that CSVLogger has numbered, the newest first."""
     versions = [path for path in folder.glob("version_*") if path.name.removeprefix("version_").isdecimal()]
     return sorted(versions, key=lambda path: (len(path.name), path.name), reverse=True)
 
@@ -82,7 +82,7 @@ def _older(file: Path) -> list[str]:
 
 
 def _from_json(file: Path) -> RunRecord:
-    """A record as RunSummary wrote it."""
+    """The record in a file written by RunSummary."""
     found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(found, dict) or not isinstance(found.get("history"), list):
         raise UserError("it is no summary of a run.")
@@ -110,7 +110,7 @@ def _from_json(file: Path) -> RunRecord:
 
 
 def _from_csv(file: Path) -> RunRecord:
-    """A row of the history for every rollout that CSVLogger wrote; Lightning repeats its numbers until the next."""
+    """The record with a row of history per rollout in a CSVLogger file; Lightning repeats numbers until the next."""
     history: list[dict[str, float]] = []
     validation: list[dict[str, float]] = []
     with file.open(encoding="utf-8", errors="replace", newline="") as lines:
@@ -151,7 +151,7 @@ def _parsed(row: Mapping[str | None, Any]) -> dict[str, float]:
 
 
 def _rows(value: Any) -> list[dict[str, float]]:
-    """Rows of numbers that can stand on an axis."""
+    """Rows of numbers that fit on an axis."""
     return [row for row in map(_numbers, _list(value)) if row and 0 <= row.get("rollout", 0.0) <= MOST_ROLLOUTS]
 
 
@@ -176,7 +176,7 @@ def _texts(value: Any) -> dict[str, str]:
 
 
 def _entries(value: Any) -> list[dict[str, Any]]:
-    """Completions or warnings."""
+    """Entries of completions or warnings."""
     return [_entry(item) for item in _list(value)[:MOST_ENTRIES] if isinstance(item, dict)]
 
 

@@ -28,9 +28,7 @@ class Centroid(Retriever):
         ValueError: If the numbers do not fit, or the reduction is unknown.
     """
 
-    def __init__(
-        self, budget: int | LengthSchedule, *, group_reduction: PageReduction = "mean", **sizes: Any
-    ) -> None:  # fmt: skip
+    def __init__(self, budget: int | LengthSchedule, *, group_reduction: PageReduction = "mean", **sizes: Any) -> None:
         super().__init__(budget, **sizes)
         check_choice("group_reduction", group_reduction, PageReduction, type(self).__name__)
         self.group_reduction: PageReduction = group_reduction

@@ -31,9 +31,7 @@ class Quest(Retriever):
 
     num_vectors = 2
 
-    def __init__(
-        self, budget: int | LengthSchedule, *, group_reduction: PageReduction = "max", **sizes: Any
-    ) -> None:  # fmt: skip
+    def __init__(self, budget: int | LengthSchedule, *, group_reduction: PageReduction = "max", **sizes: Any) -> None:
         super().__init__(budget, **sizes)
         check_choice("group_reduction", group_reduction, PageReduction, type(self).__name__)
         self.group_reduction: PageReduction = group_reduction

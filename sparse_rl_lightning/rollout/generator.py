@@ -21,7 +21,7 @@ from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import RolloutOptions
-from sparse_rl_lightning.rollout.partial import PartialRollouts, check_storable
+from sparse_rl_lightning.rollout.partial import PartialRollouts, check_storable, state_bytes
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
@@ -175,6 +175,16 @@ class Generator:
         (longest,) = self.encode([self.longest(rows)])
         check_prompts([longest], self.sampling, self._policy)
         self.partial.begin(len(longest))
+
+    def partial_state(self) -> dict[str, Any] | None:
+        """Unfinished sequences of partial rollouts, for a checkpoint; None where there is nothing to keep."""
+        state = None if self.partial is None else self.partial.state()
+        if self.partial is not None and self.partial.session is not None and state is not None:
+            self._tell(
+                f"Checkpoint with {self.partial.num_unfinished} unfinished sequences of partial rollouts: "
+                f"{state_bytes(state['session']) / 2**20:,.1f} MiB ({self.partial.checkpoint})."
+            )
+        return state
 
     def longest(self, rows: Rows) -> dict[str, Any]:
         """The row with the longest prompt in tokens."""

@@ -17,9 +17,10 @@ NUM_LAYERS, NUM_HEADS, GROUP_SIZE, HEAD_DIM = 2, 2, 2, 16
 """The sizes of ``tiny_model()``, so that statistics fit both."""
 
 PER_SLOT = [
-    f.name for f in fields(LayerState)
+    f.name
+    for f in fields(LayerState)
     if f.name not in ("layer_index", "scale", "inv_freq", "attention_scaling", "state", "head_state")
-]  # fmt: skip
+]
 """The fields of a LayerState whose first dimension is the slot, except running state."""
 
 

@@ -46,7 +46,7 @@ def test_a_rational_answer_costs_less_than_ten_thousand_steps_of_a_loop() -> Non
     seconds = time.process_time() - start
     assert seconds < len(found) * 10_000 * step_of_a_loop()
     assert all(right[:1000])
-    assert sum(right[1000:]) < 10  # neighbours that happen to be equal
+    assert sum(right[1000:]) < 10  # neighbors that happen to be equal
     assert own.take_counters()["fallbacks"] == 0
 
 

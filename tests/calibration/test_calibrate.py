@@ -179,7 +179,7 @@ def test_parts_of_something_else_are_refused(policy: Any, tmp_path: Path) -> Non
 
 def test_progress_is_told_from_none_to_all(policy: Any, tmp_path: Path) -> None:
     told: list[float] = []
-    calibrate(sweep(policy, tmp_path), METHOD, (8, 12), BINNING, 0.5, told=lambda name, done: told.append(done))
+    calibrate(sweep(policy, tmp_path), METHOD, (8, 12), BINNING, 0.5, progress=lambda name, done: told.append(done))
     assert told == sorted(told)
     assert told[0] < 1 < told[-1] == 4  # dense, two budgets, the schedule
 
@@ -208,7 +208,7 @@ def test_bins_without_data_follow_the_next_known_one() -> None:
         choose({8: [None, None]}, 0.8, bin_size=10)
 
 
-def test_a_bin_without_data_holds_what_its_neighbour_holds() -> None:
+def test_a_bin_without_data_holds_what_its_neighbor_holds() -> None:
     """As in the schedule that is chosen; not the largest budget only, which would then be that of all later bins."""
     table = {8: [None, cell(0.9), None, cell(0.2), None], 16: [None, cell(0.95), None, cell(0.3), None]}
     found = Calibration(table, choose(table, 0.8, bin_size=10), ceiling=1, target=0.8, bin_size=10)

@@ -49,7 +49,7 @@ def has_answer(prompts: list[str], completions: list[str], answer: list[str], **
 def fit(
     folder: Path, callbacks: list[Any], steps: int = 4, compressor: Compressor | None = None, **options: Any
 ) -> Trainer:
-    """Rollouts of 2 prompts x 4 samples, two optimiser steps each."""
+    """Rollouts of 2 prompts x 4 samples, two optimizer steps each."""
     tokenizer = character_tokenizer(ALPHABET)
     policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.4)
     grpo = SparseGRPO(

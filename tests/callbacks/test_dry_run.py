@@ -92,7 +92,7 @@ class Trace(Callback):
         self.handle.remove()
         self.left = {
             "gradients": [name for name, p in pl_module.named_parameters() if p.grad is not None],
-            "optimiser": dict(trainer.optimizers[0].state),
+            "optimizer": dict(trainer.optimizers[0].state),
             "cache": pl_module.generator.sampler().cache,
             "rollouts": pl_module.num_rollouts,
         }
@@ -111,9 +111,9 @@ def test_it_does_the_worst_case_and_says_what_it_took(num_slots: int | None, cap
     slots = num_slots or 16
     assert Watched.seen[:2] == [(slots, 24), (slots, 24)]  # two layers, all slots at once, full
     assert trace.shapes == [(4, LONGEST + 30)]
-    assert trace.left == {"gradients": [], "optimiser": {}, "cache": None, "rollouts": 0}
+    assert trace.left == {"gradients": [], "optimizer": {}, "cache": None, "rollouts": 0}
     (told,) = [record.getMessage() for record in caplog.records if "Dry run" in record.getMessage()]
-    assert "optimiser step of " in told
+    assert "optimizer step of " in told
     assert f"rollout in {slots} slots (budget 20 and buffer 4) with a prompt of {LONGEST} tokens: " in told
     assert f"update on 4 sequences of {LONGEST + 30} tokens: " in told
     assert told.count(" s, peak ") == 3
@@ -152,7 +152,7 @@ class Hungry(SparseGRPO):
 
 
 class Greedy(torch.optim.SGD):
-    """An optimiser whose state is too large."""
+    """An optimizer whose state is too large."""
 
     def step(self, closure: Any = None) -> None:
         torch.empty(2**60)
@@ -169,8 +169,8 @@ def test_an_update_that_does_not_fit_names_its_size() -> None:
         fit(grpo, 1, [DryRun(enabled=True)])
 
 
-def test_an_optimiser_that_does_not_fit_is_named_and_other_errors_are_not_touched() -> None:
-    with pytest.raises(ValueError, match=r"optimiser step of [\d,]+ parameters.*optimiser with less state"):
+def test_an_optimizer_that_does_not_fit_is_named_and_other_errors_are_not_touched() -> None:
+    with pytest.raises(ValueError, match=r"optimizer step of [\d,]+ parameters.*optimizer with less state"):
         fit(module(optimizer=lambda parameters: Greedy(parameters, lr=0.1)), 1, [DryRun(enabled=True)])
 
     class Bug(RKV):
@@ -193,7 +193,7 @@ def test_a_learner_that_replays_is_tried_too(objective: str, caplog: pytest.LogC
     assert caplog.text.count("Dry run of the worst case") == 1
 
 
-def test_a_resumed_optimiser_keeps_its_state(tmp_path: Any) -> None:
+def test_a_resumed_optimizer_keeps_its_state(tmp_path: Any) -> None:
     trainer = fit(module(optimizer=adam), 2)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     results = []
@@ -224,4 +224,4 @@ def test_it_is_on_by_default_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     grpo, device = module(optimizer=adam, beta=0.1), "cuda"
     with caplog.at_level(logging.INFO):
         fit(grpo, 1, accelerator=device, devices=1)
-    assert "Dry run of the worst case: optimiser step of " in caplog.text
+    assert "Dry run of the worst case: optimizer step of " in caplog.text

@@ -82,7 +82,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def test_bad_step_is_skipped_and_counted(value: float) -> None:
     """Neither momentum nor weight decay moves anything, and training goes on."""
     seen = Weights()
-    with pytest.warns(UserWarning, match=r"optimiser step 2 is not finite: the step is skipped \(1 in a row, 1 in all"):
+    with pytest.warns(UserWarning, match=r"optimizer step 2 is not finite: the step is skipped \(1 in a row, 1 in all"):
         trainer = fit(module(optimizer=adam), 4, [Poison(1, value=value), seen])
     first, second, third, _ = seen.seen
     assert torch.equal(first, second)
@@ -128,7 +128,7 @@ def test_length_of_the_gradient_is_that_before_clipping() -> None:
     assert seen.got == pytest.approx(seen.want, rel=1e-5)
 
 
-def test_length_of_the_gradient_of_a_fused_optimiser_is_without_the_loss_scale() -> None:
+def test_length_of_the_gradient_of_a_fused_optimizer_is_without_the_loss_scale() -> None:
     """It divides by the scale inside its step, behind the measurement."""
     logged = []
     for fused in (False, True):

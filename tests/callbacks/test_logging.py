@@ -43,7 +43,7 @@ class Clock(RolloutCallback):
 
 
 def test_time_is_split_where_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two optimiser steps of 2 s each per rollout, rewards of 3 s, and steps of sampling that take an eighth each."""
+    """Two optimizer steps of 2 s each per rollout, rewards of 3 s, and steps of sampling that take an eighth each."""
     clock = Clock(monkeypatch)
     trainer = fit(module(clock.reward, num_iterations=2), 4, [clock])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

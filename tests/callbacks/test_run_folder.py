@@ -116,7 +116,7 @@ def test_a_lock_is_no_way_to_write_elsewhere(tmp_path: Path) -> None:
 
 
 class FullDisk(Callback):
-    """Has the system refuse files from an optimiser step on: all of them, or those above a size."""
+    """Has the system refuse files from an optimizer step on: all of them, or those above a size."""
 
     def __init__(self, size: int = 4096, first: int = 1, last: int = 99) -> None:
         self.size, self.first, self.last, self.limit = size, first, last, None
@@ -153,7 +153,7 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(tmp_path: Path, ful
         def on_fit_end(self, *_: Any) -> None:
             ended.append("reported")
 
-    with pytest.warns(UserWarning, match="after optimiser step 3, but its last checkpoint could not be saved"):
+    with pytest.warns(UserWarning, match="after optimizer step 3, but its last checkpoint could not be saved"):
         with pytest.raises(SystemExit) as end:
             fit(module(), 3, [full_disk, AtTheEnd(), saves(tmp_path)], enable_checkpointing=True)
     assert end.value.code == 75

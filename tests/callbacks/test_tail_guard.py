@@ -272,7 +272,7 @@ def test_raising_reaches_the_parts_of_a_wrapper() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TailGuard")
-def test_the_run_stops_at_an_optimiser_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_the_run_stops_at_an_optimizer_step_with_a_checkpoint(tmp_path: Path) -> None:
     options = {"steps_per_generation": 4, "min_completion_length": 3}
     cut: dict[str, Any] = {"accumulate_grad_batches": 2, "default_root_dir": tmp_path}
     guard, *others = guarded("stop", [Shorten(4)], target=0.0, window=2, patience=2)

@@ -35,10 +35,10 @@ def bomb(text: str) -> str:
 
 
 NUMBERS = [
-    Case("model.loss.beta=.nan", "beta must be a finite number, at least 0, got beta=nan.", 1),
-    Case("model.loss.beta=.inf", "beta must be a finite number, at least 0, got beta=inf.", 1, slow=True),
-    Case("model.loss.epsilon=.nan", "epsilon must be a finite number, at least 0, got epsilon=nan.", 1),
-    Case("model.loss.epsilon=-0.2", "epsilon must be at least 0, got epsilon=-0.2.", 1),
+    Case("model.loss.beta=.nan", "loss.beta must be a finite number, at least 0, got beta=nan.", 1),
+    Case("model.loss.beta=.inf", "loss.beta must be a finite number, at least 0, got beta=inf.", 1, slow=True),
+    Case("model.loss.epsilon=.nan", "loss.epsilon must be a finite number, at least 0, got epsilon=nan.", 1),
+    Case("model.loss.epsilon=-0.2", "loss.epsilon must be at least 0, got epsilon=-0.2.", 1),
     Case("model.loss.epsilon=2", slow=True),
     Case(
         "model.sampling.temperature=.inf",
@@ -54,7 +54,7 @@ NUMBERS = [
     Case("model.reward_weights=[0,0]", slow=True),
     Case(
         "model.rollout.reward_timeout=.nan",
-        "reward_timeout must be a finite number, above 0, got reward_timeout=nan.",
+        "rollout.reward_timeout must be a finite number, above 0, got reward_timeout=nan.",
         1,
     ),
     Case("model.sampling.seed=-1", slow=True),
@@ -77,7 +77,7 @@ NUMBERS = [
     Case("model.sampling.num_generations=2.5", "Expected a &lt;class 'int'&gt;. Got value: 2.5", 2),
     Case("model.sampling.num_generations=2.0", "Expected a &lt;class 'int'&gt;. Got value: 2.0", 2, slow=True),
     Case("model.sampling.num_generations=true", "Expected a &lt;class 'int'&gt;. Got value: True", 2, slow=True),
-    Case("a number in quotes, `num_generations: '2'`", edit=lambda v: model(v).update(num_generations="2")),
+    Case("a number in quotes, `num_generations: '2'`", edit=lambda v: model(v)["sampling"].update(num_generations="2")),
     Case(
         "model.sampling.num_generations=1",
         "num_generations must be at least 2, because a sample is judged against",
@@ -91,7 +91,9 @@ NUMBERS = [
     Case(f"{RKV}.budget=100000", slow=True),
     Case("data.prompts_per_rollout=64", "16 prompts do not fill one block: 64 prompts per rollout", 1, slow=True),
     Case("model.sampling.stop_strings=['']", "stop_strings must be a list of texts that are not empty", 1, slow=True),
-    Case("model.rollout.end_tokens=['']", "end_tokens: [''] are not in the tokenizer's vocabulary", 1, slow=True),
+    Case(
+        "model.rollout.end_tokens=['']", "rollout.end_tokens: [''] are not in the tokenizer's vocabulary", 1, slow=True
+    ),
     Case(
         "model.rollout.end_tokens=['<|im_end|>']", "are not in the tokenizer's vocabulary. Remove or correct them.", 1
     ),
@@ -277,7 +279,7 @@ CLASSES = [
     Case("model.reward_funcs=[]", "reward_funcs is empty: at least one reward function is needed.", 1),
     Case("model.compressor=null", "the following arguments are required: compressor", 2, slow=True),
     Case("model.policy=null", "the following arguments are required: policy", 2, slow=True),
-    Case("model.num_generatons=4", "Did you mean 'num_generations'", 2),
+    Case("model.num_generatons=4", "Did you mean 'sampling.num_generations'", 2),
     Case("num_generations=4", "unrecognized arguments: --num_generations=4", 2, slow=True),
     Case(f"{RKV}.bugdet=4", "Did you mean 'budget'", 2, slow=True),
     Case("model.loss.loss_type=grppo", "'grpo', 'dapo', 'bnpo', 'dr_grpo', 'cispo'", 2, slow=True),

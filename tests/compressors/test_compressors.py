@@ -173,7 +173,7 @@ def test_random_draws_one_lot_per_sequence_layer_head_and_position() -> None:
 
 
 def test_random_survivors_are_an_even_sample_of_the_past() -> None:
-    """64 tokens through slots of 12 entries: after many compressions no age is favoured."""
+    """64 tokens through slots of 12 entries: after many compressions no age is favored."""
     slots, budget, capacity = 2000, 8, 12
     lot = RandomEviction(budget=budget, buffer=4, num_sinks=0, window=1)
     base = random_layer()

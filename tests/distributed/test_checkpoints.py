@@ -163,7 +163,7 @@ def test_preemption_claims_no_checkpoint_that_a_full_disk_refused(tmp_path: Path
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
     disk = FullDisk(2, 9)
     try:
-        with pytest.warns(UserWarning, match="SIGTERM after optimiser step 3, which could not be saved"):
+        with pytest.warns(UserWarning, match="SIGTERM after optimizer step 3, which could not be saved"):
             with pytest.raises(SystemExit) as end:
                 fit(module(), 6, [disk, Terminate(), checkpoints], enable_checkpointing=True)
     finally:

@@ -141,7 +141,7 @@ def test_resume_with_another_stage(together: Outcomes) -> None:
     """Shards that do not fit are left alone: weights come from safetensors, here of the finished run."""
     want = together["rest-zero3"]["weights"]
     assert all(torch.equal(want[key], value) for key, value in together["three-to-two"]["weights"].items())
-    assert "the optimiser starts anew" in text(together)
+    assert "the optimizer starts anew" in text(together)
 
 
 def test_only_sharded_weights_are_gathered(together: Outcomes) -> None:

@@ -16,7 +16,7 @@ from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # more than the processes that all tests share may take
 Outcomes = dict[str, dict[str, Any]]
 SHARDING = [name for name in STRATEGIES if name != "ddp"]
-THIRDS: dict[str, Any] = {  # three micro-batches to an optimiser step
+THIRDS: dict[str, Any] = {  # three micro-batches to an optimizer step
     "settings": {"num_generations": 6, "steps_per_generation": 3},
     "trainer": {"accumulate_grad_batches": 3},
 }

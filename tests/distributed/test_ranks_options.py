@@ -115,4 +115,4 @@ def test_resume_of_shards_on_fewer_ranks(together: Outcomes, tmp_path: Path) -> 
     outcome = run([{"name": "fewer", "strategy": "zero2", "ckpt_path": str(last)}], tmp_path, 1)["fewer"]
     assert (outcome["global_step"], len(outcome["gradients"]), outcome["num_rollouts"]) == (STEPS, STEPS - 2, 3)
     said = (tmp_path / "rank0.txt").read_text()
-    assert "of 2 rank(s) with ZeRO-2, this run has 1 with ZeRO-2: the weights are taken, the optimiser starts" in said
+    assert "of 2 rank(s) with ZeRO-2, this run has 1 with ZeRO-2: the weights are taken, the optimizer starts" in said

@@ -23,11 +23,11 @@ from sparse_rl_lightning.cli import main
 STEPS = 10
 
 
-PARTIAL = {"num_slots": 3, "partial_rollout_steps": 2, "end_tokens": ["5", "="]}
+PARTIAL: dict[str, object] = {"rollout": {"num_slots": 3, "partial_rollout_steps": 2, "end_tokens": ["5", "="]}}
 
 
 def config(folder: Path, model: dict[str, object] | None = None, **trainer: object) -> Path:
-    """A tiny run: 3 optimiser steps per rollout, 6 per epoch and validation, random numbers drawn in all of them."""
+    """A tiny run: 3 optimizer steps per rollout, 6 per epoch and validation, random numbers drawn in all of them."""
     values = {
         "seed_everything": 7,
         "num_threads": 1,
@@ -37,8 +37,7 @@ def config(folder: Path, model: dict[str, object] | None = None, **trainer: obje
                 "policy": {"class_path": "TinyPolicy", "init_args": {"hidden_size": 32, "num_layers": 2}},
                 "compressor": {"class_path": "RKV", "init_args": {"budget": 12, "buffer": 4, "num_sinks": 1}},
                 "reward_funcs": "tests.distributed.test_resume.noisy_reward",
-                "num_generations": 2,
-                "max_completion_length": 12,
+                "sampling": {"num_generations": 2, "max_completion_length": 12},
                 "steps_per_generation": 2,
                 "num_iterations": 3,
                 "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},

@@ -125,7 +125,7 @@ def test_a_resume_without_a_step_leaves_the_next_fit_alone(tmp_path: Path) -> No
 
 
 class Counting(torch.optim.SGD):
-    """Keeps in its groups what it has found out, as Prodigy and schedule-free optimisers do."""
+    """Keeps in its groups what it has found out, as Prodigy and schedule-free optimizers do."""
 
     def __init__(self, params: Any, lr: float, most: float = math.inf) -> None:
         super().__init__(params, lr)
@@ -139,7 +139,7 @@ class Counting(torch.optim.SGD):
 
 
 def test_what_an_optimizer_counts_in_its_groups_is_the_checkpoints(tmp_path: Path) -> None:
-    """A schedule of functions is made anew at every resume. An optimiser's own infinite limit is no mistake."""
+    """A schedule of functions is made anew at every resume. An optimizer's own infinite limit is no mistake."""
 
     def train(steps: int, most: float, ckpt_path: Path | None = None) -> dict[str, Any]:
         saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)

@@ -42,10 +42,15 @@ MAX_RECIPE_SETTINGS = 40
 MAX_LINES = 520  # of all files together
 MAX_OVERLAY_LINES = 12  # comments not counted
 RECIPES: dict[str, dict[str, Any]] = {  # and nothing else apart from sparse_rl_paper.yaml
-    "gspo": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},  # arXiv 2507.18071, 5.1
-    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28, "oversampling": 2, "mask_truncated_completions": True},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},  # arXiv 2503.20783
-    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},  # arXiv 2506.13585; the cap is TRL's
+    "gspo": {  # arXiv 2507.18071, 5.1
+        "loss": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+    },
+    "dapo": {
+        "loss": {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True},
+        "rollout": {"oversampling": 2},
+    },
+    "dr_grpo": {"loss": {"loss_type": "dr_grpo"}, "scale_rewards": "none"},  # arXiv 2503.20783
+    "cispo": {"loss": {"loss_type": "cispo", "epsilon_high": 5.0}},  # arXiv 2506.13585; the cap is TRL's
 }
 
 SMALL = {  # a setting above its limit is lowered to it
@@ -285,7 +290,7 @@ def block_plan(config: dict[str, Any]) -> BlockPlan:
     """Of one rank."""
     model, prompts = config["model"]["init_args"], config["data"]["init_args"]["prompts_per_rollout"]
     return BlockPlan(
-        prompts, model["num_generations"], model["steps_per_generation"], model.get("num_iterations", 1),
+        prompts, model["sampling"]["num_generations"], model["steps_per_generation"], model.get("num_iterations", 1),
         config["trainer"]["accumulate_grad_batches"],
     )  # fmt: skip
 
@@ -295,8 +300,8 @@ def test_hyper_parameters_of_sparrow(stem: str) -> None:
     """ArXiv 2606.08446 and its code: 8 samples, clip 0.2 and 0.28, no KL, 1e-6, pages of 16, two dense layers."""
     config = read(ROOT / "configs" / "sparrow" / f"{stem}.yaml")
     model = config["model"]["init_args"]
-    values = {name: model[name] for name in ("num_generations", "epsilon", "epsilon_high", "beta")}
-    assert values == {"num_generations": 8, "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0}
+    assert model["sampling"]["num_generations"] == 8
+    assert model["loss"] == {"epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0}
     assert model["optimizer"]["init_args"]["lr"] == 1e-6
     schedule = model["retriever"]["init_args"]["budget"]["init_args"]
     assert schedule["name"] == f"{stem}-0.86"
@@ -321,10 +326,13 @@ def test_hyper_parameters_of_the_paper(stem: str) -> None:
     assert model["optimizer"] == optimizer
     assert "lr_scheduler" not in model  # constant
     ranks = trainer["devices"]
-    assert (model["num_generations"], ranks * data["prompts_per_rollout"], model["beta"]) == (8, 128, 1e-4)
-    assert model.get("end_tokens") == ([END_OF_TURN] if "qwen" in stem else None)  # base models in a chat template
-    assert (model["max_completion_length"], trainer["max_steps"], trainer["gradient_clip_val"]) == (4096, 400, 1.0)
-    assert not {"temperature", "top_p", "top_k", "min_p", "epsilon", "loss_type", "denominator"} & model.keys()
+    assert model["sampling"] == {"num_generations": 8, "max_completion_length": 4096}  # all else by default
+    assert (ranks * data["prompts_per_rollout"], model["loss"]) == (
+        128,
+        {"beta": 1e-4},
+    )
+    assert model["rollout"]["end_tokens"] == ([END_OF_TURN] if "qwen" in stem else [])  # base models in a chat template
+    assert (trainer["max_steps"], trainer["gradient_clip_val"]) == (400, 1.0)
     plan = block_plan(config)
     assert (plan.optimizer_steps, plan.micro_batch) == (4, 8)
     assert trainer["max_steps"] / plan.optimizer_steps == 100
@@ -355,7 +363,7 @@ def test_the_arms_of_an_experiment_differ_in_a_few_lines() -> None:
         assert config["trainer"].pop("default_root_dir") == f"runs/{arm}"
         model = config["model"]["init_args"]
         compressors[arm] = model.pop("compressor")
-        options[arm] = {key: model.pop(key) for key in ("denominator", "kl_on", "replay_objective") if key in model}
+        options[arm] = {key: model.pop(key) for key in ("loss", "replay_objective") if key in model}
         corrections[arm] = {name: a for name, a in callbacks(config).items() if name in CORRECTIONS}
         config["trainer"]["callbacks"] = [
             item for item in config["trainer"]["callbacks"] if item["class_path"] not in (*CORRECTIONS, "MismatchSplit")
@@ -365,7 +373,7 @@ def test_the_arms_of_an_experiment_differ_in_a_few_lines() -> None:
     assert rests[1:] == rests[:-1]
     assert compressors.pop("dense") == {"class_path": "FullKV"}
     assert all(compressor == compressors["naive"] for compressor in compressors.values())
-    official = {"denominator": "kept_tokens", "kl_on": "kept"}
+    official = {"loss": {"denominator": "kept_tokens", "kl_on": "kept"}}
     replay = {"replay_objective": "sparse"}
     assert options == {
         "dense": {}, "naive": {}, "replay": replay, "sparse_rl_official": official, "sparse_rl_paper": {},

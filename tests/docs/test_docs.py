@@ -167,7 +167,7 @@ def test_without_the_reference_a_smaller_card_may_do() -> None:
 
 
 def test_more_machines_draw_and_step_as_the_file_does() -> None:
-    """The table of docs/recipes.md: the paper's 128 prompts, 4 optimiser steps and micro-batches of the same size."""
+    """The table of docs/recipes.md: the paper's 128 prompts, 4 optimizer steps and micro-batches of the same size."""
     recipe = predictions.Recipe.of("qwen2.5-7b")
     number = r"[^|]*\| *(\d+) *"
     rows = re.findall(rf"^\| (\d+) machines? of (\d+){number * 3}\|$", (DOCS / "recipes.md").read_text("utf-8"), re.M)

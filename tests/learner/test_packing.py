@@ -133,7 +133,7 @@ def test_loss_and_gradient_are_those_of_any_packing_split_and_order(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
-def test_a_packed_block_serves_the_same_sequences_per_optimiser_step(accumulate: int) -> None:
+def test_a_packed_block_serves_the_same_sequences_per_optimizer_step(accumulate: int) -> None:
     whole = rollout([1 + i * 7 % 11 for i in range(16)])
     whole.rewards = torch.arange(16.0)  # names the sequences
     windows: tuple[list[Rollout], list[Rollout]] = ([], [])

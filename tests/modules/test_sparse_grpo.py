@@ -51,7 +51,7 @@ def module_configured() -> SparseGRPO:
 def test_blocks_are_served_as_planned() -> None:
     recorder = Recorder()
     trainer = fit(module(steps_per_generation=2, num_iterations=3), 9, [recorder], accumulate_grad_batches=2)
-    assert len(recorder.scored) == 3  # 6 micro-batches, 3 optimiser steps each
+    assert len(recorder.scored) == 3  # 6 micro-batches, 3 optimizer steps each
     assert trainer.global_step == 9
     prompts = [tuple(row["prompt"] for row in s.rows) for s in recorder.scored]
     assert len(set(prompts)) == 3
@@ -87,7 +87,7 @@ def test_dense_rollouts_have_no_mismatch_and_sparse_ones_do() -> None:
 
 
 def test_on_policy_first_step_has_ratio_one() -> None:
-    """One optimiser step per rollout: learner and old log-probs agree, so nothing can be clipped."""
+    """One optimizer step per rollout: learner and old log-probs agree, so nothing can be clipped."""
     metrics = fit(module(beta=0.1), 1).callback_metrics
     assert float(metrics["clip_ratio/region_mean"]) == 0
     assert abs(float(metrics["kl"])) < 1e-9
@@ -222,7 +222,7 @@ def test_a_policy_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
         def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
             module.policy.model.norm.weight.data.fill_(float("nan"))
 
-    with pytest.raises(ValueError, match=r"optimiser step 1 is not finite.*step_000001_rank_0.pt"):
+    with pytest.raises(ValueError, match=r"optimizer step 1 is not finite.*step_000001_rank_0.pt"):
         fit(grpo, 1, [Break(), StepGuard(max_in_a_row=1)], default_root_dir=tmp_path)
 
 

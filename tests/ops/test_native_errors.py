@@ -275,7 +275,7 @@ def test_a_capacity_beyond_the_pool_is_refused() -> None:
 
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
-def test_a_slot_listed_twice_does_not_grow_into_its_neighbour() -> None:
+def test_a_slot_listed_twice_does_not_grow_into_its_neighbor() -> None:
     pools = uniform_pools((2, 1), 2, 8, torch.float32)
     pools.lengths.fill_(1)
     x = torch.ones(2, 1, 8)

@@ -28,7 +28,7 @@ def test_redundancy_worked_by_hand() -> None:
 @pytest.mark.parametrize("live", [1, 2, 9])
 def test_redundancy_of_equal_keys(live: int) -> None:
     keys = torch.ones(1, 1, 9, 4).masked_fill((torch.arange(9) >= live)[:, None], torch.inf)
-    # Every row spares its last neighbour: all but the last spare the last, which spares the one before.
+    # Every row spares its last neighbor: all but the last spare the last, which spares the one before.
     counts = torch.full((live,), live - 1.0)
     if live > 1:
         counts[-1] -= live - 1

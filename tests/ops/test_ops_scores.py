@@ -112,8 +112,8 @@ def make_cache(
     g = torch.Generator().manual_seed(seed)
     keys = torch.randn(slots, heads, entries, dim, generator=g, dtype=torch.float64)
     if kind == "clustered":
-        centres = torch.randn(3, dim, generator=g, dtype=torch.float64)
-        keys = centres[torch.randint(3, (slots, heads, entries), generator=g)] + 0.05 * keys
+        centers = torch.randn(3, dim, generator=g, dtype=torch.float64)
+        keys = centers[torch.randint(3, (slots, heads, entries), generator=g)] + 0.05 * keys
     elif kind == "equal":
         keys = keys[:, :, :1].expand_as(keys).clone()
     elif kind == "zeros":

@@ -1,4 +1,4 @@
-"""A replaced ``forward`` is honoured by sampler and learner alike or refused by name; soft prompts are refused."""
+"""A replaced ``forward`` is honored by sampler and learner alike or refused by name; soft prompts are refused."""
 
 from __future__ import annotations
 

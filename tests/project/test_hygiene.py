@@ -59,7 +59,7 @@ def test_tracked_files_are_small(tracked: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(("text", "found"), [("= /{}/data", True), ("see docs/{}/data", False), ("a.org/{}/", False)])
-def test_machine_paths_are_recognised(text: str, found: bool) -> None:
+def test_machine_paths_are_recognized(text: str, found: bool) -> None:
     assert bool(MACHINE_PATH.search(text.format("work"))) == found
 
 

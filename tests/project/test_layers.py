@@ -229,7 +229,7 @@ def identifiers(source: str) -> set[str]:
         "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS['x'] = f",
     ],
 )
-def test_hooks_are_recognised(source: str) -> None:
+def test_hooks_are_recognized(source: str) -> None:
     assert identifiers(source) & HOOKS
 
 

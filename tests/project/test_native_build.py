@@ -33,7 +33,7 @@ def test_a_library_names_no_folder_of_its_build(path: Path) -> None:
     check_library(path.name, path.read_bytes(), PACKAGE.parent)
 
 
-def test_unstable_symbols_are_recognised() -> None:
+def test_unstable_symbols_are_recognized() -> None:
     assert UNSTABLE.search("                 U _ZNK2at10TensorBase8data_ptrEv")
     assert UNSTABLE.search("                 U _ZN3c1013AutogradStateC1Ev")
     assert not UNSTABLE.search("                 U torch_get_const_data_ptr")

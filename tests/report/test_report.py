@@ -85,7 +85,7 @@ def test_small_formats() -> None:
     assert prompt_text([{"role": "user", "content": "hi"}, {"role": "x", "content": "y"}]) == "user: hi\nx: y"
 
 
-def test_smoothing_is_a_mean_of_known_neighbours() -> None:
+def test_smoothing_is_a_mean_of_known_neighbors() -> None:
     assert smoothed([1.0, math.nan, 3.0, 8.0], 1) == [1.0, 2.0, 5.5, 5.5]
     assert math.isnan(smoothed([math.nan], 2)[0])
 

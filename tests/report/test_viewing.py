@@ -1,4 +1,4 @@
-"""Shares are counted head by head; text on colours is escaped, and the colours say what the numbers do."""
+"""Shares are counted head by head; text on colors is escaped, and the colors say what the numbers do."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_without_letters_have_a_sign() -> None:
 
 
 class Spans(HTMLParser):
-    """Every element's name, and the colours, numbers and text of the spans."""
+    """Every element's name, and the colors, numbers and text of the spans."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -90,12 +90,12 @@ def test_hostile_text_stays_text() -> None:
     assert [text for _, _, text in spans.found][: len(HOSTILE) - 1] == [*HOSTILE[:4], "\0<"]
 
 
-def test_colours_follow_the_numbers() -> None:
+def test_colors_follow_the_numbers() -> None:
     values = [0.0, 1.0, 2.0, 9.0, -2.0, math.nan]
     spans = Spans(TextHeat(list("abcdef"), {"row": values}, limit=2)._repr_html_()).found[:6]
     backs = [back for back, _, _ in spans]
     assert backs[0] == "#ffffff"
-    assert backs[2] == backs[3] == "#2563eb", "what is above the limit has its colour"
+    assert backs[2] == backs[3] == "#2563eb", "what is above the limit has its color"
     assert backs[1] == "#92b1f5", "half way"
     assert backs[4] == "#c2410c"
     assert backs[5] == "#e5e7eb"

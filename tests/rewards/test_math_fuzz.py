@@ -1,4 +1,4 @@
-"""Bounded fuzzing of the extractor, the normaliser and the reader, against oracles of their own where there is one."""
+"""Bounded fuzzing of the extractor, the normalizer and the reader, against oracles of their own where there is one."""
 
 from __future__ import annotations
 

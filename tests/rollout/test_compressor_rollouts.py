@@ -48,7 +48,7 @@ METHODS: list[Compressor] = [
     Combined([H2O(**SMALL), SnapKV(**SMALL), Combined([H2O(**SMALL)], across_heads="max")]),
     KeyDiff(budget=46, buffer=5, window=4, protect_prompt=True, protect_token_ids=[7]),
 ]
-# qwen3 normalises its keys: without training all norms are equal, and rounding would decide
+# qwen3 normalizes its keys: without training all norms are equal, and rounding would decide
 CASES = [(m, a) for m in METHODS for a in ("llama", "qwen3") if (type(m), a) != (KNorm, "qwen3")]
 IDS = [f"{index}-{type(c).__name__}-{a}" for index, (c, a) in enumerate(CASES)]
 

@@ -241,8 +241,8 @@ def test_restarted_sequences_are_drawn_again_by_the_new_policy(tmp_path: Path, c
     assert any(message.endswith("MiB (restart).") for message in told)
     assert large["session"]["slots"]
     assert small["session"]["slots"] == {}
-    assert small["rows"] == large["rows"] == stored.partial.rows
-    ended = [one for group in stored.partial.session.scheduler.groups.values() for one in group.finished]
+    assert small["rows"] == large["rows"] == stored.generator.partial.rows
+    ended = [one for group in stored.generator.partial.session.scheduler.groups.values() for one in group.finished]
     seen, resumed = Recorder(), partial(partial_checkpoint="restart")
     fit(resumed, 4, [seen], ckpt_path=path)
     (scored,) = seen.scored
@@ -292,4 +292,4 @@ def test_validation_does_not_disturb_what_waits() -> None:
     fit(with_validation, 6, limit_val_batches=1.0, val_check_interval=1)
     fit(without, 6)
     assert torch.equal(weights(with_validation), weights(without))
-    assert isinstance(with_validation.sampler(), RolloutSampler)
+    assert isinstance(with_validation.generator.sampler(), RolloutSampler)

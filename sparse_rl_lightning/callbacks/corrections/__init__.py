@@ -1,1 +1,1 @@
-"""Callbacks that correct for sampling with another policy than the learner's."""
+"""Callbacks that correct for sampling with a policy other than the learner's."""

@@ -1,4 +1,4 @@
-"""What the callbacks share that correct for sampling with another policy than the learner's."""
+"""The base of callbacks that correct for sampling with a policy other than the learner's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
 
 NO_TOKENS = (torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool))
-"""Log-ratios and mask of an empty rollout: the pure functions check their other arguments on it."""
+"""Log-ratios and mask of an empty rollout, on which the pure functions check their other arguments."""
 
 
 class CorrectionCallback(RolloutCallback):
@@ -21,16 +21,16 @@ class CorrectionCallback(RolloutCallback):
 
     edits = True
     weighs = False
-    """Whether it multiplies ``weights``, of which one callback is enough: two would weigh by the ratio twice."""
+    """Whether it multiplies ``weights``, which only one callback may do: two would weight by the ratio twice."""
 
     def __init__(self) -> None:
         self._warned = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second one of its kind.
+        """Refuse a second correction of the same kind.
 
         Raises:
-            ValueError: If there is.
+            ValueError: If there is one.
         """
         others = [c for c in trainer.callbacks if isinstance(c, CorrectionCallback) and c is not self]  # type: ignore[attr-defined]
         for other in others:
@@ -41,7 +41,7 @@ class CorrectionCallback(RolloutCallback):
                 )
 
     def log_ratio(self, rollout: Rollout) -> Tensor:
-        """Log xi (B, T) of the rollout, 0 outside the completions.
+        """The log-ratios log xi (B, T) of the rollout, 0 outside the completions.
 
         Raises:
             ValueError: If the rollout has no log-probs of the dense policy.

@@ -18,7 +18,7 @@ from sparse_rl_lightning.records import ScoredRollout
 
 
 class TIS(ImportanceReweighting):
-    """Truncated importance sampling (Yao et al. 2025; slime): every token weighs min(r, clip_max).
+    """Truncated importance sampling (Yao et al. 2025; slime): every token has the weight min(r, clip_max).
 
     Args:
         clip_max: Largest weight.
@@ -29,7 +29,7 @@ class TIS(ImportanceReweighting):
 
 
 class IcePop(ImportanceReweighting):
-    """A token weighs r inside [clip_min, clip_max] and nothing outside (Ring-1T, arXiv 2510.18855).
+    """A token has the weight r inside [clip_min, clip_max] and 0 outside (Ring-1T, arXiv 2510.18855).
 
     Args:
         clip_min: Smallest ratio that counts.
@@ -41,7 +41,7 @@ class IcePop(ImportanceReweighting):
 
 
 class SequenceTIS(ImportanceReweighting):
-    """Every token weighs min(product of r over its sequence, clip_max) (verl's rollout_is="sequence").
+    """Every token has the weight min(product of r over its sequence, clip_max) (verl's rollout_is="sequence").
 
     Args:
         clip_max: Largest weight.
@@ -52,7 +52,7 @@ class SequenceTIS(ImportanceReweighting):
 
 
 class GeometricTIS(ImportanceReweighting):
-    """Every token weighs min(geometric mean of r over its sequence, clip_max) (slime's tis_level="geometric").
+    """Every token has the weight min(geometric mean of r over its sequence, clip_max) (slime's tis_level="geometric").
 
     Args:
         clip_max: Largest weight.
@@ -63,7 +63,7 @@ class GeometricTIS(ImportanceReweighting):
 
 
 class SequenceMIS(ImportanceReweighting):
-    """Masked importance sampling: the product of r over the sequence where at most clip_max, else 0 (TRL's default).
+    """Masked importance sampling: the product of r over the sequence if at most clip_max, else 0 (TRL's default).
 
     Args:
         clip_max: Largest product that counts.
@@ -91,16 +91,16 @@ class _Both(CorrectionCallback):
 class MIS(_Both):
     """The whole recipe of slime's ``mis.yaml``: tokens within [low, high], sequence veto, truncation, mean 1.
 
-    A token weighs min(r, high) over the mean of that, none where r is outside [low, high] or where any token of its
-    sequence has r < threshold. As there, use it with ``denominator: kept_tokens``. With ``high: 1.5`` and
-    ``kl_on: kept`` it is what the code of Sparse-RL's authors does.
+    A token has the weight min(r, high) divided by the mean of that, and none if r is outside [low, high] or any token
+    of its sequence has r < threshold. As in slime, use it with ``denominator: kept_tokens``. With ``high: 1.5`` and
+    ``kl_on: kept`` it is the correction in the code of Sparse-RL's authors.
 
     Args:
-        low: Smallest ratio of a token that stays.
-        high: Largest ratio of a token that stays, and largest weight.
-        threshold: A sequence goes when any of its tokens has a ratio below this.
-        normalize: Whether weights are divided by their mean over the ``batch`` or, as in slime, each ``micro_batch``;
-            ``none`` leaves them.
+        low: Smallest ratio of a token to keep.
+        high: Largest ratio of a token to keep, and largest weight.
+        threshold: Ratio below which a single token rejects its sequence.
+        normalize: Mean that divides the weights: over the ``batch`` or, as in slime, each ``micro_batch``; ``none``
+            leaves them unchanged.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class MIS(_Both):
 
 
 class SequenceMaskTIS(_Both):
-    """A token weighs r, in sequences whose geometric mean of r is within [low, high] (OpenRLHF's seq-mask-tis).
+    """A token has the weight r, in sequences whose geometric mean of r is within [low, high] (OpenRLHF's seq-mask-tis).
 
-    The weights themselves are not truncated, as there. Use it with ``denominator: all``.
+    The weights themselves are not truncated, as in OpenRLHF. Use it with ``denominator: all``.
 
     Args:
-        low: Smallest geometric mean that stays.
-        high: Largest geometric mean that stays.
+        low: Smallest geometric mean to keep.
+        high: Largest geometric mean to keep.
     """
 
     def __init__(self, low: float = 0.5, high: float = 5.0) -> None:

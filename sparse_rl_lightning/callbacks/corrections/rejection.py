@@ -18,7 +18,7 @@ from sparse_rl_lightning.records import ScoredRollout
 class SparsityAwareRejection(CorrectionCallback):
     """Reject sequences with a token that the dense policy finds near-impossible, and tokens outside an interval.
 
-    The first half of the correction of Sparse-RL (arXiv 2601.10079); ``ImportanceReweighting`` is the other.
+    This is the first half of the correction of Sparse-RL (arXiv 2601.10079); ``ImportanceReweighting`` is the other.
     Rejected samples stay in the advantages' baseline. The paper rejects sequences and nothing else::
 
         - class_path: SparsityAwareRejection
@@ -29,11 +29,11 @@ class SparsityAwareRejection(CorrectionCallback):
           init_args: {low: 0.5, high: 1.5}
 
     Args:
-        threshold: A sequence goes when any of its tokens has a ratio xi of dense to sparse probability below this.
-            Null rejects no sequence.
-        low: A token goes when its xi is below this, null for no bound.
-        high: A token goes when its xi is above this, null for no bound.
-        level: The bounds hold for the xi of each ``token``, or for a whole sequence: for its product (``sequence``) or
+        threshold: Ratio xi of dense to sparse probability below which a single token rejects its sequence. Null
+            rejects no sequence.
+        low: Ratio xi below which a token is left out, null for no bound.
+        high: Ratio xi above which a token is left out, null for no bound.
+        level: Level of the bounds: the xi of each ``token``, or of a whole sequence, as its product (``sequence``) or
             its ``geometric`` mean over the tokens.
 
     Raises:
@@ -58,7 +58,7 @@ class SparsityAwareRejection(CorrectionCallback):
             raise UserError(f"level={level!r} needs a bound: give low or high.")
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Multiply ``keep`` by what remains."""
+        """Multiply ``keep`` by the mask of what remains."""
         rollout = scored.rollout
         log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask
         keep = mask if rollout.keep is None else rollout.keep
@@ -69,7 +69,7 @@ class SparsityAwareRejection(CorrectionCallback):
         rollout.keep = keep
 
     def _within(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) or (B, 1) bool: what is inside the bounds."""
+        """The mask (B, T) or (B, 1), bool, of what is inside the bounds."""
         assert self.bounds is not None
         if self.level == "token":
             return mask_tokens(log_ratio, mask, *self.bounds)

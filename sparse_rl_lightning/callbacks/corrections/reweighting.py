@@ -20,7 +20,7 @@ Normalization = Literal["none", "batch", "micro_batch"]
 class ImportanceReweighting(CorrectionCallback):
     """Multiply the loss of each token by xi, the ratio of its dense to its sparse probability, without gradient.
 
-    The second half of the correction of Sparse-RL (arXiv 2601.10079). The paper's weights are xi itself::
+    This is the second half of the correction of Sparse-RL (arXiv 2601.10079). The paper's weights are xi itself::
 
         - class_path: SparsityAwareRejection
         - class_path: ImportanceReweighting
@@ -34,15 +34,15 @@ class ImportanceReweighting(CorrectionCallback):
           init_args: {mode: token_mask, clip_min: 0.5, clip_max: 1.5, normalize: micro_batch, normalize_clip_max: 1.5}
 
     Args:
-        mode: ``token``, ``sequence`` (product over the sequence) or ``geometric`` (geometric mean) ratio, followed by
-            ``_truncate`` (clamp to the bounds) or ``_mask`` (0 outside of them).
+        mode: Ratio of each ``token``, ``sequence`` (product over the sequence) or ``geometric`` (geometric mean),
+            followed by ``_truncate`` (clamp to the bounds) or ``_mask`` (0 outside of them).
         clip_min: Lower bound of a weight, null for none.
         clip_max: Upper bound of a weight, null for none.
-        normalize: Divide the weights by a mean over the completion tokens, rejected ones included, of the whole
-            rollout (``batch``) or of each micro-batch (``micro_batch``); ``none`` leaves them. With ``micro_batch``
-            the gradient depends on how sequences are put into micro-batches.
-        normalize_clip_max: Null divides by the mean of the weights themselves, a number by the mean of
-            min(ratio, that number), as the authors' code does.
+        normalize: Mean over the completion tokens, rejected ones included, that divides the weights: of the whole
+            rollout (``batch``) or of each micro-batch (``micro_batch``); ``none`` leaves them unchanged. With
+            ``micro_batch`` the gradient depends on how sequences are grouped into micro-batches.
+        normalize_clip_max: Bound in the divisor: null divides by the mean of the weights themselves, a number by the
+            mean of min(ratio, that number), as the authors' code does.
 
     Raises:
         ValueError: If an option is unknown, a bound out of range, or the two contradict each other.
@@ -73,7 +73,7 @@ class ImportanceReweighting(CorrectionCallback):
         self.normalize, self.normalize_clip_max = normalize, normalize_clip_max
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Multiply ``weights``; a mean over micro-batches is left to the loss, by way of ``weight_reference``."""
+        """Multiply ``weights``; a mean over micro-batches is left to the loss, through ``weight_reference``."""
         rollout = scored.rollout
         log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask
         weights = importance_weights(log_ratio, mask, self.mode, self.clip_min, self.clip_max)
@@ -87,7 +87,7 @@ class ImportanceReweighting(CorrectionCallback):
         rollout.weights = weights if rollout.weights is None else rollout.weights * weights
 
     def _own_to_common(self, trainer: Trainer, reference: Tensor, mask: Tensor) -> Tensor | float:
-        """This rank's mean of the reference over that of all ranks."""
+        """The ratio of this rank's mean of the reference to the mean over all ranks."""
         if trainer.world_size == 1:
             return 1.0
         own = torch.stack([reference[mask].sum(), mask.sum()]).double()
@@ -96,7 +96,7 @@ class ImportanceReweighting(CorrectionCallback):
         return torch.where(means[0] > 0, means[0] / means[1].clamp(min=1e-300), 1.0).to(reference.dtype)
 
     def _reference(self, log_ratio: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-        """(B, T) whose mean divides the weights."""
+        """The weights (B, T) whose mean is the divisor."""
         if self.normalize_clip_max is None:
             return weights
         level: dict[str, WeightMode] = {

@@ -33,9 +33,9 @@ RECORD_COPIES = 2  # of the evictions: each sequence's own, and all together
 class DryRun(Callback):
     """Try the largest rollout and update at the start of ``fit``, report time and memory, and undo everything.
 
-    In this order: an optimiser step on zero gradients (its state stays for the rest of the trial), full slots with the
+    In this order: an optimizer step on zero gradients (its state stays for the rest of the trial), full slots with the
     longest training prompt up to the first compression, and the learner's forward and backward pass on a micro-batch
-    of longest sequences. Weights, optimiser, buffers, gradients and random state are then as before: a run is bitwise
+    of longest sequences. Weights, optimizer, buffers, gradients and random state are then as before: a run is bitwise
     the same with this callback and without it. Modules that roll out add it themselves.
 
     Args:
@@ -70,7 +70,7 @@ class DryRun(Callback):
 
 
 def is_deepspeed(trainer: Trainer) -> bool:
-    """Whether gradients and optimiser are DeepSpeed's."""
+    """Whether gradients and optimizer are DeepSpeed's."""
     return isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
@@ -82,9 +82,9 @@ def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None
     with _untouched(trainer, module, fresh):
         told = [
             _try(
-                module, f"optimiser step of {sum(p.numel() for p in module.policy.parameters()):,} parameters",
+                module, f"optimizer step of {sum(p.numel() for p in module.policy.parameters()):,} parameters",
                 lambda: _step(fresh),
-                "Choose a smaller policy, weights in bfloat16, or an optimiser with less state",
+                "Choose a smaller policy, weights in bfloat16, or an optimizer with less state",
             ),
             _try(
                 module, f"rollout in {case.num_slots} slots ({kept}) with a prompt of {len(case.prompt):,} tokens",
@@ -152,7 +152,7 @@ def _untouched(trainer: Trainer, module: RolloutModule, stepped: list[torch.opti
 
 
 def _step(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Let optimisers allocate their state."""
+    """Let optimizers allocate their state."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -19,7 +19,7 @@ class LastSave(Callback):
         failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)
         if trainer.strategy.reduce_boolean_decision(failing, all=False):
             rank_zero_warn(
-                f"The run ends after optimiser step {trainer.global_step}, but its last checkpoint could not be saved. "
+                f"The run ends after optimizer step {trainer.global_step}, but its last checkpoint could not be saved. "
                 "Make room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any."
             )
             raise AgreedExit(STATUS)

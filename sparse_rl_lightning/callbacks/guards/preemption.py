@@ -1,4 +1,4 @@
-"""Preemption: a signal ends a run between two optimiser steps, with a checkpoint."""
+"""Preemption: a signal ends a run between two optimizer steps, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption(Callback):
-    """On SIGTERM or SIGUSR1: finish the optimiser step, save ``last.ckpt``, exit with status 0, or 75 if saving failed.
+    """On SIGTERM or SIGUSR1: finish the optimizer step, save ``last.ckpt``, exit with status 0, or 75 if saving failed.
 
     One rank that gets the signal is enough, all stop after the same step. What ends a training (export, report) does
     not happen; ``--ckpt_path=last`` goes on where it stopped. Modules that roll out add this callback themselves. In a
@@ -39,7 +39,7 @@ class Preemption(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last micro-batch of an optimiser step, stop if any rank was told to."""
+        """After the last micro-batch of an optimizer step, stop if any rank was told to."""
         if trainer.fit_loop._should_accumulate():
             return
         if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
@@ -53,12 +53,12 @@ class Preemption(Callback):
             failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)  # known to the rank that writes
             if trainer.strategy.reduce_boolean_decision(failing, all=False):
                 rank_zero_warn(
-                    f"Stopped on {name} after optimiser step {trainer.global_step}, which could not be saved. Make "
+                    f"Stopped on {name} after optimizer step {trainer.global_step}, which could not be saved. Make "
                     f"room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any ({path})."
                 )
                 raise AgreedExit(STATUS)
             rank_zero_info(
-                f"Stopped on {name} after optimiser step {trainer.global_step}; go on with --ckpt_path=last ({path})."
+                f"Stopped on {name} after optimizer step {trainer.global_step}; go on with --ckpt_path=last ({path})."
             )
         raise AgreedExit(0)
 

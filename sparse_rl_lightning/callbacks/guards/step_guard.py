@@ -19,9 +19,9 @@ from sparse_rl_lightning.files import own_folder
 
 
 class StepGuard(Callback):
-    """Skip optimiser steps with a NaN or infinite gradient of any rank, count them, and stop after some in a row.
+    """Skip optimizer steps with a NaN or infinite gradient of any rank, count them, and stop after some in a row.
 
-    A skipped step leaves weights and optimiser as they are. ``skipped_steps`` is logged, the number so far, and
+    A skipped step leaves weights and optimizer as they are. ``skipped_steps`` is logged, the number so far, and
     ``grad_norm``, the gradient's length before it is clipped, of steps that were not skipped. When the run stops, every
     rank's sequences of the last step are in ``bad_steps/`` below ``trainer.default_root_dir``, as tensors that
     ``torch.load(weights_only=True)`` reads. Steps that float16 skips while it looks for its loss scale (one above 1, or
@@ -44,7 +44,7 @@ class StepGuard(Callback):
         self._norm: float | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Take bad gradients away: an optimiser passes over weights without any."""
+        """Take bad gradients away: an optimizer passes over weights without any."""
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             return  # it looks at its own gradients, see on_train_batch_end
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -61,7 +61,7 @@ class StepGuard(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """At the end of an optimiser step, count."""
+        """At the end of an optimizer step, count."""
         if trainer.fit_loop._should_accumulate():
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -89,7 +89,7 @@ class StepGuard(Callback):
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
     def _tell(self, trainer: Trainer, module: RolloutModule) -> None:
-        said = f"The gradient of optimiser step {trainer.global_step} is not finite: the step is skipped"
+        said = f"The gradient of optimizer step {trainer.global_step} is not finite: the step is skipped"
         if self.in_a_row < self.max_in_a_row:
             warn_of_run(trainer, f"{said} ({self.in_a_row} in a row, {self.skipped} in all).")
             return
@@ -119,7 +119,7 @@ def _seeks_scale(trainer: Trainer) -> bool:
 
 
 def _scale(trainer: Trainer, optimizer: Any) -> float:
-    """What float16 has multiplied the gradient by; a fused optimiser divides by it only inside its step."""
+    """What float16 has multiplied the gradient by; a fused optimizer divides by it only inside its step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler.get_scale() if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0
 

@@ -37,7 +37,7 @@ class TailGuard(RolloutCallback):
     - ``raise``: enlarge the budget of the compressor, of the retriever (in whole pages) or of both by a step of its
       schedule (a single budget by a quarter), for the next rollout; slots and their memory are planned anew. A resumed
       run keeps the enlarged budget, at most ``max_raises`` steps of it.
-    - ``stop``: end the run after the optimiser step that is due, with a checkpoint ``tail_guard_{rollout}.ckpt``.
+    - ``stop``: end the run after the optimizer step that is due, with a checkpoint ``tail_guard_{rollout}.ckpt``.
 
     Logged: ``guard/tail_margin`` (the worst bin's distance above the target), ``guard/rejection_rate`` (of the window),
     ``guard/length_ratio`` (to the longest window so far), ``guard/budget`` (the
@@ -153,7 +153,7 @@ class TailGuard(RolloutCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Judge a new rollout after its first micro-batch; stop where an optimiser step is complete."""
+        """Judge a new rollout after its first micro-batch; stop where an optimizer step is complete."""
         module = rollout_module(pl_module, "TailGuard")
         if self._scored is not None:
             (index, length, rejected), self._scored = self._scored, None

@@ -21,7 +21,7 @@ class StepTimes(RolloutCallback):
     ========================== ======== ===============================================================
     key                        unit     meaning
     ========================== ======== ===============================================================
-    time/update                seconds  all forward and backward passes and optimiser steps on a rollout
+    time/update                seconds  all forward and backward passes and optimizer steps on a rollout
     time/block                 seconds  everything from one rollout to the next
     time/trained_per_second    tokens/s completion tokens over time/block, of this rank
     memory/rollout_peak_bytes  bytes    most GPU memory while rolling out, rescoring and rewarding

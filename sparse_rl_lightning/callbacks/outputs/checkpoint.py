@@ -10,14 +10,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 EVERY_N_TRAIN_STEPS = 40
-"""Optimizer steps between two checkpoints: ten rollouts of the paper's settings."""
+"""Optimizer steps between two checkpoints: ten rollouts with the paper's settings."""
 
 
 class RolloutCheckpoint(ModelCheckpoint):
     """Save what ``--ckpt_path=last`` resumes: the newest checkpoint and ``last.ckpt`` in one fixed folder.
 
-    ModelCheckpoint with other defaults; it takes all other arguments of that class too, ``monitor`` and ``save_top_k``
-    among them. A second run in the same folder replaces the checkpoints of the first.
+    It is a ModelCheckpoint with other defaults; it takes all other arguments of that class too, including ``monitor``
+    and ``save_top_k``. A second run in the same folder replaces the checkpoints of the first.
 
     Args:
         dirpath: Folder of the checkpoints, default ``checkpoints`` in ``trainer.default_root_dir``.
@@ -44,18 +44,18 @@ class RolloutCheckpoint(ModelCheckpoint):
         )  # fmt: skip
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Settle the folder before Lightning would take the logger's."""
+        """Determine the folder before Lightning would take the logger's."""
         self.dirpath = checkpoint_folder(self, trainer)
         super().setup(trainer, pl_module, stage)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Paths that ``trainer.fit(ckpt_path="last")`` chooses from; Lightning asks before ``setup``."""
+        """The paths that ``trainer.fit(ckpt_path="last")`` chooses from; Lightning calls this before ``setup``."""
         self.dirpath = checkpoint_folder(self, trainer)
         return super()._find_last_checkpoints(trainer)
 
 
 def checkpoint_folder(callback: Callback, trainer: Trainer) -> str | None:
-    """Fixed folder that a callback saves checkpoints to, before ``setup`` too; None if it has none."""
+    """The fixed folder that a callback saves checkpoints to, even before ``setup``; None if it has none."""
     given = getattr(callback, "dirpath", None)
     if given or not isinstance(callback, RolloutCheckpoint):
         return str(given) if given else None
@@ -64,5 +64,5 @@ def checkpoint_folder(callback: Callback, trainer: Trainer) -> str | None:
 
 
 def default_folder(root: str | None) -> str:
-    """Folder of RolloutCheckpoint in a run's ``trainer.default_root_dir``, by default the working directory."""
+    """The folder of RolloutCheckpoint in a run's ``trainer.default_root_dir``, by default the working directory."""
     return os.path.join(root or "", "checkpoints")

@@ -26,17 +26,17 @@ OWN_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "advantage", 
 class CompletionsTable(RolloutCallback):
     """Print a few completions of a rollout and write all of them to ``completions/completions_00000.parquet``.
 
-    The files have one row per completion with the columns ``step``, ``prompt``, ``completion``, ``answer`` where
+    The files have one row per completion with the columns ``step``, ``prompt``, ``completion``, ``answer`` if
     the data has one, a column per reward function, ``reward``, ``advantage`` and ``rejected``. In the terminal,
     control characters are shown as escapes and long text loses its middle.
 
     Args:
         every_n_rollouts: Every n-th rollout, starting with the first.
-        num_samples: Number of completions to print, those of the first prompt first.
+        num_samples: Number of completions to print, beginning with the first prompt's.
         folder: Parent of the ``completions`` folder, default ``trainer.default_root_dir``.
         console: Whether to print.
         parquet: Whether to write files.
-        loggers: Whether the trainer's loggers get the table: W&B's as a table, TensorBoard's as text, CSVLogger's as
+        loggers: Whether the trainer's loggers get the table: W&B as a table, TensorBoard as text, CSVLogger as
             ``completions.csv`` beside its metrics.
         width: Largest number of characters of a prompt and of a completion to print.
 
@@ -134,8 +134,8 @@ def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:
 
 
 def _append_csv(path: Path, names: list[str], rows: list[list[Any]]) -> None:
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows([csv_cell(value) for value in row] for row in [names] * (not path.exists()) + rows)
+    text, head = io.StringIO(newline=""), [] if path.exists() else [names]
+    csv.writer(text).writerows([csv_cell(value) for value in row] for row in head + rows)
     append(path, text.getvalue())
 
 
@@ -152,7 +152,7 @@ def csv_cell(value: Any) -> Any:
 
 
 def _numbers(values: Tensor | None) -> list[float | None]:
-    """Numbers, None where they are NaN."""
+    """The values as numbers, with None for NaN."""
     return [] if values is None else [None if v != v else v for v in values.double().tolist()]
 
 
@@ -160,7 +160,7 @@ def _table(columns: dict[str, list[Any]], num_samples: int, width: int) -> str:
     head = ["prompt", "completion", "reward", "advantage", "rejected"]
     shown = [columns.get(name, [None] * num_samples)[:num_samples] for name in head]
     body = [
-        [printable(prompt, width), printable(text, width), number(reward, 2), number(advantage, 2), "yes" * bool(gone)]
-        for prompt, text, reward, advantage, gone in zip(*shown, strict=True)
+        [printable(prompt, width), printable(text, width), number(reward, 2), number(gain, 2), "yes" if gone else ""]
+        for prompt, text, reward, gain, gone in zip(*shown, strict=True)
     ]
     return table([head, *body], "llrr")

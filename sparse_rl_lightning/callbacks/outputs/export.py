@@ -15,14 +15,14 @@ from sparse_rl_lightning.files import remove, writable_folder
 class ExportPolicy(Callback):
     """Write policy and tokenizer as a Hugging Face folder at the end of ``fit``, all of it or nothing.
 
-    A run that is interrupted or only tried out (``fast_dev_run``) leaves an existing folder as it is. Weights that are
+    An interrupted run or a trial run (``fast_dev_run``) leaves an existing folder unchanged. Weights that are
     sharded over ranks are gathered.
 
     Args:
         folder: Folder to write; the export of an earlier run there is replaced.
 
     Raises:
-        ValueError: At the start of ``fit``, if the folder cannot be written, holds something else than a model, or
+        ValueError: At the start of ``fit``, if the folder cannot be written, contains something other than a model, or
             the module cannot export.
     """
 
@@ -70,7 +70,7 @@ def write_policy(module: LightningModule, folder: Path) -> None:
 
 
 def check_replaceable(folder: Path, argument: str) -> None:
-    """Refuse a folder that holds something else than a model.
+    """Refuse a folder that contains something other than a model.
 
     Raises:
         ValueError: If it does, or cannot be written.

@@ -24,12 +24,12 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
     """Replaces Lightning's bar: optimizer steps done, reward, completion length, rejection, KV tokens saved.
 
     While a rollout runs, the bar shows the finished sequences and the tokens sampled per second. ``loss`` is left
-    out: in GRPO it is near zero by construction. Where the output is a file or a pipe, a plain line is printed every
+    out: in GRPO it is near zero by construction. If the output is a file or a pipe, a plain line is printed every
     ``line_seconds`` instead of a bar.
 
     Args:
-        refresh_seconds: Least time between two updates of the bar.
-        line_seconds: Least time between two lines where there is no terminal.
+        refresh_seconds: Minimum time between two updates of the bar.
+        line_seconds: Minimum time between two lines if there is no terminal.
 
     Raises:
         ValueError: If a time is negative.
@@ -43,12 +43,12 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
         check_number("line_seconds", line_seconds, least=0)
         self.refresh_seconds = refresh_seconds
         self.line_seconds = line_seconds
-        self._numbers: dict[str, str] = {}  # of the last rollout
+        self._numbers: dict[str, str] = {}  # numbers of the last rollout
         self._rollout_start = self._last_shown = -math.inf
 
     @property
     def is_enabled(self) -> bool:
-        """Whether bars are drawn: not in a file, a pipe or on other ranks than zero."""
+        """Whether bars are drawn: not in a file, a pipe or on ranks other than zero."""
         return super().is_enabled and (sys.stdout.isatty() or hasattr(sys, "ps1"))  # IPython sets ps1
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
@@ -56,13 +56,13 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
         self._rollout_start = time.monotonic()
 
     def on_rollout_progress(self, trainer: Trainer, module: RolloutModule, progress: Progress) -> None:
-        """Show how far the rollout is."""
+        """Show the progress of the rollout."""
         speed = progress.tokens / max(time.monotonic() - self._rollout_start, 1e-9)
         finished = str(progress.finished).rjust(len(str(progress.total)))
         self._show(trainer, f"Rollout {finished}/{progress.total}, {speed:,.0f} tokens/s")
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Take the rollout's numbers for the next updates."""
+        """Store the rollout's numbers for the next updates."""
         rollout = scored.rollout
         if rollout.rewards is not None:
             self._numbers["reward"] = f"{rollout.rewards.nanmean():.3f}"
@@ -82,13 +82,13 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """The rollout's numbers first, then what else was logged for the bar; no loss, no version number."""
+        """The rollout's numbers first, then other values logged for the bar; no loss, no version number."""
         logged = super().get_metrics(trainer, pl_module)
         rest = {k: v for k, v in logged.items() if k != "v_num" and not (self._numbers and k.startswith("loss"))}
         return {**self._numbers, **rest}
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        """One bar for the whole run, also when it was resumed."""
+        """Create one bar for the whole run, including a resumed one."""
         self.train_progress_bar = self.init_train_tqdm()
         self.train_progress_bar.reset(_total_steps(trainer))
         self.train_progress_bar.initial = self.train_progress_bar.n = trainer.global_step
@@ -100,17 +100,17 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
         """Keep one bar across epochs."""
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        """Show the last numbers, whatever the clock says."""
+        """Show the last numbers at once."""
         self._last_shown = -math.inf
         self._show(trainer, "Trained")
         self.train_progress_bar.close()
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the bar, also where there is none."""
+        """Print above the bar, or plainly without one."""
         say(sep.join(map(str, args)))
 
     def _show(self, trainer: Trainer, doing: str) -> None:
-        """Move the bar or print a line, unless the last time was a moment ago."""
+        """Move the bar or print a line, unless the last update was a moment ago."""
         wait, now = self.refresh_seconds if self.is_enabled else self.line_seconds, time.monotonic()
         if now - self._last_shown < wait:
             return
@@ -124,7 +124,7 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
             bar.set_postfix_str(shown, refresh=True)
         elif super().is_enabled:
             total = _total_steps(trainer) or "?"
-            say(f"step {trainer.global_step}/{total}: {doing.lower()}{'; ' * bool(shown)}{shown}")
+            say(f"step {trainer.global_step}/{total}: {doing.lower()}{f'; {shown}' if shown else ''}")
 
 
 def _total_steps(trainer: Trainer) -> int | None:

@@ -1,4 +1,4 @@
-"""Facts of a run that its report shows: module, configuration, versions, and how it ended."""
+"""Facts of a run for its report: module, configuration, versions, and how it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("sparse-rl-lightning", "torch", "lightning", "transformers")
 
 
 def default_title(module: RolloutModule) -> str:
-    """Module, compressor and budget, retriever and its budget."""
+    """The default title: module, compressor and budget, retriever and its budget."""
     compressor, r = module.generator.compressor, module.generator.retriever
     budget = f", budget {compressor.schedule} + {compressor.buffer} tokens" if compressor.evicts else ""
     reading = "" if r is None else f", {type(r).__name__} reading {r.schedule} tokens"
@@ -45,7 +45,7 @@ def describe(module: RolloutModule) -> dict[str, str]:
 
 
 def configuration(trainer: Trainer) -> dict[str, str]:
-    """Every key of the command line's configuration, written with dots; nothing for a run from Python."""
+    """Every key of the command line's configuration, in dotted form; empty for a run from Python."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         parser, config = getattr(callback, "parser", None), getattr(callback, "config", None)
         if parser is not None and config is not None:  # Lightning's SaveConfigCallback
@@ -56,7 +56,7 @@ def configuration(trainer: Trainer) -> dict[str, str]:
 
 
 def how_it_ended(exception: BaseException) -> str:
-    """The state of a run that an exception ended; Preemption exits with status 0 when it has saved a checkpoint."""
+    """The state of a run that an exception ended; Preemption exits with status 0 after saving a checkpoint."""
     if isinstance(exception, SystemExit) and not exception.code:
         return "preempted, to be resumed"
     if isinstance(exception, KeyboardInterrupt):
@@ -66,7 +66,7 @@ def how_it_ended(exception: BaseException) -> str:
 
 
 def flattened(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Keys with dots and values as text; the classes of a list are told apart by their names, not by their places.
+    """Dotted keys and values as text; classes in a list are identified by their names, not by their indices.
 
     >>> dict(flattened({"a": {"b": 1}, "c": [{"class_path": "x.Y", "init_args": {"d": None}}]}))
     {'a.b': '1', 'c.Y': 'used', 'c.Y.d': 'null'}
@@ -99,7 +99,7 @@ def _listed(values: list[Any], key: str) -> Iterator[tuple[str, str]]:
 
 
 def versions(module: RolloutModule) -> dict[str, str]:
-    """Packages, Python and the hardware that trains."""
+    """The versions of packages and Python, and the hardware."""
     found = {}
     for name in PACKAGES:
         try:

@@ -43,24 +43,24 @@ BLOCK_KEYS = ("time/", "memory/")
 
 
 class RunSummary(RolloutCallback):
-    """Evaluate greedily before and after training, keep the numbers of every rollout, and report at the end.
+    """Evaluate greedily before and after training, store the numbers of every rollout, and report at the end.
 
     Held-out problems are the data module's validation rows, completed with the full and with the compressed cache and
-    judged by the first of the module's reward functions.
+    scored by the first of the module's reward functions.
     At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
     ``report.html`` (one self-contained page, whose charts need matplotlib) and ``report.png`` are written. Until then
-    ``progress.json`` holds what there is, for ``sparse-rl report`` on a run that is going on or was killed.
-    Of several ranks the means over all are kept; completions, and what ``AcceptanceMonitor`` measured, are rank zero's.
-    A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so a
-    run is the same with this callback and without it. A trial run (``fast_dev_run``) writes nothing.
+    ``progress.json`` has the record so far, for ``sparse-rl report`` on a run that is still going or was killed.
+    With several ranks the means over all are stored; completions, and the values of ``AcceptanceMonitor``, are rank
+    zero's. A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so
+    a run is the same with and without this callback. A trial run (``fast_dev_run``) writes nothing.
 
     Args:
         num_problems: Number of held-out problems to evaluate on, 0 for none.
-        num_samples: Number of completions to show, and of the worst ones of each kind.
+        num_samples: Number of completions to show, and number of the worst ones of each kind.
         folder: Folder of the files, default ``trainer.default_root_dir``.
-        batch_size: Number of problems completed at the same time.
+        batch_size: Number of problems to complete at the same time.
         title: Title of picture and page, default the module and its compressor.
-        progress_seconds: Least time between two writings of ``progress.json``.
+        progress_seconds: Minimum time between two writes of ``progress.json``.
 
     Raises:
         ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written (later on, a
@@ -90,10 +90,12 @@ class RunSummary(RolloutCallback):
         self.record = RunRecord()
         self.worst = WorstCompletions(num_samples)
         self._next_progress = 0.0
-        self._start: float | None = None  # of the training, when it was not resumed
-        self._rollout = 0  # index of the newest
-        self._trained: Literal["not", "partly", "wholly"] = "not"  # on the newest rollout, since the start of fit
-        self._is_open = False  # the record may still get an end
+        self._start: float | None = None  # start of training, as if it had not been resumed
+        self._rollout = 0  # index of the newest rollout
+        self._trained: Literal["not", "partly", "wholly"] = (
+            "not"  # whether on the newest rollout, since the start of fit
+        )
+        self._is_open = False  # whether the record may still get an end
         self._try = Expendable("RunSummary: the record of the run")
 
     # ---------------------------------------------------------------- hooks
@@ -118,34 +120,34 @@ class RunSummary(RolloutCallback):
         self._write_progress(trainer)
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
-        """Complete the row of the rollout before by what training on it logged."""
+        """Complete the previous rollout's row with values logged while training on it."""
         self._complete_row(trainer)
         if time.monotonic() >= self._next_progress:
             self._write_progress(trainer)
 
     def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Note the rollout's index, for warnings of callbacks that see it scored before this one."""
+        """Store the rollout's index, for warnings of callbacks that see it scored before this one."""
         self._rollout = scored.index
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Keep the rollout's numbers."""
+        """Store the rollout's numbers."""
         self._trained = "not"
         metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
         self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
         self.worst.see(scored, module.generator.tokenizer)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
-        """Keep the warning with its rollout."""
+        """Store the warning with its rollout."""
         self.record.warnings.append({"rollout": self._rollout, "text": text})
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Mark logged values as the newest rollout's; callbacks after this one are yet to log."""
+        """Mark logged values as the newest rollout's; callbacks after this one have yet to log."""
         self._trained = "wholly" if rollout_module(pl_module).starts_rollout else "partly"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep its accuracies, but not those of the sanity check."""
+        """Store its accuracies, except those of the sanity check."""
         logged = {cache: trainer.callback_metrics.get(f"val/pass@1_{cache}") for cache in ("dense", "sparse")}
         found = {cache: float(value) for cache, value in logged.items() if value is not None}
         if found and not trainer.sanity_checking:
@@ -153,14 +155,14 @@ class RunSummary(RolloutCallback):
             self.record.validation.append({"rollout": float(done), **found})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock, and write: the evaluation to come may fail."""
+        """Stop the clock, and write the record, because the final evaluation may fail."""
         self._complete_row(trainer)
         self.record.seconds = self._seconds()
         self._start = None
         self._write_progress(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep what there is, and why the run ended."""
+        """Write the record so far, and why the run ended."""
         if self._is_open:
             self._complete_row(trainer)
             self._write_progress(trainer, how_it_ended(exception))
@@ -185,7 +187,7 @@ class RunSummary(RolloutCallback):
             checkpoint["callbacks"][self.state_key] = self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and text."""
+        """The record as plain numbers and text."""
         record = self.record
         return {
             "history": [dict(row) for row in record.history],
@@ -199,7 +201,7 @@ class RunSummary(RolloutCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the record of the run that is resumed."""
+        """Continue the record of the run that is resumed."""
         state = dict(state_dict)
         self.worst.kept = state.pop("worst", {})
         self.record = RunRecord(**state)
@@ -217,7 +219,7 @@ class RunSummary(RolloutCallback):
         record.written = datetime.now(UTC).isoformat(timespec="seconds")
 
     def _complete_row(self, trainer: Trainer) -> None:
-        """Add what was logged of the newest rollout, leaving out values of the one before."""
+        """Add the values logged for the newest rollout, leaving out those of the previous one."""
         if not self.record.history:
             return
         row, reduced = self.record.history[-1], trainer.world_size > 1
@@ -227,11 +229,11 @@ class RunSummary(RolloutCallback):
                 row[name] = float(value)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             report = callback.report if isinstance(callback, AcceptanceMonitor) else None
-            if report is not None and report.index == row["rollout"]:  # not one of an earlier rollout
+            if report is not None and report.index == row["rollout"]:  # not a report on an earlier rollout
                 row.update(report.logged)
 
     def _write_progress(self, trainer: Trainer, state: str = "running") -> None:
-        """Write the record so far, with pauses so long that writing takes at most a hundredth of the time."""
+        """Write the record so far, with pauses long enough that writing takes at most a hundredth of the time."""
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
         start, record = time.monotonic(), self.record
@@ -242,7 +244,7 @@ class RunSummary(RolloutCallback):
         self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
 
     def _evaluate(self, trainer: Trainer, module: RolloutModule) -> dict[str, float]:
-        """Mean reward of one greedy completion per row, by cache; the same on every rank."""
+        """The mean reward of one greedy completion per row, by cache; the same on every rank."""
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed
             rows = held_out_rows(trainer, self.num_problems)
         if self.num_problems and not rows:
@@ -265,9 +267,7 @@ class RunSummary(RolloutCallback):
         for cache in ("dense", "sparse") if module.generator.is_sparse else ("dense",):
             draw = partial(module.generator.generate, params=greedy, dense=cache == "dense")
             found[cache] = evaluate(draw, rows, module.rewards, self.batch_size)
-            module.generator.sampler(
-                dense=cache == "dense"
-            ).release()  # the memory back, and training's pool gets its own size
+            module.generator.sampler(dense=cache == "dense").release()  # so that training's pool gets its own size
         return found
 
     def _write(self, folder: Path) -> None:
@@ -305,7 +305,7 @@ def held_out_rows(trainer: Trainer, count: int) -> Rows:
 
 
 def _samples(cache: str, scores: Scores, count: int) -> list[dict[str, Any]]:
-    """The first completions with their rewards, in plain values that JSON can hold."""
+    """The first completions with their rewards, in plain values for JSON."""
     chosen = zip(scores.rows, scores.completions, scores.first[:, 0].tolist(), strict=True)
     return [
         {

@@ -13,14 +13,14 @@ from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.text import prompt_text, shortened
 
 LONGEST_TEXT = 2000
-"""Characters of a prompt and of a completion that are kept."""
+"""Largest number of characters of a prompt and of a completion to keep."""
 
 
 class WorstCompletions:
     """Keeps a few completions of each kind, at most one per rollout and kind; ties go to the newest rollout.
 
-    Kinds: ``lowest reward``; ``most mismatched``, the smallest ratio of dense over sparse probability of any token;
-    ``rejected``, of the newest rollouts those with the smallest such ratio.
+    Kinds: ``lowest reward``; ``most mismatched``, the smallest ratio of dense to sparse probability of any token;
+    ``rejected``, among the newest rollouts those with the smallest such ratio.
 
     Args:
         count: Number of completions to keep of each kind.
@@ -31,7 +31,7 @@ class WorstCompletions:
         self.kept: dict[str, list[dict[str, Any]]] = {}
 
     def see(self, scored: ScoredRollout, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Look at a rollout after all callbacks that edit it."""
+        """Consider a rollout after all callbacks that edit it."""
         if not self.count:
             return
         rollout, ratios = scored.rollout, token_ratios(scored.rollout)
@@ -68,7 +68,7 @@ class WorstCompletions:
 
 
 def token_ratios(rollout: Rollout) -> Tensor | None:
-    """(B, T) log of dense over sparse probability, infinite outside completions and where it is no number.
+    """The log-ratio (B, T) of dense to sparse probability, infinite outside completions and in place of NaN.
 
     None without dense log-probs.
     """
@@ -82,7 +82,7 @@ def token_ratios(rollout: Rollout) -> Tensor | None:
 def described(
     scored: ScoredRollout, index: int, ratios: Tensor | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    """One completion with its numbers, in plain values that JSON can hold."""
+    """One completion with its numbers, in plain values for JSON."""
     rollout, row = scored.rollout, scored.rows[index // scored.num_generations]
     mask = rollout.completion_mask[index]
     entry: dict[str, Any] = {

@@ -161,7 +161,7 @@ class Decoder:
         return self.head(hidden)[0][:n].float()
 
     def refresh(self) -> None:
-        """Take over what an optimiser has changed in weights that are kept as copies.
+        """Take over what an optimizer has changed in weights that are kept as copies.
 
         Raises:
             ValueError: If a weight holds NaN.
@@ -254,7 +254,7 @@ class Projection:
         return [module(x) for module in self.modules]
 
     def refresh(self) -> None:
-        """Take over what an optimiser has changed since."""
+        """Take over what an optimizer has changed since."""
 
 
 class _Copied(Projection):
@@ -320,7 +320,7 @@ def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
     """The fastest way to multiply one input with several modules.
 
     Args:
-        modules: Linear modules; anything else (LoRA, quantised layers, modules with hooks or a replaced forward) is
+        modules: Linear modules; anything else (LoRA, quantized layers, modules with hooks or a replaced forward) is
             called as it is.
         dtype: What products are computed in, under autocast another type than the weights'.
     """

@@ -143,14 +143,15 @@ class Engine:
         Slots that are full are compressed afterwards by the host, which knows all lengths.
         """
         cache, decoder, compressor = self.cache, self.decoder, self.compression.compressor
+        has_state = cache.size.has_state
         tokens, positions = cache.begin_step(rows.places)
 
         def attend(
             layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
         ) -> Tensor:
-            probs = cache.probabilities(layer, len(rows.used))
+            probs = cache.probabilities(layer, len(rows.used)) if has_state else None
             out = cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin, probs)
-            if cache.size.has_state:
+            if has_state:
                 weights = decoder.output_weights[layer] if compressor.needs_output_norms else None
                 self.compression.note_step(cache, layer, rows.used, positions, probs, hidden, weights)
             return out

@@ -171,7 +171,7 @@ def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
     """Set the log-probabilities of tokens outside top-k, then top-p, then min-p to -inf; the best token stays.
 
     Args:
-        logprobs: (n, V), not necessarily normalised.
+        logprobs: (n, V), not necessarily normalized.
         top_k: Tokens to leave, 0 for all. Ties with the k-th are left too.
         top_p: Probability to leave, of what top-k left, 1 for all.
         min_p: Least probability relative to the best token, 0 for all.
