@@ -169,7 +169,7 @@ class GRPOLoss:
         return part.completion_mask & part.finished[:, None]
 
     def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
-        """The tokens left by rejection, without sequences that the learner has left behind; divisors ignore these."""
+        """Tokens left by rejection, without sequences the learner has moved away from; divisors ignore these."""
         if self.off_policy_delta is None:
             return part.keep
         reference = part.sparse_logprobs if self.off_policy_reference == "sampler" else part.old_logprobs

@@ -74,7 +74,7 @@ class DistillSparse(SparseGRPO):
 
     Args:
         policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here.
-        adapter: Adapter and its objective, null for the defaults.
+        adapter: Adapter and its objective.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
@@ -84,7 +84,7 @@ class DistillSparse(SparseGRPO):
 
     keeps_evictions = True
 
-    def __init__(self, *args: Any, adapter: SparseAdapter | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, adapter: SparseAdapter = SparseAdapter(), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         compressor, retriever = self.generator.compressor, self.generator.retriever
         if retriever is not None and compressor.evicts:
@@ -99,7 +99,7 @@ class DistillSparse(SparseGRPO):
             )
         check_partial(self)
         check_attention(self, self.policy_source.attn_implementation)
-        self.adapter = adapter or SparseAdapter()
+        self.adapter = adapter
         self.generator.sparse_mode = self.adapter_on
         self._own: list[torch.nn.Parameter] = []  # trained by the policy's objective
         self._adapter_own: list[torch.nn.Parameter] = []
