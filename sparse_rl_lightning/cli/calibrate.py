@@ -14,7 +14,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, OnProgress
+from sparse_rl_lightning.calibration.calibrate import Calibration, OnProgress
 from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibration
 from sparse_rl_lightning.calibration.cost import CostModel, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
@@ -22,6 +22,7 @@ from sparse_rl_lightning.calibration.picture import draw
 from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.calibration.sweep import Sweep
+from sparse_rl_lightning.calibration.table import Binning
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule

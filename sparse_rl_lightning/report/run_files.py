@@ -1,4 +1,4 @@
-"""The reader of a run's folder, finished or not; fields of unexpected type are left out."""
+"""The reader of a run's folder, finished or not; numbers that no chart can show are left out."""
 
 from __future__ import annotations
 
