@@ -44,7 +44,7 @@ nitpicky = True
 OTHERS = "torch|torchdata|torchmetrics|lightning|transformers|jsonargparse|collections|contextlib|pathlib|abc"
 nitpick_ignore_regex = [
     ("py:class", rf"({OTHERS})\..*"),
-    ("py:class", r"Tensor|nn\.Module|PreTrainedModel|Axes|AxesImage|[a-z.]*(list|dict|Mapping)\[.*"),
+    ("py:class", r"Tensor|nn\.Module|PreTrainedModel|Callback|Axes|AxesImage|[a-z.]*(list|tuple|dict|Mapping)\[.*"),
     ("py:class", r"sparse_rl_lightning\..*\._\w+"),
 ]
 

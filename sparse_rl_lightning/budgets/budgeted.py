@@ -14,7 +14,7 @@ from sparse_rl_lightning.errors import UserError
 class Budgeted(ABC):
     """Has a budget of tokens per layer and KV head, and a rule by which layers and heads share it.
 
-    Subclasses set the attributes that :meth:`_check_schedule` reads before they call ``super().__init__``.
+    Subclasses set the attributes that ``_check_schedule`` reads before they call ``super().__init__``.
 
     Args:
         budget: Number of tokens, or a schedule by the length of the sequence.

@@ -3,7 +3,8 @@
 When is the host's part. A decode step adds one entry to every head and a compression leaves the budget of the
 sequence's length, so a slot's room follows from that length alone and nobody has to ask the device. Which entries go
 is the compressor's part; it sees :class:`~sparse_rl_lightning.records.LayerState`, views of the pools where the slots
-are neighbors, and answers with scores and budgets. Moving entries is the cache's part.
+are neighbors, and answers with scores and budgets (``compressors/base.py``). Moving entries and recording who died is
+the cache's part (:meth:`~sparse_rl_lightning.cache.slots.SlotCache.compact`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Compressor: a score per cached entry. Pinning, ties, compaction and the record are written once, elsewhere."""
+"""Compressor: a score per cached entry. Pinning, ties, compaction and the record are written once, elsewhere.
+
+The op ``evict`` carries out what :meth:`Compressor.plan_eviction` plans. The learner corrects for what
+the sampler has forgotten in ``corrections.py`` and ``learner/loss.py``.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +171,7 @@ class Compressor(Budgeted):
         Args:
             layer: One layer's cache.
             layer_budget: Budget of the layer from :meth:`layer_budgets`, or (S,) int64, one for each slot; default
-                :attr:`budget`.
+                ``budget``.
 
         Raises:
             ValueError: If :meth:`score` cannot be ranked, or more entries must stay than a head keeps.

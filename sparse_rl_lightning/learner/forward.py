@@ -104,7 +104,7 @@ class Learner:
         """Log-probs and entropies (B, T) as the sampler saw the sequences: under its evictions, or retrieving.
 
         Raises:
-            ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.rollout.replay_logprobs`.
+            ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.replay.replay_logprobs`.
         """
 
         def compute(part: Rollout) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,10 @@
-"""The loss of a micro-batch as its share of one optimizer step."""
+"""The loss of a micro-batch as its share of one optimizer step.
+
+By now a rollout has log-probs of the dense policy from before the update (``old_logprobs``) and advantages. Correction
+callbacks have compared dense with sparse probabilities (``corrections.py``): they cleared ``keep`` where a token or a
+whole sequence is rejected, and set ``weights``. The formulas are in ``losses.py``, the learner's log-probs in
+``forward.py``.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +169,7 @@ class GRPOLoss:
         return part.completion_mask & part.finished[:, None]
 
     def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
-        """The tokens left by rejection, without sequences that the learner has moved away from; divisors ignore these."""
+        """Tokens left by rejection, without sequences the learner has moved away from; divisors ignore these."""
         if self.off_policy_delta is None:
             return part.keep
         reference = part.sparse_logprobs if self.off_policy_reference == "sampler" else part.old_logprobs

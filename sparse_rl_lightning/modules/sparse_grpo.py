@@ -1,4 +1,4 @@
-"""SparseGRPO: the training step of Sparse-RL, from prompts to a loss, in the order of the paper."""
+"""SparseGRPO: the training step of Sparse-RL, from prompts to a loss. Rollouts: ``rollout/engine/scheduler.py``."""
 
 from __future__ import annotations
 

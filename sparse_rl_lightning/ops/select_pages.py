@@ -35,7 +35,7 @@ def select_pages(
 ) -> tuple[Tensor, Tensor]:
     """Which pages one query token per slot reads: the first, the last, and the best scores among the rest.
 
-    The score is :func:`page_scores`; exact ties go to the lowest index. A head with no more pages than its limit reads
+    The score is ``page_scores``; exact ties go to the lowest index. A head with no more pages than its limit reads
     all of them and scores none.
 
     Args:

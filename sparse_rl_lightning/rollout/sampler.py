@@ -55,7 +55,7 @@ class RolloutSampler:
         keep_pool: Keep the cache's memory, and copies of weights made for decoding, between calls; False frees them
             for the learner after each.
         memory_limit: Bytes that slots may take, or a float up to 1.0 for a share of the free memory: no more slots are
-            used than fit. What was chosen and why is logged and stands in :attr:`memory_plan`.
+            used than fit. What was chosen and why is logged and stands in ``memory_plan``.
         cuda_graphs: Decode from CUDA graphs on a GPU; where a step cannot be captured it runs eagerly, with a warning.
         retriever: Which pages of what is kept each query reads; None reads everything. It saves time, not memory, and
             leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.

@@ -73,8 +73,8 @@ def test_yaml_blocks_are_read(document: Path, base: Path, monkeypatch: pytest.Mo
 
 def test_what_a_block_names_is_built(base: Path) -> None:
     found = build(Block("yaml", "compressor: {class_path: SnapKV, init_args: {budget: 99, kernel_size: 5}}", 1), base)
-    assert isinstance(found.model.compressor, SnapKV)
-    assert found.model.compressor.budget == 99
+    assert isinstance(found.model.generator.compressor, SnapKV)
+    assert found.model.generator.compressor.budget == 99
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,9 @@ def parse(arguments: list[str]) -> None:
             own = with_file(arguments[1:]) if "--hardware" in arguments else arguments[1:]
             capture_parser(lambda: cli.calibrate(own)).parse_args(own)
             return
+        if arguments[:1] == ["statistics"]:
+            capture_parser(lambda: cli.statistics_main(arguments[1:])).parse_args(arguments[1:])
+            return
         if arguments[:1] == ["report"]:
             report_parser().parse_args(arguments[1:])
             return

@@ -49,8 +49,8 @@ class CorrectionCallback(RolloutCallback):
         name = type(self).__name__
         if rollout.old_logprobs is None:
             raise UserError(
-                f"{name} needs the log-probs of the dense policy, but this rollout was not rescored. Set model.rescore "
-                f"to true, or remove {name} from trainer.callbacks."
+                f"{name} needs the log-probs of the dense policy, but this rollout was not rescored. Set "
+                f"model.learner.rescore to true, or remove {name} from trainer.callbacks."
             )
         if rollout.behavior_logprobs is not None and not self._warned:
             self._warned = True

@@ -3,6 +3,9 @@
 The host knows the length of every slot without asking the device: a step adds one entry, a compression leaves the
 budget of the sequence's length. So it decides alone when to compress, and looks at the device only every few steps,
 to see which sequences have ended. What a sequence does between its end and that look is thrown away.
+
+:class:`~sparse_rl_lightning.rollout.sampler.RolloutSampler` steps it until nothing is left. How a full slot is cut is
+the part of ``cache/compression.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def steps_per_look(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rollout is, handed to the ``progress`` function of :meth:`RolloutSampler.generate`."""
+    """How far a rollout is, handed to the ``progress`` function of ``RolloutSampler.generate``."""
 
     step: int  # decode steps done
     active: int  # sequences in slots
