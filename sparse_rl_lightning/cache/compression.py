@@ -1,10 +1,10 @@
-"""Compression: when a slot is full and to how much it is cut, what a compressor sees of it, and what becomes of it.
+"""Compression: when a slot is full, to which budget it is cut, what a compressor sees, and what its answer changes.
 
-When is the host's part. A decode step adds one entry to every head and a compression leaves the budget of the
-sequence's length, so a slot's room follows from that length alone and nobody has to ask the device. Which entries go
-is the compressor's part; it sees :class:`~sparse_rl_lightning.records.LayerState`, views of the pools where the slots
-are neighbors, and answers with scores and budgets (``compressors/base.py``). Moving entries and recording who died is
-the cache's part (:meth:`~sparse_rl_lightning.cache.slots.SlotCache.compact`).
+The host decides when. A decode step adds one entry to every head and a compression leaves the budget for the
+sequence's length, so a slot's room follows from that length alone, without asking the device. The compressor decides
+which entries to evict: it sees :class:`~sparse_rl_lightning.records.LayerState`, views of the pools if the slots are
+neighbors, and returns scores and budgets (``compressors/base.py``). The cache moves entries and records deaths
+(:meth:`~sparse_rl_lightning.cache.slots.SlotCache.compact`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ENDLESS = torch.iinfo(torch.int64).max
 class Trigger:
     """The lengths at which a compressor's slots are compressed.
 
-    A layer is full when it holds ``budget(t) + buffer`` entries, t being the tokens fed to the sequence. The first full
-    layer has all layers of its slot compressed, each to its budget at t. Entries of a layer are a mean over its heads.
-    It takes the compressor's schedule as it is now; L stands for layers.
+    A layer is full when it has ``budget(t) + buffer`` entries, where t is the number of tokens fed to the sequence.
+    When the first layer is full, all layers of its slot are compressed, each to its budget at t. The number of entries
+    of a layer is a mean over its heads. The compressor's schedule is taken as it is now; L is the number of layers.
 
     Args:
-        compressor: Schedule, budget rule and buffer.
-        num_layers: L.
+        compressor: Compressor with schedule, budget rule and buffer.
+        num_layers: Number of layers L.
 
     Raises:
         ValueError: If the rule leaves a head less than sinks and window at some length.
@@ -47,59 +47,65 @@ class Trigger:
         c = compressor
         self.evicts, self.buffer, self.compress_prompt = c.evicts, c.buffer, c.compress_prompt
         self.schedule, self.num_layers = c.schedule, num_layers
+        # budgets change with the length in steps, the schedule's levels
         self._levels = [c.layer_budgets(num_layers, budget) for budget in c.schedule.budgets]
         self._by_layer = list(zip(*self._levels, strict=True))  # (L) of the budgets at all levels
 
     def budgets(self, length: int) -> list[int]:
-        """(L) what a sequence of ``length`` tokens is compressed to."""
+        """The budgets (L) of a sequence of ``length`` tokens."""
         return self._levels[self.schedule.level(length)]
 
     def capacities(self, longest_prompt: int, max_length: int) -> tuple[int, ...]:
-        """(L) entries per slot and KV head that sequences of any length need, or of ``max_length`` without eviction."""
+        """The entries (L) per slot and KV head for sequences of any length, or of ``max_length`` without eviction."""
         if not self.evicts:
             return (max_length,) * self.num_layers
+        # a prompt that is stored whole may exceed every budget; decoding adds at most the buffer before a compression
         held = 0 if self.compress_prompt else longest_prompt
         return tuple(max(*own, held) + self.buffer for own in self._by_layer)
 
     def limits(self, prompt_length: int) -> list[int]:
-        """(L) lengths of a prompt from which on it is compressed at the end of its prefill."""
+        """The prompt lengths (L) from which a layer is compressed at the end of the prefill."""
         if not self.evicts:
             return [ENDLESS] * self.num_layers
+        # stored whole, a prompt can never reach its own length plus the buffer: no compression at its end
         held = 0 if self.compress_prompt else prompt_length
         return [max(budget, held) + self.buffer for budget in self.budgets(prompt_length)]
 
     def evicted_from_prompt(self, prompt_length: int) -> tuple[int, ...]:
-        """(L) tokens of a fresh prompt that its slot does not hold."""
+        """The number of tokens (L) of a new prompt that are evicted at its end."""
         pairs = zip(self.limits(prompt_length), self.budgets(prompt_length), strict=True)
         return tuple(prompt_length - budget if prompt_length >= limit else 0 for limit, budget in pairs)
 
     def evicted(self, length: int, before: Sequence[int]) -> tuple[int, ...]:
-        """(L) tokens that a sequence has lost after a compression at ``length``.
+        """The number of tokens (L) that a sequence has lost after a compression at ``length``.
 
         Args:
-            length: Tokens fed.
-            before: (L) what it had lost before.
+            length: Number of tokens fed.
+            before: Number of tokens (L) lost before.
         """
+        # a budget that grew leaves a layer below it: nothing is evicted there, and what was lost stays lost
         return tuple(max(b, length - own) for b, own in zip(before, self.budgets(length), strict=True))
 
     def room(self, length: int, evicted: Sequence[int], prompt_length: int | None = None) -> int:
-        """Tokens that may still be fed to a slot before it must be compressed.
+        """The number of tokens that may be fed to a slot before it must be compressed.
 
         Args:
-            length: Tokens fed so far.
-            evicted: (L) how many of them are lost.
-            prompt_length: Of a sequence that has not been compressed since its prefill: a prompt that is stored whole
-                has the buffer to itself before it is compressed for the first time.
+            length: Number of tokens fed so far.
+            evicted: Number of tokens (L) lost so far.
+            prompt_length: Length of the prompt if the sequence has not been compressed since its prefill: a prompt that
+                is stored whole has the buffer to itself before the first compression.
         """
         if not self.evicts:
             return ENDLESS
         floor = 0 if prompt_length is None or self.compress_prompt else prompt_length
-        layers = set(zip(evicted, self._by_layer, strict=True))  # most are alike
+        layers = set(zip(evicted, self._by_layer, strict=True))  # most layers are alike
         return min(self._full_at(length, lost, own, floor) for lost, own in layers) - length
 
     def _full_at(self, length: int, lost: int, budgets: Sequence[int], floor: int) -> int:
         """The first length from ``length + 1`` on at which a layer is full."""
         starts = self.schedule.starts
+        # full means length - lost = budget + buffer, with the budget at that very length: a result beyond the start of
+        # the next level would use a budget that no longer applies, so that level is tried
         for level in range(self.schedule.level(length + 1), len(starts)):
             full = max(max(budgets[level], floor) + self.buffer + lost, starts[level], length + 1)
             if level + 1 == len(starts) or full < starts[level + 1]:
@@ -109,29 +115,30 @@ class Trigger:
 
 @dataclass(frozen=True)
 class Compression:
-    """A compressor at work on a cache: everything that is cut, is cut here."""
+    """A compressor applied to a cache: all evictions go through it."""
 
     compressor: Compressor
     num_layers: int
 
     @cached_property
     def trigger(self) -> Trigger:
-        """When slots are compressed and to how much."""
+        """The lengths at which slots are compressed, and their budgets."""
         return Trigger(self.compressor, self.num_layers)
 
     def store_prompts(self, cache: SlotCache, layer: int, prompts: PackedPrompts) -> None:
-        """Take one layer of prompts into their slots, compressed where they reach their limit.
+        """Store one layer of prompts in their slots, compressed if they reach their limit.
 
-        Prompts below it are stored whole: their budget is their length, so that any score will do.
+        Prompts below it are stored whole: their budget is their length, so that the scores do not matter.
 
         Args:
-            cache: The slots; the prompts' last queries are in its ring.
+            cache: Cache of the slots; the prompts' last queries are in its ring.
             layer: Layer index.
-            prompts: What was read.
+            prompts: Prompts that were read.
         """
         c, heads, device = self.compressor, cache.geometry.num_kv_heads, cache.key_pool.device
         budgets = torch.tensor(prompts.lengths, dtype=torch.int32, device=device)[:, None].expand(-1, heads).clone()
         scores = torch.zeros(len(prompts.slots), heads, max(prompts.lengths), dtype=torch.float32, device=device)
+        # only these are scored; for the others zero scores and a budget of the full length keep everything
         long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
         if c.evicts and long:
             part = prompt_state(cache, layer, prompts, long)
@@ -142,14 +149,15 @@ class Compression:
             _store_state(cache, layer, prompts.slots, prompts.state)
 
     def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
-        """Cut every layer and head of these slots to its budget, so that the next tokens find room.
+        """Cut every layer and head of these slots to its budget, so that the next tokens have room.
 
         Args:
-            cache: The slots' cache.
+            cache: Cache of the slots.
             slots: Slot indices, each once.
-            lengths: Tokens fed to the sequence in each slot.
-            room: Tokens that each slot takes before it is compressed again.
+            lengths: Number of tokens fed to the sequence in each slot.
+            room: Number of tokens that each slot takes before the next compression.
         """
+        # all layers are scored before the first entry moves: one op then evicts from all of them
         plans = [
             self.compressor.plan_eviction(slot_state(cache, layer, slots), budget)
             for layer, budget in enumerate(self._budgets(lengths, cache.key_pool.device))
@@ -158,7 +166,7 @@ class Compression:
         cache.compact(slots, scores, budgets, self.compressor, room)
 
     def _budgets(self, lengths: list[int], device: torch.device) -> Sequence[int | Tensor]:
-        """(L) budgets of sequences of these lengths: a number where they agree, else (S,) for each layer."""
+        """The budgets (L) for these lengths: a number per layer if all sequences agree, else (S,)."""
         rows = [self.trigger.budgets(length) for length in lengths]
         if all(row == rows[0] for row in rows):
             return rows[0]
@@ -168,29 +176,30 @@ class Compression:
         self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
         weights: Tensor | None,
     ) -> None:  # fmt: skip
-        """Update running numbers by the tokens of a decode step, one layer at a time.
+        """Update running numbers with the tokens of a decode step, one layer at a time.
 
         Args:
-            cache: With the step's keys and values of this layer in it.
+            cache: Cache that already has the step's keys and values of this layer.
             layer: Layer index.
-            slots: Slots of the rows in use, which are the first ones.
-            positions: (R,) of the tokens.
-            probs: (n, Hq, N) attention paid by the rows in use, where it is needed.
-            hidden: (R, E), what attention reads.
-            weights: (Hq, D, E), the layer's output projection, where it is needed.
+            slots: Slots of the rows in use, which come first.
+            positions: Positions (R,) of the tokens.
+            probs: Attention probabilities (n, Hq, N) of the rows in use, if needed.
+            hidden: Hidden states (R, E), the input of attention.
+            weights: Output projection (Hq, D, E) of the layer, if needed.
         """
         n = len(slots)
         follow_step(self.compressor, cache, layer, slots, positions[:n], probs, hidden[:n], weights)
 
 
 def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
-    """What a compressor sees of one layer of these slots."""
+    """The state of one layer of these slots, as compressors see it."""
     pools, own = cache.layers[layer], as_range(slots)
     lengths = pools.lengths[own]
+    # heads of different sizes are not evenly spaced: gather a padded copy; `valid` excludes the padding
     if cache.arenas is not None:
         rows, valid = gather_heads(pools.offsets[own], lengths, int(lengths.max()))
         keys, values, positions = pools.keys[rows], pools.values[rows], pools.positions[rows]
-    else:  # views where the slots are neighbors
+    else:  # views if the slots are neighbors
         keys, values, positions = (
             cache.by_slot(pool, layer)[own] for pool in (pools.keys, pools.values, pools.positions)
         )
@@ -200,17 +209,18 @@ def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
 
 
 def prompt_state(cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: list[int]) -> LayerState:
-    """The chosen prompts as a compressor sees a slot, padded to the longest of them.
+    """The state of the chosen prompts, in the form of slots, padded to the longest of them.
 
     Args:
-        cache: The cache that they go into.
+        cache: Cache that they are stored in.
         layer: Layer index.
-        prompts: What was read.
+        prompts: Prompts that were read.
         chosen: Indices of the prompts.
     """
     slots, lengths = [prompts.slots[i] for i in chosen], [prompts.lengths[i] for i in chosen]
     index = torch.arange(max(lengths), device=prompts.keys.device)
     held = torch.tensor(lengths, device=index.device)[:, None]
+    # behind its end a prompt repeats its last token, so that no row of the next prompt is read
     rows = prompts.starts[chosen, None] + torch.minimum(index, held - 1)
     keys, values = (t[:, rows].transpose(0, 1) for t in (prompts.keys, prompts.values))  # (P, H, N, D)
     shape = keys.shape[:3]
@@ -228,6 +238,7 @@ def _state(
     tokens = cache.tokens[own].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
     return LayerState(
         keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
+        # positions of free memory are arbitrary, so they are clamped before the lookup
         token_ids=tokens.gather(2, positions.clamp(0, tokens.shape[2] - 1)),
         prompt_lengths=cache.prompt_lengths[own], queries=cache.queries[layer, own],
         query_positions=_ring_positions(cache, own), sequence_keys=cache.sequence_keys[own],
@@ -239,24 +250,26 @@ def _state(
 
 
 def _store_state(cache: SlotCache, layer: int, slots: list[int], state: list[Tensor]) -> None:
-    """Write the running numbers (P) of (H, T, C) of prompts beside those of their entries that were kept."""
+    """Write the running numbers (P) of (H, T, C) of prompts to the places of the entries that were kept."""
     assert cache.state_pool is not None
     chosen, numbers = torch.tensor(slots, device=cache.key_pool.device), _padded(state)
     lengths = cache.lengths[layer, chosen]
     rows, live = gather_heads(cache.pools.offsets[layer, chosen], lengths, int(lengths.max()))
+    # an entry's position is its index in the prompt, so it finds the number that belongs to it
     kept = torch.where(live, cache.pools.positions[rows].long(), 0)
     kept_numbers = numbers.gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, numbers.shape[-1]))
     cache.state_pool[rows[live]] = kept_numbers[live]
 
 
 def _padded(numbers: list[Tensor]) -> Tensor:
-    """(P, H, N, C) of (P) times (H, T, C)."""
+    """Stack (P) times (H, T, C) to (P, H, N, C)."""
     longest = max(own.shape[1] for own in numbers)
     return torch.stack([F.pad(own, (0, 0, 0, longest - own.shape[1])) for own in numbers])
 
 
 def _ring_positions(cache: SlotCache, own: slice | list[int]) -> Tensor:
-    """(S, A): which token each place of the query ring speaks of, -1 for none yet."""
+    """The token (S, A) that each place of the query ring refers to, -1 for none yet."""
     last = cache.seen[own][:, None] - 1
     ring = torch.arange(cache.size.num_queries, device=last.device)
+    # place r has the newest position that is r modulo the ring's size
     return (last - (last - ring) % max(cache.size.num_queries, 1)).clamp(min=-1)

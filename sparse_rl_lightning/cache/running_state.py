@@ -1,7 +1,7 @@
-"""Running state: what a compressor keeps per entry and per head, brought up to date by the tokens that come in.
+"""Running state: numbers per entry and per head that a compressor keeps, updated with the tokens that come in.
 
-A decode step brings one token per slot, whose numbers lie in the cache. A prompt is followed in blocks while it is
-read, and its numbers wait beside it until it is known which of its entries are kept.
+A decode step brings one token per slot, whose numbers are in the cache. A prompt is processed in blocks while it is
+read, and its numbers are kept outside the cache until it is known which of its entries are kept.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sparse_rl_lightning.ops.float8 import to_computed, to_stored
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
 from sparse_rl_lightning.records import StateUpdate
 
-BLOCK_NUMBERS = {"cpu": 2**19}  # of a block of a prompt: what stays in a CPU's cache
+BLOCK_NUMBERS = {"cpu": 2**19}  # size of a block of a prompt, which stays in a CPU's cache
 BLOCK_NUMBERS_ON_DEVICE = 2**24
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of one prompt in one layer that have just been read, behind those that were read before."""
+    """The tokens of one prompt in one layer that have just been read, after those read before."""
 
     slot: int
     query: Tensor  # (Q, Hq, D) rotated
@@ -38,15 +38,15 @@ class Piece:
 def follow_prompt(
     compressor: Compressor, cache: SlotCache, layer: int, piece: Piece, numbers: Tensor, weights: Tensor | None
 ) -> None:
-    """Update a compressor's running numbers by the tokens of a piece, block by block.
+    """Update a compressor's running numbers with the tokens of a piece, block by block.
 
     Args:
-        compressor: One with running state.
-        cache: With the prompt's slot and the numbers of its heads.
+        compressor: Compressor with running state.
+        cache: Cache with the prompt's slot and the numbers of its heads.
         layer: Layer index.
-        piece: Any piece of the prompt, in order.
-        numbers: (H, T', C) of all the prompt's tokens, written in place.
-        weights: (Hq, D, E), the layer's output projection, where the compressor needs it.
+        piece: Piece of the prompt, in order.
+        numbers: Numbers (H, T', C) of all the prompt's tokens, written in place.
+        weights: Output projection (Hq, D, E) of the layer, if the compressor needs it.
     """
     g, device, own = cache.geometry, numbers.device, slice(piece.slot, piece.slot + 1)
     before = len(piece.keys) - len(piece.query)
@@ -70,23 +70,23 @@ def follow_step(
     compressor: Compressor, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
     hidden: Tensor, weights: Tensor | None,
 ) -> None:  # fmt: skip
-    """Update a compressor's running numbers by the tokens of a decode step.
+    """Update a compressor's running numbers with the tokens of a decode step.
 
     Args:
-        compressor: One with running state.
-        cache: With the step's keys and values of this layer in it.
+        compressor: Compressor with running state.
+        cache: Cache that already has the step's keys and values of this layer.
         layer: Layer index.
         slots: Slots in use, in the order of the rows.
-        positions: (S,) of the tokens.
-        probs: (S, Hq, N) attention that was paid, where it is needed.
-        hidden: (S, E).
-        weights: (Hq, D, E), the layer's output projection, where it is needed.
+        positions: Positions (S,) of the tokens.
+        probs: Attention probabilities (S, Hq, N), if needed.
+        hidden: Hidden states (S, E).
+        weights: Output projection (Hq, D, E) of the layer, if needed.
     """
     g, pools, own = cache.geometry, cache.layers[layer], as_range(slots)
     lengths = pools.lengths[own]
     newest = (pools.offsets[own] + lengths - 1).unsqueeze(-1)  # (S, H, 1)
     if cache.state_pool is not None:
-        cache.state_pool[newest] = 0.0  # the place may hold the numbers of an evicted entry
+        cache.state_pool[newest] = 0.0  # the place may still have the numbers of an evicted entry
     numbers, rows, valid = entry_numbers(cache, layer, own)
     head_numbers = cache.head_state[layer, own]
     keys, values = (to_computed(pool[newest], g.query_dtype) for pool in (pools.keys, pools.values))
@@ -100,16 +100,16 @@ def follow_step(
     )  # fmt: skip
     if rows is not None and valid is not None and cache.state_pool is not None:
         cache.state_pool[rows[valid]] = numbers[valid]
-    if isinstance(own, list):  # what was indexed is a copy
+    if isinstance(own, list):  # indexing with a list made a copy
         cache.head_state[layer, own] = head_numbers
         if rows is None and cache.state_pool is not None:
             cache.by_slot(cache.state_pool, layer)[own] = numbers
 
 
 def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(S, H, N, C) running numbers of the entries of some slots; a view where they are neighbors with equal heads.
+    """The running numbers (S, H, N, C) of the entries of some slots; a view if they are neighbors with equal heads.
 
-    Where heads differ in size there are also the rows (S, H, N) of the pool, and which of them are live.
+    If heads differ in size, also the rows (S, H, N) of the pool, and a mask of the live ones.
     """
     pools = cache.layers[layer]
     if cache.state_pool is None:
@@ -122,17 +122,17 @@ def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple
 
 
 def columns(numbers: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """(S, H, N, C) running numbers by name, views of (S, H, N)."""
+    """Running numbers (S, H, N, C) by name, views of (S, H, N)."""
     return {name: numbers[..., index] for index, name in enumerate(names)}
 
 
 def head_columns(numbers: Tensor, fields: Sequence[tuple[str, int]]) -> dict[str, Tensor]:
-    """(S, H, C) numbers per head by name, views of (S, H, C')."""
+    """Numbers (S, H, C) per head by name, views of (S, H, C')."""
     ends = [0, *accumulate(width for _, width in fields)]
     return {name: numbers[..., start:end] for (name, _), (start, end) in zip(fields, pairwise(ends), strict=True)}
 
 
-# ---------------------------------------------------------------- inside
+# ---------------------------------------------------------------- private
 
 
 def _update(
@@ -155,13 +155,13 @@ def _update(
 
 
 def output_norms(values: Tensor, weights: Tensor) -> Tensor:
-    """(S, Hq, Q) float32, the 1-norms of W v, for (S, H, Q, D) values and (Hq, D, E) weights."""
+    """The 1-norms of W v (S, Hq, Q), float32, for values (S, H, Q, D) and weights (Hq, D, E)."""
     by_head = values.to(weights.dtype).repeat_interleave(len(weights) // values.shape[1], dim=1)
     return (by_head @ weights).abs().sum(dim=-1).to(torch.float32)
 
 
 def _paid(query: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """(1, H, Q, T) float32 attention of the last tokens (Q, Hq, D) of T keys (T, H, D), summed over each group."""
+    """Attention (1, H, Q, T), float32, from the last tokens (Q, Hq, D) to keys (T, H, D), summed over each group."""
     wide, count = accumulation_dtype(keys.dtype), len(query)
     grouped = query.to(keys.dtype).to(wide).view(count, keys.shape[1], -1, keys.shape[2]).permute(1, 2, 0, 3)
     with torch.autocast(keys.device.type, enabled=False):
@@ -172,6 +172,6 @@ def _paid(query: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _blocks(count: int, numbers: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """First and last token of the pieces of ``count`` tokens, each of which takes ``numbers`` numbers."""
+    """The first and last token of blocks of ``count`` tokens, each of which takes ``numbers`` numbers."""
     size = max(1, BLOCK_NUMBERS.get(device.type, BLOCK_NUMBERS_ON_DEVICE) // numbers)
     return ((first, min(first + size, count)) for first in range(0, count, size))

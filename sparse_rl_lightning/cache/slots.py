@@ -1,11 +1,11 @@
 """SlotCache: fixed memory for a fixed number of sequences, eviction in place, and the record of deaths.
 
-Letters as in records.py. Three things are kept apart that a growing cache may confuse: the position of a token in its
-sequence (``seen``, ``positions``), the number of entries that a head holds (``lengths``), and where in the pools they
-stand (``offsets``). Evictions change the second and never the first.
+Letters as in records.py. Three things are distinct here that a growing cache may mix up: the position of a token in its
+sequence (``seen``, ``positions``), the number of entries that a head holds (``lengths``), and their place in the pools
+(``offsets``). Evictions change the second and never the first.
 
-What is kept per slot has one row more than there are slots. Decode batches are padded to few sizes, and rows that only
-pad a batch need a place to write: in ops they have slot -1, in indexing that last row, which nobody reads.
+Per-slot tensors have one row more than there are slots. Decode batches are padded to a few sizes, and rows that only
+pad a batch need a place to write: in ops they have slot -1, in indexing that last row, which is never read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PER_LAYER = ("lengths", "queries", "death", "head_state")
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What decides how much memory a cache takes and how it is laid out."""
+    """The sizes that determine the memory and the layout of a cache."""
 
     num_slots: int
     capacities: tuple[int, ...]  # (L) entries per slot and KV head that a sequence without end needs, a mean over heads
@@ -38,20 +38,20 @@ class CacheSize:
     max_length: int  # longest sequence in tokens
     state_fields: tuple[str, ...] = ()  # running numbers per entry
     per_head: bool = False  # heads of a slot share its memory unequally
-    head_state_fields: tuple[tuple[str, int], ...] = ()  # running numbers per KV head, and how many of each
-    keeps_probabilities: bool = False  # what one layer pays to its entries in a step, for running numbers
+    head_state_fields: tuple[tuple[str, int], ...] = ()  # running numbers per KV head, with the count of each
+    keeps_probabilities: bool = False  # of attention in a step, for running numbers
 
     @classmethod
     def of(
         cls, compressor: Compressor, geometry: CacheGeometry, num_slots: int, capacities: tuple[int, ...],
         max_length: int,
     ) -> CacheSize:  # fmt: skip
-        """The size that a compressor needs."""
+        """Determine the size that a compressor needs."""
         fields, head_fields = compressor.state_fields, tuple(compressor.head_state_fields(geometry.head_dim).items())
         return cls(
             num_slots, capacities, compressor.num_queries, max_length, fields,
             compressor.evicts and compressor.budget_rule.splits_heads, head_fields,
-            compressor.needs_attention and bool(fields or head_fields),  # else nobody asks for them
+            compressor.needs_attention and bool(fields or head_fields),  # otherwise they are not used
         )  # fmt: skip
 
     @property
@@ -61,43 +61,43 @@ class CacheSize:
 
     @property
     def entries(self) -> tuple[int, ...]:
-        """(L) entries per slot and KV head, a mean over the heads: never more than the longest sequence has tokens."""
+        """The entries (L) per slot and KV head, a mean over the heads, at most the longest sequence's tokens."""
         return tuple(min(capacity, self.max_length) for capacity in self.capacities)
 
     def covers(self, other: CacheSize) -> bool:
-        """Whether a cache of this size can do the work of the other."""
+        """Whether a cache of this size can be used in place of the other."""
         slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
         entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
         same = replace(other, num_slots=self.num_slots, max_length=self.max_length, capacities=self.capacities) == self
         return slots and entries and same
 
     def allocate(self, geometry: CacheGeometry) -> SlotCache:
-        """A cache of this size for a model."""
+        """Allocate a cache of this size for a model."""
         return SlotCache(geometry, self)
 
 
 @dataclass
 class PackedPrompts:
-    """One layer of freshly read prompts, one after the other in ``keys`` and ``values``."""
+    """One layer of newly read prompts, one after the other in ``keys`` and ``values``."""
 
-    slots: list[int]  # (P) where they go
+    slots: list[int]  # (P) destination of each prompt
     lengths: list[int]  # (P)
     starts: Tensor  # (P) int64, row of each prompt's first token
     keys: Tensor  # (H, R, D) rotated, of the pools' type
     values: Tensor  # (H, R, D)
-    limits: list[int]  # (P) lengths from which on a prompt is compressed in this layer
+    limits: list[int]  # (P) lengths from which a prompt is compressed in this layer
     room: list[int]  # (P) tokens that its slot takes afterwards
-    state: list[Tensor] | None = None  # (P) of (H, T, C) running numbers of the tokens, where the compressor has any
+    state: list[Tensor] | None = None  # (P) of (H, T, C) running numbers of the tokens, if the compressor has any
 
 
 class Arenas:
-    """Memory that the heads of a slot share in each layer, laid out anew by every compression.
+    """Memory that the heads of a slot share in each layer, laid out again at every compression.
 
     Budgets that differ by head move the borders between heads, inside one piece of memory per layer and slot whose
     size is fixed. Offsets and capacities of the pools change in place.
 
     Args:
-        pools: Of all layers, (L, S, H), with the layout that every slot begins with.
+        pools: Pools of all layers, (L, S, H), with the initial layout of every slot.
     """
 
     def __init__(self, pools: KVPools) -> None:
@@ -108,25 +108,27 @@ class Arenas:
 
     @property
     def layout(self) -> list[Tensor]:
-        """Where the arenas are, and how an empty slot is laid out."""
+        """The tensors that describe the arenas and the layout of an empty slot."""
         return [self._offsets, self._capacities, self._starts, self._sizes]
 
     def reset(self, slot: int) -> None:
-        """The layout of an empty slot: the same for every head."""
+        """Restore the layout of an empty slot: the same for every head."""
         self.pools.offsets[:, slot] = self._offsets[:, slot]
         self.pools.capacities[:, slot] = self._capacities[:, slot]
 
     def lay_out(self, layers: slice, slots: Tensor, room: Tensor) -> None:
         """Give the heads of empty slots (B,) room for (L', B, H) entries, one after the other."""
         assert bool((room.sum(dim=-1) <= self._sizes[layers][:, slots]).all()), "heads do not fit into their arena"
+        # a head begins where the heads before it end
         within = room.cumsum(dim=-1) - room
         self.pools.offsets[layers, slots] = self._starts[layers][:, slots].unsqueeze(-1) + within
-        self.pools.capacities[layers, slots] = room.to(torch.int32, copy=True)  # it may be a view of the capacities
+        self.pools.capacities[layers, slots] = room.to(torch.int32, copy=True)  # room may be a view of the capacities
 
     def move(self, slots: Tensor, room: Tensor, state_pool: Tensor | None) -> None:
-        """Lay slots (B,) out anew for (L, B, H) entries and take along what they hold."""
+        """Lay out slots (B,) again for (L, B, H) entries, and move their content."""
         lengths = self.pools.lengths[:, slots]
         width = int(lengths.max())
+        # rows of the live entries under the old layout and under the new one, in the same order
         before, live = gather_heads(self.pools.offsets[:, slots], lengths, width)
         self.lay_out(slice(None), slots, room)
         after, _ = gather_heads(self.pools.offsets[:, slots], lengths, width)
@@ -139,18 +141,19 @@ class Arenas:
 class SlotCache:
     """KV memory for a fixed number of sequences and entries, allocated once.
 
-    Keys keep the rotation they were written with; ``positions`` remembers where they come from. An evicted
+    Keys keep the rotation they were written with; ``positions`` has the index of their tokens. An evicted
     entry's memory is reused by the next token, so nothing grows with the length of a sequence. Addresses never change
-    either: CUDA graphs read them.
+    either, since CUDA graphs read them.
     """
 
     per_slot: tuple[str, ...] = ("tokens", "seen", "prompt_lengths", "prompt_keys", "sequence_keys", "held")
-    """Tensors (S + 1, ...) that belong to the sequence in a slot, and go where it goes."""
+    """Tensors (S + 1, ...) that belong to the sequence in a slot and move with it."""
 
     def __init__(self, geometry: CacheGeometry, size: CacheSize) -> None:
         g, slots, length = geometry, size.num_slots, size.max_length
         device = g.device
         self.geometry, self.size = g, size
+        # entries: all layers in one pool, each head of each slot a run of rows; `layers` are views of it
         capacities = torch.tensor(size.entries, dtype=torch.int32)
         heads = (g.num_layers, slots, g.num_kv_heads)
         every_head = capacities[:, None, None].expand(heads).contiguous()
@@ -158,18 +161,23 @@ class SlotCache:
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
         self.arenas = Arenas(self.pools) if size.per_head else None
+        # running numbers: per entry beside the pools, per head beside the lengths; most compressors have none
         rows, fields = len(self.key_pool), len(size.state_fields)
         self.state_pool = torch.zeros(rows, fields, dtype=torch.float32, device=device) if fields else None
         width = sum(count for _, count in size.head_state_fields)
         self.head_state = torch.zeros(*heads, width, dtype=torch.float32, device=device)
+        # where heads share an arena, one of them may take all of it
         self.most_entries = [
             entries * (g.num_kv_heads if size.per_head else 1) for entries in size.entries
         ]  # of a head
+        # attention probabilities of one step, written by one layer after the other
         paid = slots * g.num_heads * max(self.most_entries) if size.keeps_probabilities else 0
         self._probabilities = torch.zeros(paid, dtype=accumulation_dtype(g.query_dtype), device=device)
+        # the most recent queries of every slot (compressors score with them), and the death step of every token
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
         self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
         self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
+        # per sequence, with the row for padding
         self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
         self.prompt_lengths = torch.zeros_like(self.seen)
@@ -178,7 +186,7 @@ class SlotCache:
         self.held = torch.zeros(slots + 1, length, dtype=torch.float32, device=device)  # by token, after it was fed
 
     def parts(self) -> dict[str, list[Tensor]]:
-        """Every tensor of this cache, under what it is for: the memory plan counts their bytes."""
+        """Every tensor of this cache by its purpose: the memory plan counts their bytes."""
         p = self.pools
         places = [p.positions, p.offsets, p.capacities, p.lengths]
         own = [self.tokens, self.seen, self.prompt_lengths, self.prompt_keys, self.sequence_keys, self.held]
@@ -203,16 +211,17 @@ class SlotCache:
         return not self.size.has_state
 
     def probabilities(self, layer: int, num_rows: int) -> Tensor | None:
-        """(n, Hq, N) room for the attention probabilities of a layer's rows, the same memory for all layers."""
+        """Memory (n, Hq, N) for the attention probabilities of a layer's rows, shared by all layers."""
         if not self.size.keeps_probabilities:
             return None
         shape = (num_rows, self.geometry.num_heads, self.most_entries[layer])
         return self._probabilities[: math.prod(shape)].view(shape)
 
     def by_slot(self, pool: Tensor, layer: int) -> Tensor:
-        """One layer of a pool of entries, (S, H, N, ...), without a copy; where heads share a slot's memory equally."""
+        """A view (S, H, N, ...) of one layer of a pool of entries; only if heads share a slot's memory equally."""
         assert self.arenas is None
         size, heads = self.size, self.geometry.num_kv_heads
+        # pools are ordered by layer, slot, head; layers may differ in width
         first, width = sum(size.entries[:layer]) * size.num_slots * heads, size.entries[layer]
         return pool[first : first + size.num_slots * heads * width].view(size.num_slots, heads, width, *pool.shape[1:])
 
@@ -222,33 +231,35 @@ class SlotCache:
         self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
         probs: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Write one token per slot, remember its query, and attend over what the slot holds, that token included.
+        """Append one token per slot, store its query, and attend over the slot's entries, that token included.
 
         Args:
             layer: Layer index.
-            slots: (R,) int64, -1 for rows that pad the batch.
-            query: (R, Hq, D) not yet rotated.
-            key: (R, H, D) not yet rotated.
-            value: (R, H, D).
-            cos: (R, D), of the tokens' positions.
-            sin: (R, D).
-            probs: (n, Hq, N) to be filled with the probabilities of the first rows, which are those in use; N =
+            slots: Slots (R,), int64, -1 for rows that pad the batch.
+            query: Queries (R, Hq, D), not yet rotated.
+            key: Keys (R, H, D), not yet rotated.
+            value: Values (R, H, D).
+            cos: Cosines (R, D) for the tokens' positions.
+            sin: Sines (R, D).
+            probs: Output (n, Hq, N) for the probabilities of the first rows, which are those in use; N =
                 ``most_entries[layer]``.
 
         Returns:
-            (R, Hq, D), zeros in padding.
+            The result (R, Hq, D), zeros in padding.
         """
         pools, kind = self.layers[layer], self.geometry.query_dtype
         own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
         key, value = (t.to(kind).contiguous() for t in (key, value))
+        # `seen` without the row for padding: ops know padding by slot -1
         ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
         return self._attend(layer, slots, own, probs).to(query.dtype)
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None) -> Tensor:
-        """(R, Hq, D) attention of rotated queries, whose tokens have just been appended, over all live entries."""
+        """Attention (R, Hq, D) of rotated queries, whose tokens have just been appended, over all live entries."""
         pools, scale, most = self.layers[layer], self.geometry.scale, self.most_entries[layer]
         if probs is None:
             return ops.decode_attention(pools, slots, query, scale, most)
+        # probabilities are wanted for the rows in use only; the padding stays zero
         used, out = slice(len(probs)), torch.zeros_like(query)
         out[used] = ops.decode_attention(pools, slots[used], query[used], scale, most, probs=probs)
         return out
@@ -256,21 +267,23 @@ class SlotCache:
     def store(
         self, layer: int, prompts: PackedPrompts, scores: Tensor, budgets: Tensor, compressor: Compressor
     ) -> None:
-        """Take the best entries of one layer of prompts into their slots.
+        """Store the best entries of one layer of prompts in their slots.
 
-        Long prompts never pass through the slot whole: the best are chosen where the prompt is staged, and only they
-        are copied. What is left behind dies at the prompt's length, as if it had been there and been evicted.
+        Long prompts are never in the slot as a whole: the best entries are chosen in the staging memory, and only they
+        are copied. The others die at the prompt's length, as if they had been there and been evicted.
 
         Args:
             layer: Layer index.
-            prompts: What was read; ``begin`` was called for their slots.
-            scores: (P, H, N) float32.
-            budgets: (P, H) int32.
-            compressor: Says what is pinned.
+            prompts: Prompts that were read; ``begin`` was called for their slots.
+            scores: Scores (P, H, N), float32.
+            budgets: Budgets (P, H), int32.
+            compressor: Compressor, which determines the pinned entries.
         """
         device, heads = self.key_pool.device, self.geometry.num_kv_heads
         slots = torch.tensor(prompts.slots, device=device)
         lengths = torch.tensor(prompts.lengths, dtype=torch.int32, device=device)[:, None].expand(-1, heads)
+        # heads with budgets of their own get their share of the slot before entries are copied; prompts below their
+        # limit keep the layout of an empty slot, which fits them whole
         if self.arenas is not None:
             long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
             if long:
@@ -278,6 +291,7 @@ class SlotCache:
                 self.arenas.lay_out(
                     slice(layer, layer + 1), slots[long], (torch.minimum(budgets, lengths)[long] + room)[None]
                 )
+        # the staged prompts as pools of their own: head h begins h times the staged rows further on
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(
             prompts.keys.flatten(0, 1), prompts.values.flatten(0, 1), self.pools.positions,
@@ -292,7 +306,7 @@ class SlotCache:
     # ---------------------------------------------------------------- a decode step
 
     def begin_step(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that slots (R,) feed next, and their positions: (R,) each."""
+        """The tokens and positions (R,) that these slots feed next."""
         positions = self.seen[places]
         return self.tokens[places, positions], positions
 
@@ -300,37 +314,38 @@ class SlotCache:
         """Count the tokens that were fed.
 
         Args:
-            slots: (R,) with -1 for rows that pad the batch.
-            places: (R,) with the last row of what is kept per slot for those.
-            positions: (R,) of the tokens.
+            slots: Slots (R,), -1 for rows that pad the batch.
+            places: Rows (R,) of per-slot tensors, for padding the last one.
+            positions: Positions (R,) of the tokens.
         """
         self.seen[places] = positions + 1
         self.seen[-1:].zero_()  # padding stays at its first token
         self.held[places, positions] = self.entries_held(slots.clamp(min=0))
 
     def note_held(self, slots: Tensor) -> None:
-        """Entries of these slots (n,) came or went after their last token was fed."""
+        """Update ``held`` of these slots (n,), whose entries changed after their last token was fed."""
         self.held[slots, self.seen[slots] - 1] = self.entries_held(slots)
 
     def entries_held(self, slots: Tensor) -> Tensor:
-        """(n,) live entries of these slots, a mean over layers and heads."""
+        """The number of live entries (n,) of these slots, a mean over layers and heads."""
         return self.lengths[:, slots].to(torch.float32).mean(dim=(0, 2))
 
-    # ---------------------------------------------------------------- what a sequence leaves behind
+    # ---------------------------------------------------------------- data of a finished sequence
 
     def evictions_of(self, slot: int, end: int) -> EvictionRecord | None:
-        """The record of a sequence whose last token has index ``end``; what its slot lost later is not its own."""
+        """The record of a sequence whose last token has index ``end``, without evictions after its end."""
+        # the slot may have gone on for a few steps before the host noticed the end: those deaths are undone
         death = self.death[:, slot : slot + 1, :, : end + 1]
         return EvictionRecord.from_dense(torch.where(death <= end, death, NEVER))
 
     def entries_read(self, slot: int, prompt_length: int, end: int) -> Tensor | None:
-        """() entries that the decode steps of a sequence read, where that is less than they held; else None."""
+        """The number of entries () that the decode steps of a sequence read, if fewer than they held; else None."""
         return None
 
     # ---------------------------------------------------------------- whole slots
 
     def begin(self, slot: int, prompt: Sequence[int], prompt_key: int) -> None:
-        """Empty a slot and give it to a new prompt, whose keys and values follow layer by layer."""
+        """Empty a slot and assign it to a new prompt, whose keys and values follow layer by layer."""
         if self.arenas is not None:
             self.arenas.reset(slot)
         self.lengths[:, slot] = self.head_state[:, slot] = 0
@@ -344,28 +359,31 @@ class SlotCache:
     ) -> None:
         """Evict all but the best entries of these slots, and make room for the next tokens.
 
-        The survivors keep their order and close up at the front of each head; whoever goes is written into ``death``
-        as dying at the number of tokens fed so far: the query of the last one still saw it, the next will not.
+        The survivors keep their order and close up at the front of each head; ``death`` of an evicted token is the
+        number of tokens fed so far: the query of the last one still saw it, the next will not.
 
         Args:
-            slots: Each slot once.
-            scores: (L) of (S, H, N) float32, N as large as a layer needs.
-            budgets: (L) of (S, H) int32.
-            compressor: Says what is pinned.
-            room: Tokens that each slot must take.
+            slots: Slots, each once.
+            scores: Scores (L) of (S, H, N), float32, N as large as a layer needs.
+            budgets: Budgets (L) of (S, H), int32.
+            compressor: Compressor, which determines the pinned entries.
+            room: Number of tokens that each slot must take.
         """
         chosen = torch.tensor(slots, device=self.key_pool.device)
+        # layers may differ in width: pad the scores to the widest, beyond every layer's live entries
         widest = max(layer.shape[-1] for layer in scores)
         ops.evict(
             self.pools, chosen, torch.stack([F.pad(layer, (0, widest - layer.shape[-1])) for layer in scores]),
             torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
         )  # fmt: skip
+        # after an eviction heads differ in length: lay them out again, each with room for the tokens until the next one
         if self.arenas is not None:
             self.arenas.move(chosen, self.lengths[:, chosen] + self._room(room, chosen), self.state_pool)
         self.note_held(chosen)
 
     def save(self, slot: int) -> dict[str, Tensor]:
-        """A copy of everything one slot holds, for :meth:`restore`."""
+        """Copy everything that one slot holds, for :meth:`restore`."""
+        # of the entries only the live ones are copied, so that a parked slot is no larger than necessary
         rows = self._live_rows(slot, self.lengths[:, slot])
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
@@ -373,7 +391,8 @@ class SlotCache:
         return content | ({} if self.arenas is None else {"room": self.pools.capacities[:, slot].clone()})
 
     def restore(self, slot: int, content: dict[str, Tensor]) -> None:
-        """Fill a slot with what :meth:`save` returned."""
+        """Fill a slot with the content from :meth:`save`."""
+        # the layout first: it determines the rows that the entries go to
         if self.arenas is not None:
             chosen = torch.tensor([slot], device=self.key_pool.device)
             self.arenas.lay_out(slice(None), chosen, content["room"][:, None])
@@ -393,6 +412,7 @@ class SlotCache:
         if self.arenas is not None:
             room = self.pools.capacities[:, source]
             self.arenas.lay_out(slice(None), there, room[:, None].expand(-1, len(there), -1))
+        # the op copies entries, queries and deaths; the small per-slot tensors follow
         ops.fork(self.pools, torch.full_like(there, source), there, self.queries, self.death, self.state_pool)
         self.head_state[:, there] = self.head_state[:, source : source + 1]
         for name in self.per_slot:
@@ -400,8 +420,9 @@ class SlotCache:
             tensor[there] = tensor[source].clone()
 
     def _room(self, tokens: list[int], slots: Tensor) -> Tensor:
-        """(B, 1) entries that a head of each slot (B,) must take before its next compression, or before its end."""
+        """The number of entries (B, 1) that a head of each slot (B,) takes before the next compression, or its end."""
         room = torch.tensor(tokens, device=slots.device)
+        # a sequence that is never compressed again has endless room, but no more than max_length tokens
         return torch.minimum(room, self.size.max_length - self.seen[slots])[:, None]
 
     def _live_rows(self, slot: int, lengths: Tensor) -> Tensor:
@@ -414,6 +435,6 @@ class SlotCache:
 
 
 def as_range(slots: list[int]) -> slice | list[int]:
-    """The same slots as a slice where they are neighbors in order, so that indexing makes no copy."""
+    """Convert slots to a slice if they are neighbors in order, so that indexing makes no copy."""
     neighbors = slots == list(range(slots[0], slots[0] + len(slots)))
     return slice(slots[0], slots[0] + len(slots)) if neighbors else slots

@@ -29,7 +29,7 @@ class RolloutModule(Protocol):
     policy: PreTrainedModel
     """The policy, loaded when the fit starts."""
     generator: Generator
-    """Draws; its ``compressor``, ``retriever`` and ``sampling`` may be changed between rollouts."""
+    """Draws. Lengths and ``top_logprobs`` of its ``sampling`` may be changed between rollouts, budgets by ``raise_budget``."""
     rewards: Rewards
     learner: Learner
     loss: GRPOLoss

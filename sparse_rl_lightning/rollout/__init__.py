@@ -1,4 +1,4 @@
-"""The sparse rollout generator: knows torch and transformers, not Lightning."""
+"""Sparse rollout generator on torch and transformers, without Lightning."""
 
 from sparse_rl_lightning.replay.logprobs import replay_logprobs
 from sparse_rl_lightning.retrieval.logprobs import RetrievalLogprobs, retrieval_logprobs

@@ -1,4 +1,4 @@
-"""What is settled before a rollout begins: prompts that fit, tokens that end, a model that is still."""
+"""Checks before a rollout: prompts that fit, end tokens that exist, and a model in eval mode."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check_prompts(
 
     Args:
         prompts: Token ids of each prompt: lists, or one-dimensional tensors or arrays.
-        params: How they will be completed.
-        model: The policy.
+        params: Sampling parameters of the completions.
+        model: Policy that completes the prompts.
 
     Returns:
-        The same as lists of ``int``.
+        The prompts as lists of ``int``.
 
     Raises:
         ValueError: If there is no prompt, one is empty or no list of token ids, one leaves no room for the completion
@@ -101,7 +101,7 @@ def check_end_tokens(ids: Sequence[int] | Tensor, vocab_size: int) -> list[int]:
 
 
 def default_end_token_ids(model: PreTrainedModel) -> list[int]:
-    """The tokens that end a completion by the model's own generation config, or its config."""
+    """The end tokens of the model's generation config, or of its config."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = model.config.eos_token_id if ids is None else ids
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
@@ -109,10 +109,11 @@ def default_end_token_ids(model: PreTrainedModel) -> list[int]:
 
 @contextmanager
 def drawing(model: PreTrainedModel) -> Iterator[None]:
-    """What holds while sequences are drawn: no gradients, no dropout, and memory that serves the next call too.
+    """Context for drawing sequences: no gradients, no dropout, float32 as the default type, and reusable memory.
 
-    Under ``inference_mode`` what is allocated could not be written later, and half precision or float64 as torch's
-    default type (Lightning's ``bf16-true``, ``64-true``) would become the type of sums and of quotients of integers.
+    Tensors allocated under ``inference_mode`` could not be written by the next call, and half precision or float64 as
+    torch's default type (Lightning's ``bf16-true``, ``64-true``) would become the type of sums and of quotients of
+    integers.
     """
     default = torch.get_default_dtype()
     with torch.inference_mode(False), torch.no_grad(), eval_mode(model):

@@ -1,4 +1,4 @@
-"""TRL's ``generation_kwargs``: what transformers and vLLM call the settings of drawing, applied over the others."""
+"""TRL's ``generation_kwargs``: sampling settings under names of transformers and vLLM, which override the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HONORED = {
     "stop": "stop_strings",
     "seed": "seed",
 }
-"""Keys of transformers' GenerationConfig and vLLM's SamplingParams, and what they are called here."""
+"""Keys of transformers' GenerationConfig and vLLM's SamplingParams, with their names in ``SamplingParams``."""
 
 ELSEWHERE = {
     "eos_token_id": "end_tokens",
@@ -35,21 +35,21 @@ ELSEWHERE = {
 OFF: dict[str, Any] = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, "stop_strings": (),
 }  # fmt: skip
-"""What null means there."""
+"""Values that null stands for."""
 
 
 def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | None) -> SamplingParams:
-    """These settings with TRL's ``generation_kwargs`` over them.
+    """Override sampling parameters with TRL's ``generation_kwargs``.
 
     ``do_sample`` false is greedy. A key that is null switches its setting off, as does ``top_k`` of -1.
 
     Args:
-        params: Settings by their own names.
-        kwargs: Settings by the names of transformers or vLLM; None for none.
+        params: Sampling parameters under their own names.
+        kwargs: Settings under the names of transformers or vLLM; None for none.
 
     Raises:
-        ValueError: Naming a key that is not honored and those that are, a setting that is given by two names, or a
-            value that is out of range.
+        ValueError: If a key is not honored (the message lists those that are), a setting is given by two names, or a
+            value is out of range.
     """
     changes: dict[str, Any] = {}
     try:
@@ -65,7 +65,7 @@ def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | N
 
 
 def _setting(key: str, value: Any) -> tuple[str | None, Any]:
-    """What a key is called here and its value; no name where it changes nothing."""
+    """The name of a key's setting here and its value; the name is None if nothing changes."""
     if key == "do_sample":
         if not isinstance(value, bool):
             raise UserError(f"generation_kwargs: do_sample must be true or false, got {value!r}.")

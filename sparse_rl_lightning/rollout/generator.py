@@ -1,4 +1,4 @@
-"""Generator: from rows of a data set to completions, under the compressed cache or the full one."""
+"""Generator: completions for rows of a data set, under the compressed cache or the full one."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Generator:
     """Draws completions with a policy's live weights, and encodes and decodes their text.
 
     The *sparse* policy reads the cache that ``compressor`` and ``retriever`` leave, the *dense* one the full cache.
-    :meth:`bind` names the policy once it is loaded.
+    :meth:`bind` sets the policy once it is loaded.
 
     Args:
-        compressor: What a full slot of the sparse policy's cache keeps.
-        sampling: How training rollouts are drawn.
-        options: How both samplers are built.
-        retriever: Pages of the cache that each query reads, None for all.
-        steps_per_generation: Micro-batches that a rollout must fill.
-        tell: Shows the user a line about memory.
+        compressor: Compressor of the sparse policy's cache.
+        sampling: Sampling parameters of training rollouts.
+        options: Options of both samplers.
+        retriever: Retriever of the pages of the cache that each query reads, None for all.
+        steps_per_generation: Number of micro-batches that a rollout must fill.
+        tell: Function that shows the user a line about memory.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Generator:
         self.sampling = sampling
         self.options = options
         self.rank, self.world_size = 0, 1  # this process among those that share a rollout
-        self.sparse_mode: Callable[[], AbstractContextManager[None]] = nullcontext  # what makes the policy sparse
-        self.version: Callable[[], int] = int  # of the policy's weights, which a shadow must have
+        self.sparse_mode: Callable[[], AbstractContextManager[None]] = nullcontext  # makes the policy sparse
+        self.version: Callable[[], int] = int  # version of the policy's weights, which a shadow must match
         self.partial: PartialRollouts | None = None
         if options.partial_rollout_steps is not None:
             unit = steps_per_generation // math.gcd(steps_per_generation, sampling.num_generations)
@@ -69,7 +69,7 @@ class Generator:
         self._shadow: ShadowPolicy | None = None
         self._samplers: dict[bool, RolloutSampler] = {}
         self._tell = tell
-        self._told: set[bool] = set()  # caches whose memory plan was told
+        self._told: set[bool] = set()  # caches whose memory plan was reported
 
     def bind(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Draw with this policy from now on."""
@@ -93,7 +93,7 @@ class Generator:
 
     @property
     def shadow(self) -> ShadowPolicy | None:
-        """The whole copy of a sharded policy that rollouts read, None where they read the policy itself."""
+        """The whole copy of a sharded policy that rollouts read, None if they read the policy itself."""
         return self._shadow
 
     @shadow.setter
@@ -124,15 +124,15 @@ class Generator:
         places: Sequence[int] | None = None,
         progress: ReportProgress | None = None,
     ) -> ScoredRollout:
-        """Completions for rows of a data set, decoded to text; rewards come later.
+        """Draw completions for rows of a data set and decode them to text; rewards come later.
 
         Args:
             rows: Rows with a ``prompt`` column.
-            params: How to draw, default as for training.
-            dense: Use the full cache.
-            index: Number of the rollout: with the seed and the prompts' places it fixes the random numbers.
-            places: Where the prompts stand among those of all ranks, default one rank's after the other's.
-            progress: Called after every decode step.
+            params: Sampling parameters, default those of training.
+            dense: Whether to use the full cache.
+            index: Number of the rollout: with the seed and the prompts' places it determines the random numbers.
+            places: Indices of the prompts among those of all ranks, default one rank's after the other's.
+            progress: Function called after every decode step.
         """
         start, params = time.perf_counter(), params or self.sampling
         if self.shadow is not None:
@@ -153,7 +153,7 @@ class Generator:
     def roll_out(
         self, rows: Rows, index: int, places: Sequence[int] | None = None, progress: ReportProgress | None = None
     ) -> ScoredRollout:
-        """The next training rollout: of these rows, or in partial rollouts of those whose samples have all ended."""
+        """Draw the next training rollout: of these rows, or in partial rollouts of those with all samples finished."""
         if self.partial is None:
             return self.generate(rows, index=index, places=places, progress=progress)
         start, sampler = time.perf_counter(), self.sampler()
@@ -164,7 +164,7 @@ class Generator:
         return self.decode(rollout, complete, index, start)
 
     def begin_partial(self, rows: Rows) -> None:
-        """Start a fit of partial rollouts over these rows, which wait for their group in slots and checkpoints.
+        """Start partial rollouts over these rows, which stay in slots and checkpoints until their group is complete.
 
         Raises:
             ValueError: If a row cannot be stored, or the longest prompt leaves no room for its completion.
@@ -177,7 +177,7 @@ class Generator:
         self.partial.begin(len(longest))
 
     def partial_state(self) -> dict[str, Any] | None:
-        """Unfinished sequences of partial rollouts, for a checkpoint; None where there is nothing to keep."""
+        """Unfinished sequences of partial rollouts, for a checkpoint; None if there is nothing to save."""
         state = None if self.partial is None else self.partial.state()
         if self.partial is not None and self.partial.session is not None and state is not None:
             self._tell(
@@ -192,7 +192,7 @@ class Generator:
         return rows[lengths.index(max(lengths))]
 
     def metrics(self, rollout: Rollout) -> dict[str, Tensor | float]:
-        """What to log of a training rollout beside its own numbers."""
+        """Metrics of a training rollout besides its own."""
         return {} if self.partial is None else self.partial.metrics(rollout)
 
     def encode(self, rows: Rows) -> list[list[int]]:
@@ -208,13 +208,13 @@ class Generator:
         return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
 
     def _sequence_ids(self, index: int, prompts: int, generations: int, places: Sequence[int] | None) -> list[int]:
-        """Numbers of this rank's sequences of rollout ``index``, different in every rollout and rank."""
+        """Ids of this rank's sequences in rollout ``index``, different in every rollout and rank."""
         own = range(self.rank * prompts, (self.rank + 1) * prompts) if places is None else places
         first = index * prompts * self.world_size
         return [(first + place) * generations + sample for place in own for sample in range(generations)]
 
     def _tell_memory_plan(self, plan: MemoryPlan | None, dense: bool) -> None:
-        """Say once per cache how many slots the memory limit allows, while the first rollout is going on."""
+        """Report once per cache how many slots the memory limit allows, during the first rollout."""
         if plan is not None and dense not in self._told:
             self._told.add(dense)
             self._tell(f"Memory plan of the {'full' if dense else 'compressed'} cache: {plan.why}")

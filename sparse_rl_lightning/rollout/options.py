@@ -1,4 +1,4 @@
-"""RolloutOptions: how rollouts are made, beside how their tokens are drawn."""
+"""RolloutOptions: options of rollouts other than the sampling parameters."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ PartialCheckpoint = Literal["store", "restart"]
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Memory and speed of rollouts, what ends and rewards a completion, and how prompts are rendered.
+    """Memory and speed of rollouts, and the end, rewards and rendering of completions and prompts.
 
     Args:
-        num_slots: Sequences decoded at the same time, null for all.
+        num_slots: Number of sequences decoded at the same time, null for all.
         end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
             is prompted in a chat format.
-        memory_limit: Memory that slots may take, bytes or (a float up to 1.0) a share of what is free: as many of
-            ``num_slots`` are used as fit.
+        memory_limit: Memory limit of the slots, in bytes or (a float up to 1.0) as a share of the free memory: as many
+            of ``num_slots`` are used as fit.
         kv_dtype: Type of cached keys and values, such as ``bfloat16``, or ``float8_e4m3fn`` for a byte per number; null
             for the type that the policy computes in.
-        keep_pool: Keep the cache's memory while the learner works; false frees it after every rollout.
-        cuda_graphs: Decode from CUDA graphs on a GPU.
-        partial_rollout_steps: Partial rollouts: decode steps after which the learner goes on with the groups that are
-            complete, while unfinished sequences wait in their slots for the next rollout. Null is off.
-        partial_checkpoint: Checkpoints ``store`` unfinished sequences, or ``restart`` them after a resume.
-        oversampling: Dynamic sampling: roll out this many times the prompts that are trained on, and keep the groups
-            whose rewards differ. 1 is off.
+        keep_pool: Whether the cache's memory is kept while the learner works; false frees it after every rollout.
+        cuda_graphs: Whether to decode with CUDA graphs on a GPU.
+        partial_rollout_steps: Number of decode steps of a partial rollout: the learner then continues with the complete
+            groups, while unfinished sequences stay in their slots for the next rollout. Null is off.
+        partial_checkpoint: Treatment of unfinished sequences in checkpoints: ``store``, or ``restart`` after a resume.
+        oversampling: Factor of dynamic sampling: roll out this many times the prompts that are trained on, and keep the
+            groups whose rewards differ. 1 is off.
         reward_timeout: Seconds that a reward function may take for a rollout; it then runs in a forked process of its
-            own, which is killed when its time is up. Null: any time, in the trainer's process. Samples on which it
+            own, which is killed at the timeout. Null: any time, in the trainer's process. Samples on which it
             takes longer, or raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
         chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``; in
             validation too.
-        generation_kwargs: Settings of ``sampling`` by their names in transformers or vLLM, over those given there.
+        generation_kwargs: Settings of ``sampling`` under their names in transformers or vLLM, which take precedence.
 
     Raises:
-        ValueError: If a number is out of range, or partial rollouts meet a setting that they cannot work with.
+        ValueError: If a number is out of range, or an option does not work with partial rollouts.
     """
 
     num_slots: int | None = None
@@ -79,10 +79,10 @@ class RolloutOptions:
             self._check_partial(self.partial_rollout_steps)
 
     def for_training(self, sampling: SamplingParams) -> SamplingParams:
-        """Settings of drawing with ``generation_kwargs`` over them.
+        """The sampling parameters of training, overridden by ``generation_kwargs``.
 
         Raises:
-            ValueError: If nothing can be learned from what they draw.
+            ValueError: If nothing can be learned from samples drawn this way.
         """
         sampling = with_generation_kwargs(sampling, self.generation_kwargs)
         if sampling.num_generations < 2:
@@ -115,7 +115,7 @@ class RolloutOptions:
         compressor: Compressor,
         retriever: Retriever | None = None,
     ) -> RolloutSampler:
-        """A sampler of this policy.
+        """Create a sampler of this policy.
 
         Raises:
             ValueError: If an option or the retriever does not fit, or an end token is not in the vocabulary.
@@ -141,7 +141,7 @@ class RolloutOptions:
         return sampler
 
     def _check_partial(self, steps: int) -> None:
-        """Refuse, by name, settings that partial rollouts cannot work with."""
+        """Refuse settings that do not work with partial rollouts, by name."""
         if steps < 1:
             raise UserError(f"rollout.partial_rollout_steps must be at least 1 or null (off), got {steps}.")
         reasons = {
@@ -168,7 +168,7 @@ class RolloutOptions:
 
 
 def as_texts(texts: Sequence[str] | None, name: str) -> tuple[str, ...]:
-    """A list of texts as a tuple.
+    """Convert a list of texts to a tuple.
 
     Raises:
         ValueError: If a single text is given, which would be split into its characters.

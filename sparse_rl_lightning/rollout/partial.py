@@ -1,4 +1,4 @@
-"""Partial rollouts: a few long sequences no longer hold up the update, they go on after it."""
+"""Partial rollouts: long sequences continue after the update instead of delaying it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ STORABLE = (str, int, float, bool, type(None))
 
 
 class PartialRollouts:
-    """Rollouts that are cut after a number of decode steps; what has not ended goes on with the updated policy.
+    """Rollouts that stop after a number of decode steps; unfinished sequences continue with the updated policy.
 
     As in Kimi k1.5 (arXiv 2501.12599), but on slots of a compressed cache. A prompt's samples are handed out together,
-    when the last of them has ended, oldest prompt first, and never more prompts than a rollout adds, so that
-    micro-batches stay as small as they are without. Decoding goes on beyond the limit until every sequence has a slot
-    and there are enough groups for one micro-batch each: what is left over never exceeds the slots by more than that.
-    Logged with every rollout:
+    when the last of them has finished, oldest prompt first, and never more prompts than a rollout adds, so that
+    micro-batches stay as small as without partial rollouts. Decoding continues beyond the limit until every sequence
+    has a slot and there are enough groups for one micro-batch each: the unfinished rest never exceeds the slots by more
+    than that. Logged with every rollout:
 
     ============================ ========= ==========================================================
     key                          unit      meaning
     ============================ ========= ==========================================================
-    rollout/unfinished           sequences go on in the next rollout
-    rollout/off_policy_tokens    share     tokens of the rollout that older versions of the policy drew
-    rollout/version              number    of the policy that drew last
-    rollout/oldest_version       number    of the policy that drew the oldest token of the rollout
+    rollout/unfinished           sequences that continue in the next rollout
+    rollout/off_policy_tokens    share     tokens of the rollout drawn by older versions of the policy
+    rollout/version              number    newest version of the policy that drew a token
+    rollout/oldest_version       number    version of the policy that drew the oldest token of the rollout
     ============================ ========= ==========================================================
 
     Args:
-        max_steps: Decode steps per rollout.
-        checkpoint: ``store`` what is in the slots, or ``restart`` unfinished sequences after a resume.
+        max_steps: Number of decode steps per rollout.
+        checkpoint: Treatment of unfinished sequences: ``store`` their slots, or ``restart`` them after a resume.
         unit: Divisor of the number of groups in every rollout, so that they fill whole micro-batches.
     """
 
@@ -49,14 +49,14 @@ class PartialRollouts:
         self.unit = unit
         self.max_prompt_length = 0
         self.session: RolloutSession | None = None
-        self.rows: dict[int, dict[str, Any]] = {}  # of the prompts in the session, by their numbers
-        self._saved: dict[str, Any] | None = None  # of a checkpoint, until there is a session
+        self.rows: dict[int, dict[str, Any]] = {}  # rows of the prompts in the session, by prompt number
+        self._saved: dict[str, Any] | None = None  # state from a checkpoint, until there is a session
 
     def begin(self, max_prompt_length: int) -> None:
-        """Start a fit: an empty session, made when it is first needed, or the one of the checkpoint.
+        """Start a fit: with an empty session, created on first use, or with the one of the checkpoint.
 
         Args:
-            max_prompt_length: Tokens of the longest prompt there will be.
+            max_prompt_length: Length of the longest prompt in tokens.
         """
         self.max_prompt_length, self.session, self.rows = max_prompt_length, None, {}
 
@@ -69,15 +69,15 @@ class PartialRollouts:
         sequence_ids: Sequence[int],
         progress: Callable[[Progress], None] | None = None,
     ) -> tuple[Rollout, Rows]:
-        """Add prompts, decode, and take what is complete.
+        """Add prompts, decode, and take the complete groups.
 
         Args:
-            sampler: Model, compressor and slots.
-            params: How to draw, the same in every call.
-            rows: The prompts' rows of the data set.
-            prompts: Their token ids.
-            sequence_ids: As for :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`.
-            progress: Called after every decode step; it counts from the beginning of this call.
+            sampler: Sampler with model, compressor and slots.
+            params: Sampling parameters, the same in every call.
+            rows: Rows of the data set for the prompts.
+            prompts: Token ids of the prompts.
+            sequence_ids: Sequence ids as in :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`.
+            progress: Function called after every decode step; it counts from the beginning of this call.
 
         Returns:
             A rollout of at least ``unit`` and at most ``len(rows)`` groups, and their rows.
@@ -94,7 +94,7 @@ class PartialRollouts:
         return session.take(taken), [self.rows.pop(number) for number in taken]
 
     def metrics(self, rollout: Rollout) -> dict[str, Tensor | float]:
-        """What to log beside the rollout's own numbers; the class's docstring has the table of keys."""
+        """Metrics besides the rollout's own; the class docstring has the table of keys."""
         assert self.session is not None
         assert rollout.policy_versions is not None
         versions = rollout.policy_versions[rollout.completion_mask]
@@ -107,20 +107,20 @@ class PartialRollouts:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that have not ended."""
+        """Number of sequences that have not finished."""
         return 0 if self.session is None else self.session.num_unfinished
 
     # ---------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[str, Any] | None:
-        """For the checkpoint; None where there is nothing to keep."""
+        """The state for a checkpoint; None if there is nothing to save."""
         if self.session is None:
             return self._saved
         session = self.session.state(restart=self.checkpoint == "restart")
         return {"session": session, "rows": dict(self.rows), "settings": self._settings(self.session)}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Take up what :meth:`state` returned, when there is a session."""
+        """Load what :meth:`state` returned, as soon as there is a session."""
         self._saved = state
 
     def _session_for(self, sampler: RolloutSampler, params: SamplingParams) -> RolloutSession:
@@ -133,7 +133,7 @@ class PartialRollouts:
         return self.session
 
     def _settings(self, session: RolloutSession) -> dict[str, Any]:
-        """What the stored slots depend on, the number of samples first: on that alone a restart depends."""
+        """The settings that stored slots depend on; a restart needs only the first, the number of samples."""
         return {
             "num_generations": session.params.num_generations,
             "max_completion_length": session.params.max_completion_length,
@@ -155,7 +155,7 @@ class PartialRollouts:
 
 
 def check_storable(rows: Rows) -> None:
-    """Rows wait for their group in checkpoints, which hold nothing but text, numbers, lists and dictionaries.
+    """Check that rows fit into a checkpoint: only text, numbers, lists and dictionaries.
 
     Raises:
         ValueError: If a column holds something else.
@@ -170,7 +170,7 @@ def check_storable(rows: Rows) -> None:
 
 
 def state_bytes(state: Any) -> int:
-    """Bytes of all tensors inside dictionaries and lists."""
+    """The number of bytes of all tensors inside dictionaries and lists."""
     if isinstance(state, Tensor):
         return state.nbytes
     inside = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
@@ -189,7 +189,7 @@ def _foreign(value: Any) -> str | None:
 
 
 def _since(start: Progress, progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """The progress since ``start`` of a session that has already done something."""
+    """The progress since ``start``, for a session that is already under way."""
 
     def report(now: Progress) -> None:
         progress(

@@ -1,4 +1,4 @@
-"""From a prompt, text or chat messages, to token ids: the only place where special tokens are decided."""
+"""Prompts, text or chat messages, to token ids: the only place that decides about special tokens."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ OWN_ARGUMENTS = (
     "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
-"""Arguments of ``apply_chat_template`` that are settled here."""
+"""Arguments of ``apply_chat_template`` that are fixed here."""
 
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The token ids of one prompt, ready for the assistant's first token.
+    """Encode one prompt to token ids, ready for the assistant's first token.
 
-    Messages go through the tokenizer's chat template. A string counts as already rendered: special tokens spelt
-    out in it are read as such and none is added, but for the beginning-of-sequence token where the tokenizer
-    normally sets one and the text does not start with it.
+    Messages go through the tokenizer's chat template. A string counts as already rendered: special tokens written
+    out in it are recognized and none is added, except for the beginning-of-sequence token if the tokenizer
+    normally adds one and the text does not start with it.
 
     Args:
-        tokenizer: The policy's tokenizer.
-        prompt: A string, or a non-empty list of messages.
-        chat_template_kwargs: More arguments for the template, such as Qwen3's ``enable_thinking``. A string does not
-            see them.
+        tokenizer: Tokenizer of the policy.
+        prompt: String, or a non-empty list of messages.
+        chat_template_kwargs: More arguments for the template, such as Qwen3's ``enable_thinking``. They do not affect a
+            string.
 
     Returns:
-        At least one token id.
+        Token ids, at least one.
 
     Raises:
-        ValueError: If the prompt is empty or malformed, or holds messages that the tokenizer has no template for, or
-            the template does not read one of its arguments.
+        ValueError: If the prompt is empty or malformed, or has messages but the tokenizer has no template, or
+            the template does not use one of its arguments.
     """
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, valid_unicode(prompt))
@@ -58,7 +58,7 @@ def encode_prompts(
     prompts: Sequence[Prompt],
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """The token ids of several prompts; an error names the row.
+    """Encode several prompts to token ids; an error names the row.
 
     Raises:
         ValueError: See :func:`encode_prompt`.
@@ -111,13 +111,13 @@ def _encode_messages(
         ids = tokenizer.apply_chat_template(
             clean, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
         )
-    except Exception as error:  # templates raise what they like, e.g. for roles that do not alternate
+    except Exception as error:  # templates raise any exception, e.g. for roles that do not alternate
         raise UserError(f"the chat template refuses the messages {clean!r}: {error}") from error
     return cast("list[int]", ids)
 
 
 def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
-    """A template ignores what it does not read, so a slip of the pen would change nothing and say nothing."""
+    """Refuse arguments that the template does not use: it would ignore a misspelled one silently."""
     own = [name for name in arguments if name in OWN_ARGUMENTS]
     if own:
         raise UserError(f"chat_template_kwargs: {', '.join(own)} cannot be set, prompts are encoded in one way only.")

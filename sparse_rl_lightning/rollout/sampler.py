@@ -1,4 +1,4 @@
-"""RolloutSampler: completions of prompts under a compressed KV cache, with what the cache forgot."""
+"""RolloutSampler: completions of prompts under a compressed KV cache, with a record of evictions."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutSampler:
-    """Generates completions under a compressed KV cache and records what the cache forgot.
+    """Generates completions under a compressed KV cache and records the evictions.
 
-    Needs torch and transformers only: it works in a script or a notebook without Lightning. Weights are read live, so
-    the learner's last update is what the next call samples from. After an exception or Ctrl-C it can be used again.
+    Needs only torch and transformers: it works in a script or a notebook without Lightning. Weights are read live, so
+    the next call samples with the learner's last update. After an exception or Ctrl-C it can be used again.
 
     Args:
-        model: A transformers causal language model: Qwen2, Qwen3, Llama or another full-attention rotary decoder.
-        compressor: What a full slot keeps; default ``FullKV()``, everything.
-        num_slots: Sequences decoded at the same time; further ones wait and take the place of finished ones.
+        model: Causal language model of transformers: Qwen2, Qwen3, Llama or another full-attention rotary decoder.
+        compressor: Compressor of the cache; default ``FullKV()``, which keeps everything.
+        num_slots: Number of sequences decoded at the same time; further ones take the slots of finished ones.
             None gives every sequence its own slot.
         end_token_ids: Tokens that end a completion; default those of the model's generation config.
-        max_prefill_tokens: Prompts are read in batches of at most this many tokens, longer ones in chunks.
-        tokenizer: Needed for stop strings only.
-        kv_dtype: What keys and values are kept in, e.g. ``torch.bfloat16`` or ``"bfloat16"`` for half the memory of
-            float32; default what the model computes in. Queries are rounded to it too before they meet the keys, but
+        max_prefill_tokens: Limit on the prompt tokens in one forward pass; longer prompts are read in chunks.
+        tokenizer: Tokenizer, needed for stop strings only.
+        kv_dtype: Type of stored keys and values, e.g. ``torch.bfloat16`` or ``"bfloat16"`` for half the memory of
+            float32; default the type that the model computes in. Queries are rounded to it too before attention, but
             not to ``"float8_e4m3fn"`` (or ``"fp8"``), a byte per number: that is for storage only, and saturates at
             +-448.
-        keep_pool: Keep the cache's memory, and copies of weights made for decoding, between calls; False frees them
-            for the learner after each.
-        memory_limit: Bytes that slots may take, or a float up to 1.0 for a share of the free memory: no more slots are
-            used than fit. What was chosen and why is logged and stands in ``memory_plan``.
-        cuda_graphs: Decode from CUDA graphs on a GPU; where a step cannot be captured it runs eagerly, with a warning.
-        retriever: Which pages of what is kept each query reads; None reads everything. It saves time, not memory, and
-            leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
+        keep_pool: Whether the cache's memory, and copies of weights made for decoding, are kept between calls; False
+            frees them for the learner after each.
+        memory_limit: Memory limit of the slots in bytes, or a float up to 1.0 for a share of the free memory: no more
+            slots are used than fit. The choice and its reason are logged and available as ``memory_plan``.
+        cuda_graphs: Whether to decode with CUDA graphs on a GPU; a step that cannot be captured runs eagerly, with a
+            warning.
+        retriever: Retriever of the pages of the cache that each query reads; None reads everything. It saves time, not
+            memory, and leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -88,7 +89,7 @@ class RolloutSampler:
             raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
         if max_prefill_tokens < 1:
             raise UserError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
-        geometry = CacheGeometry.of(model, _kv_dtype(kv_dtype))  # refuses models that cannot be served
+        geometry = CacheGeometry.of(model, _kv_dtype(kv_dtype))  # refuses unsupported models
         self.model = model
         self.compressor = compressor or FullKV()
         self.retriever = retriever
@@ -103,7 +104,7 @@ class RolloutSampler:
         self.keep_pool = keep_pool
         self.cuda_graphs = cuda_graphs
         self.memory_limit = memory_limit
-        self.memory_plan: MemoryPlan | None = None  # how many slots the limit allowed in the last call, and why
+        self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
         self._engine: Engine | None = None
         self._warned = False
 
@@ -119,10 +120,10 @@ class RolloutSampler:
 
         Args:
             prompts: Token ids of each prompt.
-            params: How to draw.
-            sequence_ids: A number for each of the B = prompts x num_generations sequences; with ``params.seed`` it
-                fixes the sequence's random numbers. Default 0 to B - 1.
-            progress: Called after every decode step (on a GPU after every few).
+            params: Sampling parameters.
+            sequence_ids: Id of each of the B = prompts x num_generations sequences; with ``params.seed`` it
+                determines the sequence's random numbers. Default 0 to B - 1.
+            progress: Function called after every decode step (on a GPU after every few).
 
         Returns:
             The sequences with the sampler's log-probabilities, the evictions and the memory used; a prompt's samples
@@ -160,10 +161,10 @@ class RolloutSampler:
 
     @property
     def cache(self) -> SlotCache | None:
-        """The memory of the last call, None before the first and after :meth:`release`."""
+        """The cache of the last call, None before the first and after :meth:`release`."""
         return None if self._engine is None else self._engine.cache
 
-    # ---------------------------------------------------------------- for sessions too
+    # ---------------------------------------------------------------- used by sessions too
 
     def engine_key(
         self,
@@ -176,11 +177,11 @@ class RolloutSampler:
         """Describe the engine that a rollout needs.
 
         Args:
-            params: How to draw.
-            num_sequences: Sequences there will be.
-            longest_prompt: Tokens of the longest prompt there will be.
-            logs: What is written down about sequences.
-            before: The memory plan of the last call, whose memory will be free or used again.
+            params: Sampling parameters.
+            num_sequences: Number of sequences in the rollout.
+            longest_prompt: Length of the longest prompt in tokens.
+            logs: Class of the per-slot logs.
+            before: Memory plan of the last call, whose memory will be freed or reused.
 
         Raises:
             ValueError: If the memory limit does not allow one slot.
@@ -201,20 +202,20 @@ class RolloutSampler:
         )
 
     def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:
-        """A rollout on this engine, without prompts yet.
+        """Create the scheduler of a rollout on this engine, without prompts yet.
 
         Raises:
-            ValueError: If stop strings lack a tokenizer.
+            ValueError: If there are stop strings but no tokenizer.
         """
         stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
         check_every = steps_per_look(engine.key.geometry.device)
         return Scheduler(engine, params, num_slots, stop, self.max_prefill_tokens, check_every)
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- private
 
     def _engine_for(self, key: EngineKey) -> Engine:
-        """The engine of the last call where its key is equal, else a new one with what of the last still fits."""
-        last, self._engine = self._engine, None  # whatever fails, nothing half made is kept
+        """The engine of the last call if its key is equal, else a new one that reuses the parts that still fit."""
+        last, self._engine = self._engine, None  # after any failure nothing half made remains
         cache = decoder = None
         if last is not None:
             key = key.after(last.key)
@@ -224,15 +225,15 @@ class RolloutSampler:
             if (key.geometry, key.size) == (last.key.geometry, last.key.size):
                 cache = last.cache
             if key == last.key and decoder is not None:
-                last.compression = Compression(self.compressor, key.geometry.num_layers)  # a budget may be raised
+                last.compression = Compression(self.compressor, key.geometry.num_layers)  # budgets may have been raised
                 self._engine = last
                 return last
-        del last  # the old pool and copies of weights are free before new ones are made
+        del last  # free the old pool and copies of weights before allocating new ones
         self._engine = Engine(self.model, key, cache, decoder)
         return self._engine
 
     def _warn_if_nothing_is_evicted(self, scheduler: Scheduler, lengths: list[int]) -> None:
-        """A slot that holds any sequence whole is as large as a full cache's."""
+        """Warn if no sequence can fill its slot: each slot is then as large as with a full cache."""
         if not self.compressor.evicts or self._warned:
             return
         trigger, completion = scheduler.engine.compression.trigger, scheduler.params.max_completion_length

@@ -1,7 +1,7 @@
-"""RolloutSession: a rollout that outlives an update, for partial rollouts.
+"""RolloutSession: a rollout that continues across updates, for partial rollouts.
 
-A few long sequences hold up a whole rollout. In a session they wait in their slots while the learner updates, and go
-on with the new weights afterwards; every token remembers which version of the policy drew it.
+A few long sequences delay a whole rollout. In a session they stay in their slots while the learner updates, and
+continue with the new weights afterwards; the version of the policy that drew each token is recorded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_
 
 
 class RolloutSession:
-    """Sequences that are decoded a limited number of steps at a time, with whatever weights the model then has.
+    """Sequences that are decoded a limited number of steps at a time, each time with the model's current weights.
 
-    The session has memory of its own; the sampler may be used beside it.
+    The session has its own memory; the sampler may be used independently.
 
     Args:
-        sampler: Model, compressor and settings; ``num_slots`` must be set.
-        params: How to draw.
-        max_prompt_length: Tokens of the longest prompt there will be.
+        sampler: Sampler with model, compressor and settings; ``num_slots`` must be set.
+        params: Sampling parameters.
+        max_prompt_length: Length of the longest prompt in tokens.
 
     Raises:
         ValueError: If the sampler has no ``num_slots``.
@@ -41,7 +41,7 @@ class RolloutSession:
         session = RolloutSession(sampler, SamplingParams(num_generations=8), max_prompt_length=200)
         session.add(prompts, sequence_ids=range(64))
         session.advance(max_steps=512)
-        rollout = session.take(session.complete)  # the others go on after the update
+        rollout = session.take(session.complete)  # the others continue after the update
     """
 
     def __init__(self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int) -> None:
@@ -55,14 +55,14 @@ class RolloutSession:
             self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots)
 
     def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
-        """Queue prompts behind those that wait.
+        """Queue prompts behind the waiting ones.
 
         Args:
             prompts: Token ids of each prompt.
-            sequence_ids: As for :meth:`RolloutSampler.generate`.
+            sequence_ids: Sequence ids as in :meth:`RolloutSampler.generate`.
 
         Returns:
-            The numbers under which the prompts are known from now on.
+            The numbers that identify the prompts from now on.
 
         Raises:
             ValueError: If a prompt cannot be completed, or is longer than ``max_prompt_length``.
@@ -85,12 +85,13 @@ class RolloutSession:
         until: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
-        """Decode with the model's weights as they are now.
+        """Decode with the model's current weights.
 
         Args:
-            max_steps: Decode steps after which to stop; None goes on until every sequence has ended.
-            until: Asked after ``max_steps``: decoding goes on while it is False and a sequence has not ended.
-            progress: As for :meth:`RolloutSampler.generate`; it counts from the beginning of the session.
+            max_steps: Number of decode steps after which to stop; None continues until every sequence has finished.
+            until: Condition checked after ``max_steps``: decoding continues while it is False and sequences are
+                unfinished.
+            progress: Function as in :meth:`RolloutSampler.generate`; it counts from the beginning of the session.
         """
         sampler, scheduler = self.sampler, self.scheduler
         stop = None if max_steps is None else scheduler.num_steps + max_steps
@@ -108,7 +109,7 @@ class RolloutSession:
                 stop is None or scheduler.num_steps < stop or not (until is None or until())
             ):
                 scheduler.step()
-                self._broken = False  # between two steps everything is consistent
+                self._broken = False  # between two steps the state is consistent
                 if progress is not None:
                     progress(scheduler.progress)
                 self._broken = True
@@ -116,41 +117,41 @@ class RolloutSession:
 
     @property
     def version(self) -> int:
-        """Number of the policy that draws: calls of :meth:`advance` so far."""
+        """The version of the policy that draws: the number of calls of :meth:`advance` so far."""
         return int(self._logs.version)
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """How many slots the memory limit allowed, and why."""
+        """The number of slots that the memory limit allowed, and why."""
         return self.engine.key.memory_plan
 
     @property
     def complete(self) -> list[int]:
-        """Prompts all of whose sequences have ended, oldest first."""
+        """Prompts all of whose sequences have finished, oldest first."""
         return self.scheduler.complete
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that wait or are in a slot."""
+        """Number of sequences that are waiting or running."""
         return len(self.scheduler.waiting) + len(self.scheduler.running)
 
     def take(self, prompts: Sequence[int]) -> Rollout:
-        """The rollout of complete prompts, which the session forgets; ``policy_versions`` says who drew each token."""
+        """Remove complete prompts and return their rollout; ``policy_versions`` is the version that drew each token."""
         return self.scheduler.take(prompts)
 
     # ---------------------------------------------------------------- checkpoints
 
     def state(self, restart: bool = False) -> dict[str, Any]:
-        """Everything needed to go on, as CPU tensors, numbers and texts, fit for ``torch.load(weights_only=True)``.
+        """The state as CPU tensors, numbers and texts, fit for ``torch.load(weights_only=True)``.
 
         Args:
-            restart: Leave out what is in the slots: those sequences will be drawn again from their prompts.
+            restart: Whether to leave out the slots: their sequences will be drawn again from their prompts.
         """
         scheduler = self.scheduler
         waiting = list(scheduler.waiting)
         if restart:
             waiting += sorted((one.sequence for one in scheduler.running.values()), reverse=True)
-        # slot by slot to the CPU: a second pool would not fit beside the first
+        # slot by slot to the CPU: a second pool would not fit next to the first
         slots = {
             slot: {
                 "running": vars(one).copy(),
@@ -176,10 +177,10 @@ class RolloutSession:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state` returned, in a session of the same settings.
+        """Load what :meth:`state` returned, in a session with the same settings.
 
         Raises:
-            ValueError: If a slot of the state is not there, or was written under other settings.
+            ValueError: If a slot of the state does not exist, or was written under other settings.
         """
         scheduler, device = self.scheduler, self.engine.key.geometry.device
         self._check_settings(state)
@@ -213,7 +214,7 @@ class RolloutSession:
         return self.engine.logs
 
     def _settings(self) -> dict[str, Any]:
-        """What the state depends on, the number of samples first: on that alone a restart depends."""
+        """The settings that the state depends on; a restart needs only the first, the number of samples."""
         g, size, params = self.engine.key.geometry, self.engine.key.size, self.params
         return {
             "num_generations": params.num_generations,

@@ -1,6 +1,6 @@
-"""Teacher forcing under a compressed cache: what another compressor would have kept of the same texts.
+"""Teacher forcing: run given texts through a compressed cache.
 
-The rollout's own cache, decode step and compressions do the work; only the token drawn is replaced by the text's.
+The engine's own cache, decode step and compressions are used; only the drawn token is replaced by the text's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
 Note = Callable[[SequenceLogs, Tensor, Tensor, Tensor], None]
-"""What to keep of a step: the logs, slots (n,), indices of their next tokens (n,) and logits (n, V)."""
+"""Function that records a step: logs, slots (n,), indices of their next tokens (n,) and logits (n, V)."""
 
 
 class ForcedEngine(Engine):
-    """An engine that writes down the next token of a text instead of drawing one.
+    """Engine that takes the next token from a text instead of drawing it.
 
     Args:
-        model: The policy.
-        key: What the engine is made for.
-        compression: What a full slot keeps.
-        texts: (S, T) token ids, sequence i in slot i.
-        note: Called at every step.
+        model: Policy that runs.
+        key: Key of the engine.
+        compression: Compression of the cache.
+        texts: Token ids (S, T), sequence i in slot i.
+        note: Function called at every step.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ForcedEngine(Engine):
         self.compression, self.texts, self.note = compression, texts, note
 
     def draw(self, logits: Tensor, places: Tensor) -> None:
-        """Note what the logits say, and go on with the text."""
+        """Pass the logits to ``note``, and continue with the text's token."""
         own = places < len(self.texts)  # the others pad the batch
         slots, at = places[own], self.cache.seen[places[own]]
         self.cache.tokens[slots, at] = self.texts[slots, at]
@@ -66,16 +66,16 @@ def force(
     """Feed texts to a compressed cache, token by token, to their ends.
 
     Args:
-        model: The policy.
-        texts: (B, T) token ids; what pads a text on the right is decoded like the rest and changes nothing before it.
-        prompt_lengths: Tokens of each text that are read at once.
-        compression: What a full slot keeps.
-        params: How long completions are, and the seed of random eviction.
-        note: Called at every step, that of the prompts included.
-        ids: Numbers of the sequences, default 0 to B - 1.
+        model: Policy that runs.
+        texts: Token ids (B, T); padding on the right is decoded like the rest and changes nothing before it.
+        prompt_lengths: Number of tokens of each text that are prefilled.
+        compression: Compression of the cache.
+        params: Sampling parameters: the length of completions, and the seed of random eviction.
+        note: Function called at every step, including that of the prompts.
+        ids: Ids of the sequences, default 0 to B - 1.
 
     Returns:
-        The texts as if they had been drawn, with what ``note`` wrote into the logs.
+        The texts as if they had been drawn, with the values that ``note`` wrote into the logs.
     """
     geometry, count = CacheGeometry.of(model), len(texts)
     length = max(prompt_lengths) + params.max_completion_length
@@ -96,17 +96,17 @@ def force(
 def forced_rollout(
     model: PreTrainedModel, rollout: Rollout, compressor: Compressor, temperature: float = 1.0, seed: int = 0
 ) -> Rollout:
-    """The rollout as it would be, had the same tokens been drawn under another compressor.
+    """Recompute a rollout as if the same tokens had been drawn under another compressor.
 
-    Tokens stay; evictions, ``sampler_logprobs`` and memory are those of the compressor. With the compressor, the
-    weights and the seed that drew the rollout these are its own. For comparing methods on the same text.
+    The tokens stay; evictions, ``sampler_logprobs`` and memory are those of the compressor. With the compressor,
+    weights and seed that drew the rollout, the result equals it. Useful to compare methods on the same text.
 
     Args:
-        model: The policy.
-        rollout: The texts.
-        compressor: What a full slot keeps.
+        model: Policy that runs.
+        rollout: Rollout with the texts.
+        compressor: Compressor of the cache.
         temperature: Temperature of the log-probabilities, 1 for greedy rollouts.
-        seed: With the number of a sequence it fixes the lots of random eviction.
+        seed: Seed that, with the id of a sequence, determines random eviction.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or a budget leaves less than sinks and window.
@@ -125,7 +125,7 @@ def forced_rollout(
 
 
 def _as_wide(forced: Rollout, rollout: Rollout) -> Rollout:
-    """Padded like the rollout that the texts are from, so that its masks fit."""
+    """Pad to the width of the rollout that the texts are from, so that its masks fit."""
     width = rollout.sequences.shape[1]
     more = (0, width - forced.sequences.shape[1])
     assert forced.evictions is not None  # there is no retriever

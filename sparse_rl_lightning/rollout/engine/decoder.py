@@ -1,12 +1,12 @@
-"""The forward pass of a Llama-like decoder over the policy's own modules, with the rollout's attention in it.
+"""Decoder: the forward pass of a Llama-like model over the policy's own modules, with the rollout's attention.
 
-transformers' own forward pass spends most of a decode step on the CPU in bookkeeping and its matrix products in a
-library made for many rows. The four families served here differ in nothing but optional norms and biases, so their
+transformers' own forward pass spends most of a decode step on bookkeeping on the CPU, and its matrix products use a
+library made for many rows. The four families supported here differ only in optional norms and biases, so their
 layers are walked by hand: every norm, embedding, rotary embedding and activation is the model's own module.
 
-Decoding multiplies a handful of rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
-weights packed once is faster in float32. Under autocast every product would cast its weights anew at every step. Both
-copies are refreshed at the start of a rollout, during which weights stay as they are.
+Decoding multiplies a few rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
+weights packed once is faster in float32. Under autocast every product would cast its weights again at every step. Both
+copies are refreshed at the start of a rollout, during which weights do not change.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal
 
-PACKED_ROWS = 16  # rows that the packed layout of weights is chosen for; it serves any number
+PACKED_ROWS = 16  # number of rows that the packed layout of weights is chosen for; it works for any
 ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
 
 
 class Attend(Protocol):
-    """The attention of one layer, which also takes keys and values into the cache."""
+    """The attention of one layer, which also writes keys and values into the cache."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
     ) -> Tensor:
-        """Attend.
+        """Compute the attention of one layer.
 
         Args:
             layer: Layer index.
-            query: (R, Hq, D), not yet rotated.
-            key: (R, H, D), not yet rotated.
-            value: (R, H, D).
-            cos: (R, D), of the queries' and keys' positions, at least float32.
-            sin: (R, D).
-            hidden: (R, E), what query, key and value were projected from.
+            query: Queries (R, Hq, D), not yet rotated.
+            key: Keys (R, H, D), not yet rotated.
+            value: Values (R, H, D).
+            cos: Cosines (R, D) for the positions of queries and keys, at least float32.
+            sin: Sines (R, D).
+            hidden: Hidden states (R, E) from which query, key and value were projected.
 
         Returns:
-            (R, Hq, D).
+            The result (R, Hq, D).
         """
         ...
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's modules; ``query_norm`` and ``key_norm`` are Qwen3's."""
+    """The modules of one layer; ``query_norm`` and ``key_norm`` are Qwen3's."""
 
     norm: nn.Module
     project_in: Projection  # query, key, value
@@ -70,7 +70,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _GatedMLP:
-    """A feed-forward block, its projections made for decoding."""
+    """A feed-forward block with projections made for decoding."""
 
     gate_and_up: Projection
     activation: nn.Module
@@ -85,11 +85,11 @@ class Decoder:
     """A causal language model as a function of packed tokens: embedding, layers, final norm, output head.
 
     Args:
-        model: Of a family in :data:`~sparse_rl_lightning.policies.geometry.FAMILIES`.
-        geometry: Its sizes and compute type.
+        model: Model of a family in :data:`~sparse_rl_lightning.policies.geometry.FAMILIES`.
+        geometry: Sizes and compute type of the model.
 
     Raises:
-        ValueError: If what is walked by hand has a ``forward`` of somebody else's, or a weight holds NaN.
+        ValueError: If a module that is walked by hand has a replaced ``forward``, or a weight holds NaN.
     """
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
@@ -128,15 +128,15 @@ class Decoder:
         ]
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm.
+        """Compute hidden states after the final norm.
 
         Args:
-            ids: (R,) tokens, R a multiple of :data:`ROW_MULTIPLE`.
-            positions: (R,) their true positions.
-            attend: Called once per layer.
+            ids: Tokens (R,), R a multiple of :data:`ROW_MULTIPLE`.
+            positions: True positions (R,) of the tokens.
+            attend: Attention, called once per layer.
 
         Returns:
-            (R, E).
+            The hidden states (R, E).
         """
         g = self.geometry
         x: Tensor = self.embedding(ids)
@@ -154,14 +154,14 @@ class Decoder:
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(n, V) float32; padded so that a row's bits do not depend on how many there are."""
+        """Logits (n, V), float32; padded so that a row's bits do not depend on the number of rows."""
         n = hidden.shape[0]
         if n % ROW_MULTIPLE:
             hidden = torch.cat([hidden, hidden.new_zeros(-n % ROW_MULTIPLE, hidden.shape[1])])
         return self.head(hidden)[0][:n].float()
 
     def refresh(self) -> None:
-        """Take over what an optimizer has changed in weights that are kept as copies.
+        """Update the copies of weights after an optimizer step.
 
         Raises:
             ValueError: If a weight holds NaN.
@@ -173,7 +173,7 @@ class Decoder:
 
     @cached_property
     def output_weights(self) -> list[Tensor]:
-        """(L) of (Hq, D, E), at least float32: what each head's output is multiplied with, adapters included."""
+        """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
         g = self.geometry
         unit = torch.eye(g.num_heads * g.head_dim, dtype=g.dtype, device=g.device)
         none, shape = torch.zeros_like(unit[:1]), (g.num_heads, g.head_dim, -1)
@@ -181,13 +181,13 @@ class Decoder:
         return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
-        """Whether this still is the model: the same modules, hooks and forwards, weights where they were."""
+        """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
         own = self.geometry
         same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
         return same and self._signature == _signature(model)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (R, D), rounded as transformers rounds them to the type of the hidden states."""
+        """Cosines and sines (R, D), rounded to the type of the hidden states as in transformers."""
         angles = positions[:, None].to(torch.float32) * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.query_dtype)
@@ -195,7 +195,7 @@ class Decoder:
 
 
 def _signature(model: PreTrainedModel) -> tuple[object, ...]:
-    """Changes where modules or their forwards are replaced or wrapped, hooks come or go, or weights move."""
+    """A signature that changes if modules or forwards are replaced or wrapped, hooks come or go, or weights move."""
     modules = (
         (id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
     )
@@ -203,10 +203,10 @@ def _signature(model: PreTrainedModel) -> tuple[object, ...]:
 
 
 def _check_walked(decoder: Any) -> None:
-    """The decoder, its rotary embedding, layers and attention are walked by hand: what hangs on them is not called.
+    """Check the modules that are walked by hand (decoder, rotary embedding, layers, attention): they are not called.
 
     Raises:
-        ValueError: If one has a replaced forward; hooks, which mostly look on, are a warning.
+        ValueError: If one has a replaced forward; hooks, which mostly just observe, are a warning.
     """
     parts = (module for layer in decoder.layers for module in (layer, layer.self_attn))
     walked: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
@@ -224,13 +224,13 @@ def _check_walked(decoder: Any) -> None:
 
 
 def _check_weights(model: PreTrainedModel) -> None:
-    """Refuse NaN by name: attention may turn NaN queries and keys into finite numbers that mean nothing.
+    """Refuse NaN by name: attention may turn NaN queries and keys into finite but meaningless numbers.
 
     Raises:
         ValueError: If a weight holds NaN.
     """
     weights = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and p.itemsize > 1}
-    sums = torch.stack([weight.sum().isnan() for weight in weights.values()])  # the device is waited for once
+    sums = torch.stack([weight.sum().isnan() for weight in weights.values()])  # one wait for the device
     broken = [name for name, is_nan in zip(weights, sums.tolist(), strict=True) if is_nan]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
@@ -244,21 +244,21 @@ def _check_weights(model: PreTrainedModel) -> None:
 
 
 class Projection:
-    """Several modules that read the same input, called one after the other with their weights as they are now."""
+    """Several modules with the same input, called one after the other with their current weights."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        """From (R, in) to one (R, out) per module."""
+        """Compute one (R, out) per module from (R, in)."""
         return [module(x) for module in self.modules]
 
     def refresh(self) -> None:
-        """Take over what an optimizer has changed since."""
+        """Update copies of weights after an optimizer step."""
 
 
 class _Copied(Projection):
-    """One product with the modules' weights side by side, in the type that products are computed in."""
+    """One product with the modules' weights side by side, in the compute type."""
 
     def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         super().__init__(modules)
@@ -287,7 +287,7 @@ class _Copied(Projection):
 
 
 class Packed(_Copied):
-    """oneDNN's layout for few rows, on CPUs."""
+    """Products in oneDNN's layout for few rows, on CPUs."""
 
     def _take(self, weights: list[Tensor]) -> None:
         joined = torch.cat([weight.to(self.dtype) for weight in weights])
@@ -317,12 +317,12 @@ class Cast(_Copied):
 
 
 def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
-    """The fastest way to multiply one input with several modules.
+    """Choose the fastest way to multiply one input with several modules.
 
     Args:
         modules: Linear modules; anything else (LoRA, quantized layers, modules with hooks or a replaced forward) is
             called as it is.
-        dtype: What products are computed in, under autocast another type than the weights'.
+        dtype: Compute type of the products, under autocast another type than the weights'.
     """
     linear = [module for module in modules if type(module) is nn.Linear and not is_changed(module)]
     if len(linear) < len(modules):

@@ -1,10 +1,10 @@
 """Engine: the memory, the weights made for decoding and the decode step of one kind of rollout.
 
-Nothing in a step waits for the device or depends on a number that the host does not know, so it can be captured in a
-CUDA graph, once per number of rows, and replayed without Python in between: what changes from step to step lies in
-tensors. Graphs read weights and memory by address. Everything that a step touches is allocated once (the cache, the
-logs, the row numbers); where a weight has moved, the engine makes new graphs. Compressors with running state (H2O) and
-retrievers without a kernel run eagerly.
+A step never waits for the device nor depends on a number that the host does not know, so it can be captured in a
+CUDA graph, once per number of rows, and replayed without Python in between: everything that changes from step to step
+is in tensors. Graphs read weights and memory by address. Everything that a step touches is allocated once (the cache,
+the logs, the row numbers); if a weight has moved, the engine captures new graphs. Compressors with running state (H2O)
+and retrievers without a kernel run eagerly.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw, oc
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
 BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and its kin
+CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and related errors
 
 
 @dataclass
-class Rows:
-    """The slot that each row of a batch works on; rows behind those in use pad the batch."""
+class StepRows:
+    """The slot of each row of a batch; the rows after those in use pad the batch."""
 
-    slots: Tensor  # (R,) int64, -1 for padding: what the ops take
-    places: Tensor  # (R,) int64, the last row of what is kept per slot for padding: what indexing takes
-    used: list[int]  # the slots without padding, as the host knows them
+    slots: Tensor  # (R,) int64, -1 for padding: argument of the ops
+    places: Tensor  # (R,) int64, for padding the last row of per-slot tensors: used for indexing
+    used: list[int]  # the slots without padding, known to the host
 
     @classmethod
-    def of(cls, slots: list[int], count: int, num_slots: int, device: torch.device) -> Rows:
-        """Rows for these slots, padded to ``count``."""
+    def of(cls, slots: list[int], count: int, num_slots: int, device: torch.device) -> StepRows:
+        """Create rows for these slots, padded to ``count``."""
         padding = count - len(slots)
         return cls(
             torch.tensor(slots + [-1] * padding, device=device),
@@ -55,13 +55,13 @@ class Rows:
 
 
 def bucket(count: int, on_gpu: bool) -> int:
-    """Rows that a step of ``count`` slots is padded to: few different numbers where each is a graph."""
+    """The number of rows that ``count`` slots are padded to; few different numbers if each needs a graph."""
     if not on_gpu or count > BUCKETS[-1]:
         return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
     return BUCKETS[bisect_left(BUCKETS, count)]
 
 
-Step: TypeAlias = Callable[[Rows], None]
+Step: TypeAlias = Callable[[StepRows], None]
 
 
 @dataclass(frozen=True)
@@ -70,24 +70,27 @@ class EngineKey:
 
     geometry: CacheGeometry
     size: CacheSize
-    params: SamplingParams  # as far as drawing goes
+    params: SamplingParams  # those that matter for drawing
     compressor: Compressor
     end_token_ids: tuple[int, ...] = ()
     cuda_graphs: bool = False
     logs: type[SequenceLogs] = SequenceLogs
-    memory_plan: MemoryPlan | None = field(default=None, compare=False)  # by which the slots were limited
+    memory_plan: MemoryPlan | None = field(default=None, compare=False)  # the plan that limited the slots
 
     def after(self, last: EngineKey) -> EngineKey:
-        """This key with the memory of the last one where that will do, and with room for both where they alternate.
+        """This key with the memory of the last engine if that fits, or with room for both if rollouts alternate.
 
-        A slot may be larger than needed where its size depends on the prompts; where the compressor alone decides, one
-        that was raised or lowered gets slots of its own size.
+        A slot may be larger than needed if its size depends on the prompts; if it depends on the compressor alone, a
+        raised or lowered budget gets slots of its own size.
         """
         own, before, c = self.size, last.size, self.compressor
         if self.geometry != last.geometry:
             return self
+        # if the compressor alone decides on the capacities, only equal ones are reused: a lowered budget frees memory
         if before.covers(own) and (own.capacities == before.capacities or not (c.evicts and c.compress_prompt)):
             return replace(self, size=before)
+        # alternating rollouts (training and validation) get one cache for both, instead of two allocations per turn;
+        # not under a memory limit, whose plan was made for this key alone
         slots, length = max(own.num_slots, before.num_slots), max(own.max_length, before.max_length)
         both = replace(own, num_slots=slots, max_length=length)
         alike = both == replace(before, num_slots=slots, max_length=length)
@@ -98,10 +101,10 @@ class Engine:
     """Runs the model on a compressed cache for the scheduler: prompts, then one token for every running sequence.
 
     Args:
-        model: The policy, whose weights are taken over as they are now.
-        key: What the engine is made for.
-        cache: Memory of an earlier engine with the same geometry and size; by default it is allocated.
-        decoder: The decoder of an earlier engine that still serves the model.
+        model: Policy whose current weights are used.
+        key: Key that describes the engine.
+        cache: Cache of an earlier engine with the same geometry and size; by default it is allocated.
+        decoder: Decoder of an earlier engine that still serves the model.
     """
 
     def __init__(
@@ -118,11 +121,11 @@ class Engine:
         self._graphs = self._new_graphs()
 
     def take_weights(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
-        """Go on with the model's weights as they are now; the graphs stay where no weight has moved."""
+        """Continue with the model's current weights; the graphs are kept if no weight has moved."""
         if self.decoder.serves(model, geometry):
             self.decoder.refresh()
             return
-        del self.decoder, self._graphs  # copies of weights are freed before new ones are made
+        del self.decoder, self._graphs  # free copies of weights before new ones are made
         self.decoder = Decoder(model, geometry)
         self._graphs = self._new_graphs()
 
@@ -130,25 +133,27 @@ class Engine:
         """Fill slots with prompts; see :func:`~sparse_rl_lightning.rollout.engine.prefill.prefill`."""
         return prefill(self.cache, self.decoder, self.compression, prompts, max_tokens)
 
-    def decode(self, rows: Rows) -> None:
-        """Feed each slot its last token and draw the next, from a CUDA graph where that is possible."""
+    def decode(self, rows: StepRows) -> None:
+        """Feed each slot its last token and draw the next, from a CUDA graph if possible."""
         if self._graphs is None:
             self.step(rows)
         else:
             self._graphs.run(self.step, rows)
 
-    def step(self, rows: Rows) -> None:
-        """One decode step: feed, draw, write down.
+    def step(self, rows: StepRows) -> None:
+        """Run one decode step: feed a token, draw the next, log it.
 
-        Slots that are full are compressed afterwards by the host, which knows all lengths.
+        Full slots are compressed afterwards by the host, which knows all lengths.
         """
         cache, decoder, compressor = self.cache, self.decoder, self.compression.compressor
         has_state = cache.size.has_state
+        # every slot feeds the token it drew last, at the position where it was drawn
         tokens, positions = cache.begin_step(rows.places)
 
         def attend(
             layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
         ) -> Tensor:
+            # running state is updated layer by layer, since all layers share the memory of the probabilities
             probs = cache.probabilities(layer, len(rows.used)) if has_state else None
             out = cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin, probs)
             if has_state:
@@ -157,13 +162,15 @@ class Engine:
             return out
 
         hidden = decoder(tokens, positions, attend)
+        # `seen` grows before the draw: it is the index at which the drawn token is written
         cache.end_step(rows.slots, rows.places, positions)
         self.draw(decoder.logits(hidden), rows.places)
 
     def draw(self, logits: Tensor, places: Tensor) -> None:
-        """Draw the next token of these slots from (n, V) logits and write it down."""
+        """Draw the next token of these slots from logits (n, V) and log it."""
         cache, params = self.cache, self.key.params
         at = cache.seen[places]
+        # the number of the token within its completion, not in a batch: random numbers depend on nothing else
         steps = at - cache.prompt_lengths[places]
         occurred = occurring(cache.tokens[places], at, logits.shape[-1]) if params.penalizes else None
         drawn = draw(logits, params, cache.sequence_keys[places], steps, self.end_ids, occurred)
@@ -183,43 +190,44 @@ class StepGraphs:
     """The graphs of one step on one cache; steps that cannot be captured run eagerly.
 
     Args:
-        num_slots: Slots of the cache.
-        device: The cache's device.
+        num_slots: Number of slots of the cache.
+        device: Device of the cache.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.num_slots, self.device = num_slots, device
         self.enabled = True
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
-        self._pool: Any = None  # memory that all graphs share
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepRows]] = {}
+        self._pool: Any = None  # memory shared by all graphs
 
-    def run(self, step: Step, rows: Rows) -> None:
-        """One decode step for these rows."""
+    def run(self, step: Step, rows: StepRows) -> None:
+        """Run one decode step for these rows."""
         count = len(rows.slots)
         if self.enabled and count not in self._graphs:
             self._capture(step, count)
         if not self.enabled:
             step(rows)
             return
+        # the graph reads its own row numbers, at a fixed address
         graph, own = self._graphs[count]
         own.slots.copy_(rows.slots)
         own.places.copy_(rows.places)
         graph.replay()
 
     def _capture(self, step: Step, count: int) -> None:
-        """Capture a step of ``count`` rows on rows that only pad a batch, so that no slot changes.
+        """Capture a step of ``count`` rows, all of them padding, so that no slot changes.
 
         Raises:
-            RuntimeError: Whatever the step itself raises, such as a lack of memory. Only what cannot be captured is
-                run eagerly from now on.
+            RuntimeError: Any error that the step itself raises, such as a lack of memory. Only a step that cannot be
+                captured is run eagerly from now on.
         """
         device = self.device
-        rows = Rows.of([], count, self.num_slots, device)
+        rows = StepRows.of([], count, self.num_slots, device)
         with _without_autocast_cache():  # casts of weights must be in the graph
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                step(rows)  # libraries allocate and choose kernels now
+                step(rows)  # libraries allocate and choose kernels here
             torch.cuda.current_stream(device).wait_stream(side)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph, outside = torch.cuda.CUDAGraph(), sys.exception()
@@ -238,11 +246,11 @@ class StepGraphs:
 
 
 def first_error(error: BaseException, outside: BaseException | None) -> BaseException:
-    """What really went wrong: ending a capture that was spoiled raises an error of its own.
+    """The original error: ending a broken capture raises an error of its own.
 
     Args:
-        error: What the capture ended with.
-        outside: What was being handled before it began, if anything: that is no part of it.
+        error: Error that ended the capture.
+        outside: Exception that was being handled before the capture, if any; it is not a cause.
     """
     while error.__context__ is not None and error.__context__ is not outside:
         error = error.__context__
@@ -250,25 +258,25 @@ def first_error(error: BaseException, outside: BaseException | None) -> BaseExce
 
 
 def is_of_capture(error: BaseException) -> bool:
-    """Whether an error says that something cannot be captured, and not that memory is lacking or broken."""
+    """Whether an error means that something cannot be captured, and not that memory is lacking or broken."""
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     if isinstance(error, torch.AcceleratorError):
         return getattr(error, "error_code", None) in CAPTURE_ERRORS
-    return "captur" in str(error).lower()  # of torch's generators and libraries
+    return "captur" in str(error).lower()  # from torch's generators and libraries
 
 
 @contextlib.contextmanager
 def _recovering(device: torch.device, pool: Any) -> Iterator[None]:
-    """Where a capture fails at its end, torch leaves its stream current, and generator and allocator captured."""
+    """Restore stream, generator and allocator, which torch leaves captured if a capture fails at its end."""
     generator = torch.cuda.default_generators[device.index]
     before = generator.clone_state()
     try:
-        with torch.cuda.stream(torch.cuda.current_stream(device)):  # sets the stream back
+        with torch.cuda.stream(torch.cuda.current_stream(device)):  # resets the stream
             yield
     except BaseException:
         generator.graphsafe_set_state(before)
-        with contextlib.suppress(RuntimeError):  # where the capture was ended properly there is nothing left to end
+        with contextlib.suppress(RuntimeError):  # nothing left to end if the capture was ended properly
             torch._C._cuda_endAllocateToPool(device.index, pool)
             torch._C._cuda_releasePool(device.index, pool)
         raise

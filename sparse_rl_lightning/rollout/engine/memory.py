@@ -1,10 +1,10 @@
 """The memory plan: the bytes of a slot, and how many slots fit into a limit.
 
-Nothing is priced by hand: the cache and the logs are made on torch's meta device, which has shapes and types and no
-memory, once for one slot and once for two. The difference is what a slot takes, the rest stands beside the slots.
+Nothing is priced by hand: the cache and the logs are created on torch's meta device, with shapes and types but no
+memory, once for one slot and once for two. The difference is the size of a slot, the rest is the fixed part.
 
-What a rollout collects per sequence (tokens, log-probabilities, deaths) comes on top of the slots, as do activations
-and the staging of prompts; leave room for them in the limit.
+The data that a rollout collects per sequence (tokens, log-probabilities, deaths) comes on top of the slots, as do
+activations and the staging of prompts; leave room for them in the limit.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """What slots take, in bytes."""
+    """The memory of slots, in bytes."""
 
-    total: int  # of one more slot
-    pool: int  # keys and values among them, as SlotCache.pool_bytes
-    fixed: int  # beside the slots: one more row, where rows that only pad a batch write, and what stands there once
+    total: int  # bytes of one more slot
+    pool: int  # its keys and values, as in SlotCache.pool_bytes
+    fixed: int  # bytes besides the slots: one more row, written by rows that only pad a batch, and what exists once
     arithmetic: str  # the terms of the total, in words
 
     def of(self, num_slots: int) -> int:
-        """Bytes of that many slots, with what stands beside them."""
+        """The bytes of ``num_slots`` slots, with the fixed part."""
         return num_slots * self.total + self.fixed
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How many slots to use, and what they take."""
+    """The number of slots to use, and their memory."""
 
     num_slots: int
     bytes_per_slot: int
-    pool_bytes: int  # keys and values of all slots and what is kept of pages, as SlotCache.pool_bytes
-    total_bytes: int  # everything that is kept per slot
-    limit: int  # bytes that total_bytes may take
+    pool_bytes: int  # keys and values of all slots and summaries of pages, as in SlotCache.pool_bytes
+    total_bytes: int  # everything that is stored per slot
+    limit: int  # limit of total_bytes, in bytes
     why: str  # one sentence for the log
     given: int | float  # the limit as it was given
-    origin: str  # of the limit, in words
+    origin: str  # origin of the limit, in words
 
 
 def slot_bytes(
@@ -60,16 +60,16 @@ def slot_bytes(
     params: SamplingParams | None = None,
     logs: type[SequenceLogs] = SequenceLogs,
 ) -> SlotBytes:
-    """What one slot of a cache takes.
+    """Measure the memory of one slot of a cache.
 
     Args:
-        geometry: The model's sizes and the type of keys and values.
-        size: The cache's; its number of slots does not matter.
-        params: Sampling parameters: with them the logs of the sequences count too; without, the cache alone.
-        logs: The kind of logs.
+        geometry: Sizes of the model and the type of keys and values.
+        size: Size of the cache; its number of slots does not matter.
+        params: Sampling parameters: with them the logs of the sequences count too; without, only the cache.
+        logs: Class of the logs.
 
     Raises:
-        ValueError: If ``size.capacities`` does not name every layer.
+        ValueError: If ``size.capacities`` does not have one number per layer.
     """
     g = replace(geometry, device=torch.device("meta"))
     if len(size.entries) != g.num_layers:
@@ -94,7 +94,7 @@ def slot_bytes(
 
 
 def _words(g: CacheGeometry, size: CacheSize) -> dict[str, str]:
-    """Where the largest numbers come from."""
+    """Explanations of the largest numbers."""
     heads = g.num_layers * g.num_kv_heads
     rows = f"{sum(size.entries):,} entries in {g.num_layers} layers x {g.num_kv_heads} KV heads"
     return {
@@ -113,18 +113,18 @@ def plan_slots(
     multiple: int = ROW_MULTIPLE,
     before: MemoryPlan | None = None,
 ) -> MemoryPlan:
-    """The most slots that fit into a limit, never more than there are sequences.
+    """Plan the most slots that fit into a limit, never more than there are sequences.
 
     Args:
-        slot: What one slot takes.
-        limit: Bytes where it is a whole number, a share of the memory that is free on ``device`` now where it is a
+        slot: Memory of one slot.
+        limit: Limit in bytes if it is a whole number, a share of the memory that is free on ``device`` now if it is a
             float in (0, 1].
-        num_sequences: Sequences of the rollout, prompts x num_generations.
-        device: Where the slots will live.
-        multiple: Where memory is the limit, more slots than this are rounded down to a multiple of it, since decode
-            batches are padded to one.
-        before: An earlier plan for the same memory: the share of the free memory is taken once, since later it would
-            count what is in use as taken.
+        num_sequences: Number of sequences of the rollout, prompts x num_generations.
+        device: Device of the slots.
+        multiple: Divisor of the number of slots if memory is the limit and there are more slots than this, since decode
+            batches are padded to a multiple of it.
+        before: Earlier plan for the same memory, whose limit is reused: a share of the free memory measured again would
+            count memory in use as taken.
 
     Raises:
         ValueError: If not even one slot fits, with the arithmetic, or an argument is out of range.
@@ -157,10 +157,10 @@ def plan_slots(
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Memory that a new tensor on this device could take now; what torch holds in reserve there counts as free.
+    """The memory available to new tensors on this device; what torch holds in reserve there counts as free.
 
     Raises:
-        ValueError: If the operating system does not say.
+        ValueError: If the operating system does not report it.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -192,7 +192,7 @@ def check_limit(limit: int | float) -> None:
 
 
 def _resolve(limit: int | float, device: torch.device | str) -> tuple[int, str]:
-    """The limit in bytes, and where it comes from."""
+    """The limit in bytes, and its origin in words."""
     check_limit(limit)
     if isinstance(limit, float):
         free = free_bytes(device)

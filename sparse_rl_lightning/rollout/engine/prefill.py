@@ -1,8 +1,8 @@
 """Prefill: prompts go through the model packed one after the other without padding, long ones in chunks.
 
-A prompt attends to all of itself, whatever its slot holds in the end: its keys and values are staged beside the cache,
-and each layer is compressed into the slot when its last token is there. For whole prompts that is one layer at a time,
-so a pack stages one layer; a prompt in chunks stages all layers until its last chunk.
+A prompt attends to all of itself, whatever its slot keeps in the end: its keys and values are staged outside the cache,
+and each layer is compressed into the slot as soon as its last token is staged. For whole prompts that is one layer at a
+time, so a pack stages one layer; a prompt in chunks stages all layers until its last chunk.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt on its way into a slot."""
+    """A prompt to be read into a slot."""
 
     tokens: list[int]
     slot: int
-    limits: list[int]  # (L) lengths from which on it is compressed at its end
-    evicted: tuple[int, ...]  # (L) tokens that are lost then
+    limits: list[int]  # (L) lengths from which the prompt is compressed at its end
+    evicted: tuple[int, ...]  # (L) tokens that are evicted then
     room: int  # tokens that its slot takes afterwards
 
     @classmethod
     def of(cls, tokens: list[int], slot: int, trigger: Trigger) -> Prefill:
-        """A prompt under a compressor's trigger."""
+        """Create a prompt with the lengths of a compressor's trigger."""
         evicted = trigger.evicted_from_prompt(len(tokens))
         room = trigger.room(len(tokens), evicted, prompt_length=len(tokens))
         return cls(tokens, slot, trigger.limits(len(tokens)), evicted, room)
@@ -46,20 +46,23 @@ def prefill(
 ) -> Iterator[tuple[Prefill, Tensor, int]]:
     """Fill the slots of these prompts, at most ``max_tokens`` tokens in one forward pass.
 
-    ``cache.begin`` was called for their slots. Where a prompt is cut depends on nothing but its own length.
+    ``cache.begin`` was called for their slots. The chunks of a prompt depend on nothing but its own length.
 
     Yields:
-        Each prompt with the logits (V,) of its last token and the bytes that were staged beside the cache for it.
+        Each prompt with the logits (V,) of its last token and the number of bytes staged outside the cache for it.
     """
+    # packs of similar lengths, since scores are padded to the longest prompt of a pack
     short = [p for p in prompts if len(p.tokens) <= max_tokens]
     for pack in _packs(sorted(short, key=lambda p: len(p.tokens)), max_tokens):
         whole = _Pack(cache, decoder, compression, pack)
         hidden = _forward(decoder, [t for p in pack for t in p.tokens], whole.positions, whole)
+        # the last token of each prompt: its logits give the first completion token
         logits = decoder.logits(hidden[whole.starts + whole.lengths - 1])
         yield from ((p, row, whole.staged_bytes) for p, row in zip(pack, logits, strict=True))
     for prompt in prompts:
         if len(prompt.tokens) > max_tokens:
             chunks = _Chunks(cache, decoder, compression, prompt)
+            # chunks of nearly equal length; only the last one has the logits that are needed
             for start, stop in _cuts(len(prompt.tokens), max_tokens):
                 chunks.start, chunks.stop = start, stop
                 positions = torch.arange(start, stop, device=cache.tokens.device)
@@ -79,7 +82,7 @@ def _packs(prompts: list[Prefill], max_tokens: int) -> Iterator[list[Prefill]]:
 
 
 def _cuts(length: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Nearly equal chunks."""
+    """Split a length into nearly equal chunks."""
     count = -(-length // max_tokens)
     borders = [length * i // count for i in range(count + 1)]
     return list(pairwise(borders))
@@ -94,7 +97,7 @@ def _forward(decoder: Decoder, tokens: list[int], positions: Tensor, attend: _Pa
 
 @dataclass
 class _Pack:
-    """Attention over several whole prompts, each causal within itself; a layer goes into the slots at once."""
+    """Attention over several whole prompts, each causal within itself; each layer goes into the slots at once."""
 
     cache: SlotCache
     decoder: Decoder
@@ -121,6 +124,7 @@ class _Pack:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
     ) -> Tensor:
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        # padding rows stay zero: no prompt's range includes them
         out = torch.zeros_like(query)
         start, scale, state = 0, self.cache.geometry.scale, list[Tensor]()
         for prompt in self.prompts:
@@ -132,6 +136,7 @@ class _Pack:
                 _follow(self, layer, piece, state[-1])
             start = own.stop
         slots, places = self._ring
+        # before the layer is stored: compressors score entries with the queries in the ring
         self.cache.queries[layer][slots, :, places] = query[self._recent].to(self.cache.queries.dtype)
         kind = self.cache.key_pool.dtype
         keys, values = (to_stored(t.transpose(0, 1), kind).contiguous() for t in (key, value))
@@ -147,7 +152,7 @@ class _Pack:
 
 @dataclass
 class _Chunks:
-    """Attention of one chunk of a long prompt over all chunks so far, whose keys and values wait for the last."""
+    """Attention of one chunk of a long prompt over all chunks so far; keys and values are staged until the last one."""
 
     cache: SlotCache
     decoder: Decoder
@@ -174,6 +179,7 @@ class _Chunks:
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         own, count = slice(self.start, self.stop), self.stop - self.start
         keys, values = self._keys[layer], self._values[layer]
+        # this chunk's rows without the padding behind them join those of the earlier chunks
         keys[:, own], values[:, own] = key[:count].transpose(0, 1), value[:count].transpose(0, 1)
         out, scale = torch.zeros_like(query), self.cache.geometry.scale
         seen_keys, seen_values = (t[:, : self.stop].transpose(0, 1) for t in (keys, values))
@@ -183,9 +189,11 @@ class _Chunks:
             _follow(self, layer, piece, self._state[layer])
         ring = self.cache.size.num_queries
         if ring:
+            # only the chunk's last queries can stay in the ring, until later chunks overwrite them
             recent = torch.arange(max(self.start, self.stop - ring), self.stop, device=query.device)
             slot, kind = self.prompt.slot, self.cache.queries.dtype
             self.cache.queries[layer, slot, :, recent % ring] = query[recent - self.start].transpose(0, 1).to(kind)
+        # after the last chunk the layer is complete, and goes into the slot like that of a pack of one prompt
         if self.stop == len(self.prompt.tokens):
             kind, first = self.cache.key_pool.dtype, torch.zeros(1, dtype=torch.int64, device=query.device)
             packed = PackedPrompts(
@@ -214,13 +222,13 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 
 def _no_numbers(cache: SlotCache, length: int) -> Tensor:
-    """(H, T, C) running numbers of a prompt that begins."""
+    """Running numbers (H, T, C) for a new prompt."""
     shape = (cache.geometry.num_kv_heads, length, len(cache.size.state_fields))
     return torch.zeros(shape, dtype=torch.float32, device=cache.key_pool.device)
 
 
 def _follow(attention: _Pack | _Chunks, layer: int, piece: Piece, numbers: Tensor) -> None:
-    """Update running numbers (H, T, C) by a piece of a prompt."""
+    """Update running numbers (H, T, C) with a piece of a prompt."""
     compressor = attention.compression.compressor
     weights = attention.decoder.output_weights[layer] if compressor.needs_output_norms else None
     follow_prompt(compressor, attention.cache, layer, piece, numbers, weights)

@@ -16,22 +16,22 @@ from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn; names and meaning as in TRL's GRPOConfig.
+    """Sampling parameters of completions; names and meaning as in TRL's GRPOConfig.
 
     Args:
-        num_generations: Samples per prompt.
-        max_completion_length: Most tokens of a completion, the end token included.
-        min_completion_length: End tokens are forbidden before the completion has this many tokens, and stop strings do
-            not end it.
-        temperature: Divides the logits; 0 is greedy.
-        top_k: Draw from the k most likely tokens, 0 for all.
-        top_p: Draw from the smallest set of tokens with at least this probability, 1 for all.
-        min_p: Draw from tokens at least this likely relative to the most likely one, None or 0 for all.
-        repetition_penalty: Tokens of the prompt and of the completion so far have positive logits divided and negative
-            ones multiplied by this, before the temperature; 1 for no penalty, above 1 makes them less likely.
-        top_logprobs: Report this many of the most likely tokens at every position with their log-probabilities.
+        num_generations: Number of samples per prompt.
+        max_completion_length: Limit on the tokens of a completion, the end token included.
+        min_completion_length: Number of tokens before which end tokens are forbidden, and stop strings do not end a
+            completion.
+        temperature: Divisor of the logits; 0 is greedy.
+        top_k: Number of most likely tokens to draw from, 0 for all.
+        top_p: Probability of the smallest set of tokens to draw from, 1 for all.
+        min_p: Least probability of tokens to draw from, relative to the most likely one, None or 0 for all.
+        repetition_penalty: Factor that divides positive logits and multiplies negative ones of tokens that are in the
+            prompt or the completion so far, before the temperature; 1 for no penalty, above 1 makes them less likely.
+        top_logprobs: Number of most likely tokens to report at every position with their log-probabilities.
         stop_strings: Texts that end a completion; it is cut after the token that completes one. Needs a tokenizer.
-        seed: The same seed, sequence number and step give the same random numbers in any batch.
+        seed: Seed; the same seed, sequence id and step give the same random numbers in any batch.
 
     Raises:
         ValueError: If a value is outside its range.
@@ -76,7 +76,7 @@ class SamplingParams:
         check_seed(self.seed)
 
     def for_drawing(self) -> SamplingParams:
-        """What ``draw`` reads of this, and nothing else."""
+        """The parameters that ``draw`` reads, and nothing else."""
         length = max(1, self.min_completion_length)
         return replace(self, num_generations=1, max_completion_length=length, stop_strings=(), seed=0)
 
@@ -94,11 +94,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens just drawn, one per sequence, and what the sampler thought of them."""
+    """Tokens just drawn, one per sequence, and their probabilities under the sampler."""
 
     tokens: Tensor  # (n,)
     logprobs: Tensor  # (n,) log-softmax(logits / T) over the whole vocabulary, T = 1 when greedy
-    behavior: Tensor | None = None  # (n,) under the truncated distribution really drawn from, None where it is the same
+    behavior: Tensor | None = None  # (n,) under the truncated distribution actually drawn from, None if it is the same
     topk_ids: Tensor | None = None  # (n, K) the most likely tokens of the whole vocabulary
     topk_logprobs: Tensor | None = None  # (n, K)
 
@@ -114,12 +114,12 @@ def draw(
     """Draw one token per sequence by the Gumbel-max rule with numbers keyed by (sequence, step, token).
 
     Args:
-        logits: (n, V).
-        params: Temperature and truncation.
-        sequence_keys: (n,) int64.
-        steps: (n,) tokens the completion has so far.
-        end_ids: (E,) ids forbidden before ``min_completion_length``.
-        occurred: (n, V) bool, the tokens that each sequence holds already; needed with a repetition penalty.
+        logits: Logits (n, V).
+        params: Sampling parameters: temperature and truncation.
+        sequence_keys: Keys (n,), int64.
+        steps: Number of completion tokens (n,) so far.
+        end_ids: Ids (E,) that are forbidden before ``min_completion_length``.
+        occurred: Tokens (n, V), bool, that are in each sequence already; needed with a repetition penalty.
 
     Raises:
         RuntimeError: If ``top_logprobs`` exceeds the vocabulary.
@@ -143,7 +143,7 @@ def draw(
     allowed = truncate(allowed, params.top_k, params.top_p, params.min_p or 0.0)
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)
     uniform = hash_uniform(sequence_keys[:, None], steps[:, None], vocabulary)
-    race = -torch.log1p(-uniform)  # exponential; the token with the least race / probability wins
+    race = -torch.log1p(-uniform)  # exponential; the token with the smallest race / probability wins
     tokens = (allowed - race.log()).argmax(dim=-1)
     behavior = _at(torch.log_softmax(allowed, dim=-1), tokens) if params.truncates else None
     return Drawn(tokens, _at(logprobs, tokens), behavior, topk_ids, topk_logprobs)
@@ -153,15 +153,15 @@ def penalize(logits: Tensor, occurred: Tensor, penalty: float) -> Tensor:
     """Make tokens that have occurred less likely, as transformers and vLLM do (arXiv 1909.05858).
 
     Args:
-        logits: (n, V).
-        occurred: (n, V) bool.
-        penalty: Divides positive logits and multiplies negative ones.
+        logits: Logits (n, V).
+        occurred: Tokens (n, V), bool, that have occurred.
+        penalty: Factor that divides positive logits and multiplies negative ones.
     """
     return torch.where(occurred, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def occurring(tokens: Tensor, lengths: Tensor, vocabulary: int) -> Tensor:
-    """Which tokens occur in the first ``lengths`` (n,) of these sequences (n, T): (n, V) bool."""
+    """The tokens (n, V), bool, that occur in the first ``lengths`` (n,) tokens of these sequences (n, T)."""
     held = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     found = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
     return found.scatter_(1, tokens.where(held, vocabulary), True)[:, :vocabulary]
@@ -171,9 +171,9 @@ def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
     """Set the log-probabilities of tokens outside top-k, then top-p, then min-p to -inf; the best token stays.
 
     Args:
-        logprobs: (n, V), not necessarily normalized.
-        top_k: Tokens to leave, 0 for all. Ties with the k-th are left too.
-        top_p: Probability to leave, of what top-k left, 1 for all.
+        logprobs: Log-probabilities (n, V), not necessarily normalized.
+        top_k: Number of tokens to keep, 0 for all. Ties with the k-th are kept too.
+        top_p: Probability to keep after top-k, 1 for all.
         min_p: Least probability relative to the best token, 0 for all.
     """
     if 0 < top_k < logprobs.shape[-1]:
@@ -191,12 +191,12 @@ def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
 
 
 def sequence_keys(seed: int, sequence_ids: Sequence[int] | Tensor) -> Tensor:
-    """(B,) int64 keys of the sequences numbered ``sequence_ids`` under this seed."""
+    """The keys (B,), int64, of the sequences with these ids under this seed."""
     return hash_bits(seed, torch.as_tensor(sequence_ids))
 
 
 def prompt_key(seed: int, prompt: list[int]) -> int:
-    """The key a prompt is compressed under: of its content, so that it is the same for all samples of any batch."""
+    """The key of a prompt's compression, from its content, so that it is the same for all samples in any batch."""
     content = b"".join(token.to_bytes(8, "little") for token in [seed & (2**63 - 1), *prompt])
     return int.from_bytes(sha256(content).digest()[:8], "little", signed=True)
 

@@ -1,11 +1,11 @@
-"""The scheduler of a rollout: the queue of sequences, the slots in use, and when to compress, close and refill them.
+"""Scheduler: the queue of sequences, the slots in use, and when to compress, close and refill them.
 
 The host knows the length of every slot without asking the device: a step adds one entry, a compression leaves the
-budget of the sequence's length. So it decides alone when to compress, and looks at the device only every few steps,
-to see which sequences have ended. What a sequence does between its end and that look is thrown away.
+budget for the sequence's length. So it decides alone when to compress, and reads from the device only every few steps,
+to see which sequences have finished. Tokens drawn between a sequence's end and that check are discarded.
 
-:class:`~sparse_rl_lightning.rollout.sampler.RolloutSampler` steps it until nothing is left. How a full slot is cut is
-the part of ``cache/compression.py``.
+:class:`~sparse_rl_lightning.rollout.RolloutSampler` calls its steps until nothing is left. The compression of
+a full slot is in ``cache/compression.py``.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout.engine.engine import Engine, Rows, bucket
+from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
 from sparse_rl_lightning.rollout.engine.prefill import Prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, assemble
 
-CHECK_EVERY = {"cpu": 1}  # steps between two looks at which sequences have ended: looking is free on the CPU
+CHECK_EVERY = {"cpu": 1}  # steps between two checks for finished sequences: a check is free on the CPU
 CHECK_EVERY_ON_DEVICE = 8
 CONTEXT = 8  # tokens around a stop string that are decoded with it
 
 
 def steps_per_look(device: torch.device) -> int:
-    """Decode steps between two looks at which sequences have ended."""
+    """The number of decode steps between two checks for finished sequences."""
     return CHECK_EVERY.get(device.type, CHECK_EVERY_ON_DEVICE)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rollout is, handed to the ``progress`` function of ``RolloutSampler.generate``."""
+    """The progress of a rollout, passed to the ``progress`` function of ``RolloutSampler.generate``."""
 
     step: int  # decode steps done
     active: int  # sequences in slots
@@ -47,28 +47,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class ParkedPrompt:
-    """A prompt that went through the model, for samples that still wait for a slot."""
+    """A prompt that went through the model, kept for samples that are still waiting for a slot."""
 
     prefill: Prefill
     logits: Tensor  # (V,) of its last token
-    content: dict[str, Tensor]  # what its slot held; empty where all samples have found a slot
+    content: dict[str, Tensor]  # content of its slot; empty if all samples have found a slot
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
+        """Bytes of the stored keys and values."""
         return sum(self.content[name].nbytes for name in ("keys", "values") if self.content)
 
 
 class Scheduler:
-    """A rollout in progress: sequences are numbered prompt by prompt, and prompts may be added at any time.
+    """The state of a rollout: sequences are numbered prompt by prompt, and prompts may be added at any time.
 
     Args:
-        engine: Memory, weights and decode step, for this rollout alone until it has ended.
-        params: How to draw.
-        num_slots: Slots to use; the engine may have more, from an earlier rollout.
-        stop: Finds stop strings, where there are any.
-        max_prefill_tokens: Prompt tokens in one forward pass.
-        check_every: Decode steps between two looks at the device.
+        engine: Engine with memory, weights and decode step, used by this rollout alone until it has finished.
+        params: Sampling parameters.
+        num_slots: Number of slots to use; the engine may have more, from an earlier rollout.
+        stop: Search for stop strings, None without any.
+        max_prefill_tokens: Limit on the prompt tokens in one forward pass.
+        check_every: Number of decode steps between two checks for finished sequences.
     """
 
     def __init__(
@@ -83,29 +83,30 @@ class Scheduler:
         self.engine, self.cache, self.logs, self.params = engine, engine.cache, engine.logs, params
         self.num_slots = num_slots
         self.stop, self.max_prefill_tokens, self.check_every = stop, max_prefill_tokens, check_every
-        self.groups: dict[int, SequenceGroup] = {}  # by number of the prompt, until they are taken
+        self.groups: dict[int, SequenceGroup] = {}  # by prompt number, until they are taken
         self.waiting: list[int] = []  # sequence numbers, next one last
         self.running: dict[int, RunningSequence] = {}  # by slot
         self.free = list(range(num_slots))[::-1]
-        self.parked: dict[int, ParkedPrompt] = {}  # by number of the prompt
+        self.parked: dict[int, ParkedPrompt] = {}  # by prompt number
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
-        self._rows: Rows | None = None  # of the slots in use, until these change
+        self._rows: StepRows | None = None  # rows of the slots in use, until these change
 
-    # ---------------------------------------------------------------- what comes in and goes out
+    # ---------------------------------------------------------------- input and output
 
     def add(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> range:
-        """Queue prompts and the random keys of their sequences; returns the prompts' numbers."""
+        """Queue prompts with the random keys of their sequences, and return the prompts' numbers."""
         samples = self.params.num_generations
         numbers = range(self.num_prompts, self.num_prompts + len(prompts))
         self.num_prompts = numbers.stop
         for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
             own = list(keys[index * samples : (index + 1) * samples])
             self.groups[number] = SequenceGroup(list(prompt), own, num_waiting=samples)
+        # the next sequence is last, so new prompts go to the front, behind all that are waiting
         self.waiting = [*reversed(range(numbers.start * samples, numbers.stop * samples)), *self.waiting]
         return numbers
 
     def resume(self, waiting: Iterable[int], running: dict[int, RunningSequence]) -> None:
-        """Go on from a state: these sequences wait, next one last, and these are in their slots again."""
+        """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
         self.waiting, self.running, self.parked, self._rows = list(waiting), running, {}, None
         for group in self.groups.values():
             group.num_waiting = 0
@@ -115,7 +116,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a sequence waits or is in a slot."""
+        """Whether a sequence is waiting or running."""
         return bool(self.waiting or self.running)
 
     @property
@@ -124,7 +125,7 @@ class Scheduler:
         return [number for number, group in self.groups.items() if group.is_finished]
 
     def take(self, prompts: Sequence[int]) -> Rollout:
-        """The rollout of these prompts, all of whose sequences have finished; the scheduler forgets them.
+        """Remove prompts, all of whose sequences have finished, and return their rollout.
 
         Raises:
             ValueError: If there is no prompt, or one has not finished.
@@ -138,6 +139,7 @@ class Scheduler:
                 else "There is no prompt to take: `complete` is empty until all sequences of a prompt have ended."
             )
         groups, size, g = [self.groups.pop(number) for number in prompts], self.cache.size, self.cache.geometry
+        # the full cache of the comparison is as long as these prompts could have become
         longest = max(len(group.prompt) for group in groups) + self.params.max_completion_length
         if not self.engine.key.compressor.evicts:
             longest = size.capacities[0]  # a full cache may be left over from a longer rollout
@@ -147,15 +149,16 @@ class Scheduler:
 
     @property
     def progress(self) -> Progress:
-        """How far it is."""
+        """The progress of the rollout so far."""
+        # the last token drawn is not fed yet: num_fed + 1 tokens so far
         tokens = self.num_tokens + sum(one.num_fed + 1 - one.prompt_length for one in self.running.values())
         total = self.num_finished + len(self.running) + len(self.waiting)
         return Progress(self.num_steps, len(self.running), self.num_finished, total, tokens)
 
-    # ---------------------------------------------------------------- work
+    # ---------------------------------------------------------------- steps
 
     def step(self) -> bool:
-        """Fill free slots, decode up to the next look at the device, compress what is full, close what has ended.
+        """Fill free slots, decode until the next check, compress full slots, close finished sequences.
 
         Returns:
             Whether a sequence has finished.
@@ -165,6 +168,7 @@ class Scheduler:
         """
         closed = self._admit() and self._close()  # the first token may be the last one
         for _ in range(self.check_every):
+            # a freed slot is refilled before decoding goes on
             if closed or not self.running:
                 break
             full = self._decode()
@@ -174,8 +178,8 @@ class Scheduler:
     def _admit(self) -> bool:
         """Give free slots to waiting sequences and draw their first tokens; returns whether there were any.
 
-        A prompt goes through the model once, into the slot of its first sample, and is copied to the others. Where
-        slots run out in the middle of a group, a copy is parked beside the cache for the samples that still wait.
+        A prompt goes through the model once, into the slot of its first sample, and is copied to the others. If slots
+        run out in the middle of a group, a copy is parked outside the cache for the samples that are still waiting.
         """
         admitted: dict[int, list[int]] = {}  # slots of each prompt
         while self.waiting and self.free:
@@ -188,6 +192,7 @@ class Scheduler:
         if not admitted:
             return False
         self._rows = None
+        # prompts that were prefilled for earlier samples come back from their parked copy, the others are prefilled now
         for number, slots in admitted.items():
             if number in self.parked:
                 self.cache.restore(slots[0], self.parked[number].content)
@@ -195,21 +200,25 @@ class Scheduler:
         keys, logits = list[int](), list[Tensor]()
         for number, slots in admitted.items():
             group = self.groups[number]
+            # the first slot now has the prompt in either case; a parked copy is kept as long as a sample needs it
             self.cache.fork(slots[0], slots[1:])
             parked = self.parked[number] if group.num_waiting else self.parked.pop(number)
             logits += [parked.logits] * len(slots)
             for slot in slots:
                 keys.append(group.keys[self.running[slot].sequence % len(group.keys)])
                 self.running[slot].room, self.running[slot].evicted = parked.prefill.room, parked.prefill.evicted
+                # by length alone it ends at this index; an end token or a stop string may end it earlier
                 self.logs.begin(slot, self.running[slot].prompt_length + self.params.max_completion_length - 1)
         places = self._tensor([slot for slots in admitted.values() for slot in slots])
+        # so far the slots have the prompt's key, which is the same for all samples; from now on each has its own
         self.cache.sequence_keys[places] = self._tensor(keys)
         self.cache.note_held(places)
+        # the logits of the prompt's last token give every sample its first one
         self.engine.draw(torch.stack(logits), places)
         return True
 
     def _prefill(self, admitted: dict[int, list[int]]) -> None:
-        """Put prompts through the model, each into the first of its slots; all are parked until that is settled."""
+        """Prefill prompts, each into the first of its slots; all are parked until their samples have slots."""
         trigger, prompts, number_of = self.engine.compression.trigger, list[Prefill](), dict[int, int]()
         for number, (slot, *_) in admitted.items():
             tokens, number_of[slot] = self.groups[number].prompt, number
@@ -219,11 +228,13 @@ class Scheduler:
         try:
             for prompt, logits, staged in self.engine.prefill(prompts, self.max_prefill_tokens):
                 number = number_of[prompt.slot]
+                # the slot's content is copied only if samples of this prompt are left without a slot
                 content = self.cache.save(prompt.slot) if self.groups[number].num_waiting else {}
                 self.parked[number] = ParkedPrompt(prompt, logits, content)
                 parked_bytes += self.parked[number].nbytes
                 self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked_bytes)
         except ValueError as error:
+            # prompts are parked one by one: the others are those that could not be read
             missing = [slot for number, slots in admitted.items() if number not in self.parked for slot in slots]
             sequences = [self.running[slot].sequence for slot in missing]
             raise UserError(
@@ -231,32 +242,36 @@ class Scheduler:
             ) from error
 
     def _decode(self) -> list[int]:
-        """Feed each slot its last token, draw the next; returns the slots that are full."""
+        """Feed each slot its last token and draw the next; returns the slots that are full."""
         if self._rows is None:
             device = self.engine.end_ids.device
             count = bucket(len(self.running), device.type == "cuda")
-            self._rows = Rows.of(sorted(self.running), count, self.cache.size.num_slots, device)
+            self._rows = StepRows.of(sorted(self.running), count, self.cache.size.num_slots, device)
+        # the rows stay the same until a sequence is admitted or closed
         self.engine.decode(self._rows)
         self.num_steps += 1
         trigger, full = self.engine.compression.trigger, []
+        # the device is not asked: the host counts along, and knows what the compression that follows will leave
         for slot, one in self.running.items():
             one.num_fed += 1
             one.room -= 1
             if one.room == 0:
                 full.append(slot)
+                # as it will be after the compression, which runs next
                 one.evicted = trigger.evicted(one.num_fed, one.evicted)
                 one.room = trigger.room(one.num_fed, one.evicted)
         return sorted(full)
 
     def _compress(self, full: list[int]) -> bool:
-        """Compress these slots; returns whether a sequence was found ended, where that was looked for.
+        """Compress these slots; returns whether a sequence was closed, which is checked only after an error.
 
-        A compressor may refuse what a sequence has drawn past its end, which nobody will ever see: on an error the
-        device is looked at, and what has not ended is compressed again.
+        A compressor may refuse tokens that a sequence has drawn past its end, which are discarded anyway: on an error,
+        finished sequences are closed first, and the others are compressed again.
         """
         try:
             self._cut(full)
         except Exception:
+            # nothing has finished, so the error is about a sequence that is still running
             if not self._close():
                 raise
             self._cut([slot for slot in full if slot in self.running])
@@ -270,17 +285,21 @@ class Scheduler:
             self.engine.compression.compress(self.cache, full, lengths, room)
 
     def _close(self) -> bool:
-        """Look at the device; copy out the sequences that have ended and free their slots."""
+        """Read from the device which sequences have finished, copy them out and free their slots."""
         if not self.running:
             return False
+        # this check waits for the device anyway, so errors of CUDA kernels are reported here
         self.cache.pools.raise_errors()
         ends, finished, broken = self.logs.look()
         closed: list[int] = []  # slots
-        bad: dict[int, int] = {}  # sequences drawn from what is no number, and their first such token
+        bad: dict[int, int] = {}  # sequences drawn from NaN or infinite logits, with their first such token
         for slot, one in sorted(self.running.items()):
             end, by_token = self._end(slot, one, ends[slot], finished[slot])
+            # what a sequence drew past its end is discarded, so it may be broken
             if broken[slot] <= min(end, one.num_fed):
                 bad[one.sequence] = broken[slot] - one.prompt_length
+            # token `end` is drawn by the step that feeds token `end` - 1; a broken one anywhere raises below, so that
+            # nothing is closed
             if one.num_fed < end or bad:
                 continue
             number, sample = divmod(one.sequence, self.params.num_generations)
@@ -299,13 +318,15 @@ class Scheduler:
         self.num_finished += len(closed)
         if closed:
             self._rows = None
+            # the lowest slot is used first
             self.free = sorted([*self.free, *closed], reverse=True)
         return bool(closed)
 
     def _end(self, slot: int, one: RunningSequence, end: int, by_token: bool) -> tuple[int, bool]:
-        """Index of a sequence's last token, to come where nothing ends it yet, and whether a token or text ends it."""
+        """The index of a sequence's last token (future if it is still running), and whether a token or text ends it."""
         if self.stop is None:
             return end, by_token
+        # only tokens that were drawn since the last check can complete a string
         last = min(end, one.num_fed)
         fresh = max(one.prompt_length + self.params.min_completion_length, one.searched)
         stopped = self.stop.find(self.cache.tokens[slot], one.prompt_length, fresh, last)
@@ -317,13 +338,13 @@ class Scheduler:
 
 
 class StopStrings:
-    """Finds the token that completes a stop string.
+    """Search for the token that completes a stop string.
 
-    A string may begin and end anywhere inside tokens, so the text of the last tokens is looked at as a whole.
+    A string may begin and end anywhere inside tokens, so the text of the last tokens is searched as a whole.
 
     Args:
         strings: Texts that end a completion.
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy.
 
     Raises:
         ValueError: If there is no tokenizer to decode with.
@@ -341,20 +362,20 @@ class StopStrings:
         self._reach = max(len(text.encode()) for text in strings) + CONTEXT
 
     def find(self, tokens: Tensor, start: int, fresh: int, last: int) -> int | None:
-        """The index of the token that completes a stop string first; one that begins in the prompt is none.
+        """Find the token that first completes a stop string; a string that begins in the prompt does not count.
 
         Args:
-            tokens: (T,) a sequence.
-            start: Its first completion token.
-            fresh: The first token that may complete one.
-            last: Its last token so far.
+            tokens: Tokens (T,) of a sequence.
+            start: Index of its first completion token.
+            fresh: Index of the first token that may complete a string.
+            last: Index of its last token so far.
 
         Returns:
-            None where none of these tokens completes a stop string.
+            The index of the token, None if no token completes a stop string.
         """
         if last < fresh:
             return None
-        # some tokens before the string keep what a decoder does to the first token of a text out of it
+        # a decoder may treat the first token of a text differently, so some tokens before the string are decoded too
         first = max(0, start - CONTEXT, fresh - self._reach)
         own = tokens[first : last + 1].tolist()
         text = self._decode(own)
@@ -364,7 +385,7 @@ class StopStrings:
         known = len(self._known(own[: fresh - first]))
         if not self._completes(own, begin, known):
             return None
-        # the shortest prefix that holds one: longer prefixes hold it too
+        # binary search for the shortest prefix that has a stop string: longer prefixes have it too
         low, high = fresh - first + 1, len(own)
         while low < high:
             middle = (low + high) // 2
@@ -372,12 +393,12 @@ class StopStrings:
         return first + low - 1
 
     def _completes(self, tokens: list[int], begin: int, known: int) -> bool:
-        """Whether the text holds a string that begins at ``begin`` or later and ends behind ``known``."""
+        """Whether the text has a stop string that begins at ``begin`` or later and ends behind ``known``."""
         text = self._decode(tokens)
         return any(string in text[max(begin, known - len(string) + 1) :] for string in self.strings)
 
     def _known(self, tokens: list[int]) -> str:
-        """Text that further tokens do not change: without a character whose last bytes are still to come."""
+        """The text that further tokens do not change: without a character whose last bytes are still missing."""
         return self._decode(tokens).rstrip("\ufffd") if tokens else ""
 
     def _decode(self, tokens: list[int]) -> str:

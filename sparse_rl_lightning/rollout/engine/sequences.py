@@ -1,6 +1,6 @@
-"""Sequences of a rollout: what is written down while one runs in its slot, and what is copied out when it has finished.
+"""Sequences of a rollout: their logs while they run in a slot, and their data when they have finished.
 
-Index t of a tensor speaks of token t.
+Index t refers to token t.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ UNLIMITED = torch.iinfo(torch.int64).max
 
 
 class SequenceLogs:
-    """What a decode step writes down about the sequence in each slot, on the device and without waiting for it.
+    """Logs of a decode step about the sequence in each slot, on the device and without waiting for it.
 
-    The last row belongs to rows that only pad a batch.
+    The last row is for rows that only pad a batch.
 
     Args:
-        num_slots: S.
-        length: Tokens of the longest sequence, and those that may be drawn past its end before the host looks.
-        params: Sampling parameters, by which some logs are needed or not.
+        num_slots: Number of slots S.
+        length: Length of the longest sequence, plus the tokens that may be drawn past its end before the host checks.
+        params: Sampling parameters, which determine the logs that are needed.
         device: Device of the logs.
     """
 
     per_token: tuple[str, ...] = ("logprobs", "behavior", "topk_ids", "topk_logprobs")
-    """Tensors (S + 1, T, ...) that a finished sequence takes along; None where it has none."""
+    """Tensors (S + 1, T, ...) that a finished sequence takes along; None if not needed."""
 
     def __init__(self, num_slots: int, length: int, params: SamplingParams, device: torch.device) -> None:
-        # float32 is spelled out: under precision=bf16-true Lightning makes bfloat16 the default
+        # float32 is explicit: under precision=bf16-true Lightning makes bfloat16 the default
         shape = (num_slots + 1, length)
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.behavior = torch.zeros_like(self.logprobs) if params.truncates else None
@@ -44,23 +44,23 @@ class SequenceLogs:
         self.topk_ids = torch.zeros(top, dtype=torch.int64, device=device)
         self.topk_logprobs = torch.zeros(top, dtype=torch.float32, device=device)
         self.ends = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)  # index of the last token
-        self.broken = self.ends.clone()  # index of the first token that was drawn from logits that are no numbers
-        self.finished = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)  # by an end token
+        self.broken = self.ends.clone()  # index of the first token drawn from NaN or infinite logits
+        self.finished = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)  # finished by an end token
 
     def begin(self, slot: int, last: int) -> None:
-        """Start a sequence whose length ends it at token ``last``."""
+        """Start a sequence that ends by length at token ``last``."""
         self.ends[slot] = last
         self.broken[slot] = UNLIMITED
         self.finished[slot] = False
 
     def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
-        """Write down tokens that have just been drawn.
+        """Log tokens that have just been drawn.
 
         Args:
-            slots: (n,) rows of the logs.
-            at: (n,) indices of the tokens.
-            drawn: The tokens, and what the sampler thought of them.
-            end_ids: (E,) tokens that end a sequence.
+            slots: Rows (n,) of the logs.
+            at: Indices (n,) of the tokens.
+            drawn: Tokens and their probabilities under the sampler.
+            end_ids: Tokens (E,) that end a sequence.
         """
         self.logprobs[slots, at] = drawn.logprobs
         self.note_broken(slots, at, drawn.logprobs.isnan())
@@ -72,18 +72,18 @@ class SequenceLogs:
         self.note_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
 
     def note_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
-        """Tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
+        """Log that tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
         self.broken[slots] = torch.where(is_broken, torch.minimum(self.broken[slots], at), self.broken[slots])
 
     def note_end(self, slots: Tensor, at: Tensor, is_end: Tensor) -> None:
-        """Tokens at ``at`` (n,) were drawn, some of them end tokens; the first end counts."""
+        """Log that tokens at ``at`` (n,) were drawn, some of them end tokens; the first end counts."""
         before = self.ends[slots]
         ends_now = is_end & (at <= before)
         self.ends[slots] = torch.where(ends_now, at, before)
         self.finished[slots] |= ends_now
 
     def look(self) -> tuple[list[int], list[bool], list[int]]:
-        """Ends, finished and broken of every slot, in one wait for the device."""
+        """Read ends, finished and broken of every slot, with one wait for the device."""
         ends, finished, broken = torch.stack([self.ends, self.finished.to(torch.int64), self.broken]).tolist()
         return ends, [bool(one) for one in finished], broken
 
@@ -98,21 +98,21 @@ class SequenceLogs:
         """Write back what :meth:`save` returned."""
         for name, row in rows.items():
             getattr(self, name)[slot] = row
-        self.broken[slot] = UNLIMITED  # nothing that is broken is ever saved
+        self.broken[slot] = UNLIMITED  # broken sequences are never saved
 
 
 class VersionedLogs(SequenceLogs):
-    """Logs that also say which version of the policy drew each token, where weights change during a rollout."""
+    """Logs with the version of the policy that drew each token, if weights change during a rollout."""
 
     per_token = (*SequenceLogs.per_token, "versions")
 
     def __init__(self, num_slots: int, length: int, params: SamplingParams, device: torch.device) -> None:
         super().__init__(num_slots, length, params, device)
         self.versions = torch.zeros(num_slots + 1, length, dtype=torch.int32, device=device)
-        self.version = torch.zeros((), dtype=torch.int32, device=device)  # of the policy that draws now
+        self.version = torch.zeros((), dtype=torch.int32, device=device)  # version of the policy that draws now
 
     def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
-        """As the base class does, with the version that draws now."""
+        """Log as the base class does, with the current version."""
         super().note(slots, at, drawn, end_ids)
         self.versions[slots, at] = self.version
 
@@ -123,7 +123,7 @@ class SequenceGroup:
 
     prompt: list[int]
     keys: list[int]  # random key of each sample
-    num_waiting: int  # samples that have not found a slot yet
+    num_waiting: int  # samples that are still waiting for a slot
     finished: dict[int, FinishedSequence] = field(default_factory=dict)  # by sample
 
     @property
@@ -134,36 +134,36 @@ class SequenceGroup:
 
 @dataclass
 class RunningSequence:
-    """What the host knows of the sequence in a slot, without asking the device."""
+    """State of the sequence in a slot on the host, known without asking the device."""
 
     sequence: int  # prompt x num_generations + sample
     prompt_length: int
     num_fed: int  # tokens fed
-    room: int = 0  # tokens that may still be fed before the slot must be compressed
+    room: int = 0  # tokens that may be fed before the slot must be compressed
     evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
     searched: int = 0  # tokens that were searched for stop strings
 
 
 @dataclass(frozen=True)
 class FinishedSequence:
-    """One sequence that has finished, out of its slot."""
+    """A sequence that has finished, independent of its slot."""
 
     prompt_length: int
     by_token: bool  # finished by an end token or a stop string, not by length
     tokens: Tensor  # (T,)
     logs: dict[str, Tensor]  # by name: logprobs, behavior, versions (T,); topk_ids, topk_logprobs (T, K)
-    evictions: EvictionRecord | None  # of this one sequence; None where deaths alone do not say what was seen
+    evictions: EvictionRecord | None  # of this sequence; None if deaths alone do not determine what was visible
     stored: Tensor  # () entries held at the end, a mean over layers and heads
     stored_integral: Tensor  # () summed over all decode steps
-    read_integral: Tensor | None  # () entries read by them, where that is less
+    read_integral: Tensor | None  # () entries read by them, if fewer
 
     @classmethod
     def copy(
         cls, cache: SlotCache, logs: SequenceLogs, slot: int, prompt_length: int, end: int, by_token: bool
     ) -> FinishedSequence:
-        """Copy out a sequence whose last token has index ``end``, before its slot is given away.
+        """Copy out a sequence whose last token has index ``end``, before its slot is reused.
 
-        What the slot went through after its end (the host looks only now and then) is left behind.
+        Changes of the slot after the end (the host checks only now and then) are left out.
         """
         rows: dict[str, Tensor | None] = {name: getattr(logs, name) for name in logs.per_token}
         return cls(
@@ -173,32 +173,32 @@ class FinishedSequence:
             logs={n: _completion(t[slot, : end + 1], prompt_length) for n, t in rows.items() if t is not None},
             evictions=cache.evictions_of(slot, end),
             stored=cache.held[slot, end - 1].clone(),  # the last token drawn was never fed
-            # the step that feeds token t reads what was held before, and t itself
+            # the step that feeds token t reads the entries held before, and t itself
             stored_integral=(cache.held[slot, prompt_length - 1 : end - 1] + 1).sum(),
             read_integral=cache.entries_read(slot, prompt_length, end),
         )
 
     def state(self) -> dict[str, Any]:
-        """Tensors on the CPU, numbers and dictionaries of them, for a checkpoint."""
+        """The state for a checkpoint: tensors on the CPU, numbers and dictionaries of them."""
         evictions = None if self.evictions is None else self.evictions.state()
         return tensors_to(vars(self) | {"evictions": evictions}, "cpu")
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> FinishedSequence:
-        """The sequence whose :meth:`state` this is."""
+        """Restore the sequence from its :meth:`state`."""
         own = tensors_to(state, device)
         evictions = None if own["evictions"] is None else EvictionRecord(**own["evictions"])
         return cls(**own | {"evictions": evictions})
 
 
 def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_bytes: int, prefill: int) -> Rollout:
-    """These sequences as one typed object, in the order given.
+    """Combine these sequences into one rollout, in the given order.
 
     Args:
         finished: Sequences of one rollout.
         peak_bytes: Bytes of the cache's pools.
-        full_peak_bytes: Bytes that a full cache with as many slots takes.
-        prefill: Most bytes that were staged beside the cache while prompts were read.
+        full_peak_bytes: Bytes of a full cache with as many slots.
+        prefill: Maximum number of bytes staged outside the cache while prompts were read.
     """
     device = finished[0].tokens.device
     lengths = torch.tensor([len(one.tokens) for one in finished], device=device)
@@ -235,7 +235,7 @@ def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_by
 
 
 def _completion(row: Tensor, prompt_length: int) -> Tensor:
-    """A copy with zeros for the prompt."""
+    """A copy with zeros in place of the prompt."""
     row = row.clone()
     row[:prompt_length] = 0
     return row
