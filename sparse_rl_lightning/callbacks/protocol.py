@@ -29,7 +29,7 @@ class RolloutModule(Protocol):
     policy: PreTrainedModel
     """The policy, loaded when the fit starts."""
     generator: Generator
-    """Draws. Lengths and ``top_logprobs`` of its ``sampling`` may be changed between rollouts, budgets by ``raise_budget``."""
+    """Draws completions; lengths, ``top_logprobs`` and budgets (``raise_budget``) may change between rollouts."""
     rewards: Rewards
     learner: Learner
     loss: GRPOLoss
