@@ -108,7 +108,7 @@ class SparseGRPO(PolicyModule):
         check_number("steps_per_generation", steps_per_generation, least=1)
         check_number("num_iterations", num_iterations, least=1)
         self.generator = Generator(compressor, sampling, rollout, retriever, steps_per_generation, rank_zero_info)
-        self.generator.version = lambda: self.global_step  # by which a whole copy of sharded weights is stale
+        self.generator.version = partial(getattr, self, "global_step")  # no lambda: copies and pickles ask themselves
         self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn)
         self.learner = Learner(learner, sampling.temperature, retriever, steps_per_generation)
         self.loss = loss

@@ -59,9 +59,9 @@ by `tests/cli/test_bad_inputs.py`; `python tests/cli/test_bad_inputs.py` writes 
 PYTHON = """
 ## In Python
 
-`grpo(...)` is `SparseGRPO` with a tiny policy and each argument in its group, `model` a tiny model, `sampler` one of
-it, `mask` and `logprobs` have the shape (2, 3). Where a number belongs, NaN and infinity are refused for every class
-that a configuration names (`tests/test_errors.py`).
+`grpo(...)` is `SparseGRPO` with a tiny policy and each argument in its group, `model` a tiny model, `sampler` its own,
+`mask` and `logprobs` have the shape (2, 3). Where a number belongs, NaN and infinity are refused for every class that a
+configuration names (`tests/test_errors.py`).
 
 | input | message |
 |---|---|

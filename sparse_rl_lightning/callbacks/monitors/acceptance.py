@@ -102,11 +102,11 @@ class AcceptanceMonitor(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that do not roll out."""
         if stage == "fit":
-            rollout_module(pl_module, "AcceptanceMonitor")
+            rollout_module(pl_module, self)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask already now, so that a dry run of the largest case includes it."""
-        self._ask(rollout_module(pl_module), wanted=True)
+        self._ask(rollout_module(pl_module, self), wanted=True)
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Ask only where the rollout is measured: the report takes memory. A session of partial rollouts asks once."""
@@ -116,7 +116,7 @@ class AcceptanceMonitor(RolloutCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask no more."""
         if self._own_top is not None:
-            self._ask(rollout_module(pl_module), wanted=False)
+            self._ask(rollout_module(pl_module, self), wanted=False)
             self._own_top = None
 
     def _ask(self, module: RolloutModule, wanted: bool) -> None:

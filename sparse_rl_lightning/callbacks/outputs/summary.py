@@ -103,7 +103,7 @@ class RunSummary(RolloutCallback):
         """Check before training that the folder can be written, and begin a new record."""
         if stage != "fit":
             return
-        rollout_module(pl_module, "RunSummary")
+        rollout_module(pl_module, self)
         if trainer.is_global_zero:
             writable_folder(self._folder(trainer), "RunSummary: folder")
         if trainer.global_step == 0:
@@ -112,8 +112,8 @@ class RunSummary(RolloutCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, unless an earlier part of the run did."""
         if not self.record.before:
-            self.record.before = self._evaluate(trainer, rollout_module(pl_module))
-        self._describe(trainer, rollout_module(pl_module))
+            self.record.before = self._evaluate(trainer, rollout_module(pl_module, self))
+        self._describe(trainer, rollout_module(pl_module, self))
         self._start = time.monotonic() - self.record.seconds
         self._trained, self._is_open = "not", True
         self._write_progress(trainer)
@@ -143,7 +143,7 @@ class RunSummary(RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Mark logged values as the newest rollout's; callbacks after this one have yet to log."""
-        self._trained = "wholly" if rollout_module(pl_module).starts_rollout else "partly"
+        self._trained = "wholly" if rollout_module(pl_module, self).starts_rollout else "partly"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store its accuracies, except those of the sanity check."""
@@ -169,7 +169,7 @@ class RunSummary(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate again, print and write."""
-        module, record = rollout_module(pl_module), self.record
+        module, record = rollout_module(pl_module, self), self.record
         record.after = self._evaluate(trainer, module)
         self._describe(trainer, module)
         record.state = "finished"
