@@ -11,7 +11,7 @@ from sparse_rl_lightning.rollout import Progress
 
 
 class RolloutCallback(Callback):
-    """A callback that sees rollouts. Editing callbacks run before reading ones, otherwise in the trainer's order."""
+    """A callback for rollouts. Editing callbacks run before reading ones, otherwise in the trainer's order."""
 
     edits = False
     """Whether the callback changes ``keep`` or ``weights`` of the rollout."""
@@ -32,11 +32,11 @@ class RolloutCallback(Callback):
         """
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
-        """Called when a callback warns of the course of the run."""
+        """Called when a callback warns about the course of the run."""
 
 
 def warn_of_run(trainer: Trainer, text: str) -> None:
-    """Warn of the course of a run, and tell the callbacks that keep its record."""
+    """Warn about the course of a run, and notify the callbacks that keep its record."""
     rank_zero_warn(text, stacklevel=6)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RolloutCallback):

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 
 class Expendable:
-    """Turns the failure of a write into one warning: a full disk or a removed folder, until writing works again.
+    """Turns the failure of a write (full disk, removed folder) into one warning, until writing works again.
 
     Args:
         owner: Name of the writer and its file, for the message.
@@ -19,7 +19,7 @@ class Expendable:
         self._is_failing = False
 
     def __call__(self, write: Callable[[], object]) -> None:
-        """Write; the next time is another attempt."""
+        """Write; a failure does not prevent the next attempt."""
         try:
             write()
         except OSError as error:

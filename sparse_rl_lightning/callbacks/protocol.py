@@ -1,4 +1,4 @@
-"""RolloutModule: everything that a callback may touch of a module that rolls out."""
+"""RolloutModule: everything that a callback may use of a module that rolls out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparse_rl_lightning.rollout.generator import Generator
 class RolloutModule(Protocol):
     """A LightningModule that rolls out, such as SparseGRPO.
 
-    Beside what is declared here it has everything of Lightning's own: parameters, device, logging.
+    Besides these members it has everything of Lightning's own: parameters, device, logging.
     """
 
     policy: PreTrainedModel
@@ -37,7 +37,7 @@ class RolloutModule(Protocol):
     keeps_evictions: bool
     """Whether the loss reads the record of evictions."""
     block: RolloutBlock | None
-    """The rollout in training."""
+    """The rollout that is trained on."""
     num_rollouts: int
 
     @property
@@ -54,22 +54,22 @@ class RolloutModule(Protocol):
 
     @property
     def grad_norm_key(self) -> str:
-        """The name under which the length of this step's gradient is logged."""
+        """The name under which the norm of this step's gradient is logged."""
 
     def plan(self, num_prompts: int) -> BlockPlan:
-        """How a rollout of ``num_prompts`` prompts becomes optimizer steps."""
+        """Plan the optimizer steps of a rollout of ``num_prompts`` prompts."""
 
     def denominators(self, window: Rollout) -> Denominators:
-        """Divisors of an optimizer step's sums, over all ranks."""
+        """The divisors of an optimizer step's sums, over all ranks."""
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
-        """The learner's forward pass and the loss."""
+        """Run the learner's forward pass and compute the loss."""
 
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (B, T) of the sparse policy, as the sampler saw the sequences."""
+        """Log-probabilities and entropies (B, T) of the sparse policy, with the evictions of the sampler."""
 
     def reference_logprobs(self, part: Rollout) -> Tensor:
-        """(B, T) log-probs of the reference policy."""
+        """Log-probabilities (B, T) of the reference policy."""
 
     def buffers(self) -> Iterator[Tensor]:
         """All buffers of the module."""

@@ -1,4 +1,4 @@
-"""ZeroSharding: what rollouts need where weights are sharded over ranks."""
+"""ZeroSharding: whole weights for rollouts if weights are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class ZeroSharding(RolloutCallback):
     """Give rollouts whole weights: live ones under DDP, ZeRO-1 and 2, a copy gathered once per rollout under ZeRO-3.
 
-    The copy (shadow) is filled layer by layer before a rollout begins; from then on every rank decodes by itself, and
-    all meet when the last is done. Modules that roll out add this callback themselves. Logged with every rollout on
-    several ranks, where sharding applies:
+    The copy (shadow) is filled layer by layer before a rollout begins; from then on every rank decodes independently,
+    and all synchronize when the last is done. Modules that roll out add this callback themselves. Logged with every
+    rollout on several ranks, if sharding applies:
 
     ============================ ======= ==============================================================
     key                          unit    meaning
     ============================ ======= ==============================================================
-    sharding/parameter_bytes     bytes   weights that this rank holds between steps
+    sharding/parameter_bytes     bytes   weights on this rank between steps
     sharding/optimizer_bytes     bytes   the optimizer's state and its own copy of weights on this rank
     sharding/shadow_bytes        bytes   the shadow
-    sharding/gather_seconds      seconds filling it
-    sharding/wait_seconds        seconds this rank waited for the slowest after its own last sequence
+    sharding/gather_seconds      seconds time to fill the shadow
+    sharding/wait_seconds        seconds time between this rank's last sequence and the slowest rank's
     ============================ ======= ==============================================================
 
     Args:
         shadow_dtype: Type of the shadow, such as ``bfloat16``, null for the policy's own.
-        keep_shadow: Keep the shadow's memory while the learner works; false frees it after every rollout.
+        keep_shadow: Whether the shadow's memory is kept while the learner works; false frees it after every rollout.
 
     Raises:
         ValueError: If the type is unknown.
@@ -49,26 +49,26 @@ class ZeroSharding(RolloutCallback):
             )
         self.shadow_dtype = shadow_dtype
         self.keep_shadow = keep_shadow
-        self.gather_seconds = 0.0  # of the last time
+        self.gather_seconds = 0.0  # time of the last gathering
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have the shadow filled again: other weights may be loaded at the same step."""
+        """Invalidate the shadow: other weights may be loaded at the same step."""
         shadow = rollout_module(pl_module, self).generator.shadow
         if shadow is not None:
             shadow.version = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the shadow, if one is needed, before the module makes its samplers."""
+        """Create the shadow, if one is needed, before the module creates its samplers."""
         self._attach(rollout_module(pl_module, self))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Fill the shadow where a rollout comes next: inside the step ZeRO-3 counts on its own gathering."""
+        """Fill the shadow if a rollout comes next: inside the step ZeRO-3 relies on its own gathering."""
         module = rollout_module(pl_module, self)
         if module.starts_rollout:
             self._fill(trainer, module)
 
     def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Meet the other ranks, give memory back, and log."""
+        """Synchronize with the other ranks, free memory, and log."""
         if trainer.world_size == 1:
             return
         start = time.perf_counter()
@@ -94,7 +94,7 @@ class ZeroSharding(RolloutCallback):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         shadow = rollout_module(pl_module, self).generator.shadow
         if shadow is not None and not self.keep_shadow:
             shadow.release()
@@ -117,7 +117,7 @@ class ZeroSharding(RolloutCallback):
 
 
 def _optimizer_bytes(optimizer: Any) -> int:
-    """Bytes of an optimizer's state, and under DeepSpeed of the weights in full precision that it steps."""
+    """The bytes of an optimizer's state, and under DeepSpeed of the weights in full precision that it updates."""
     inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps the user's
     state = [value for values in inner.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
     for stage in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # ZeRO-1 and 2, ZeRO-3

@@ -13,7 +13,7 @@ from sparse_rl_lightning.ops.summarize_pages import summarize_pages
 from sparse_rl_lightning.ops.window_importance import window_importance
 
 MISSING = load()
-"""Why the compiled kernels for "cpu" and "cuda" are not in use; an empty text where they are."""
+"""The reasons why the compiled kernels for "cpu" and "cuda" are not in use; an empty text if they are."""
 
 HAS_NATIVE = not MISSING["cpu"]
 """Whether the compiled CPU kernels are in use."""

@@ -1,4 +1,4 @@
-"""append: one new token per slot, rotated if wanted, written where the slot's entries end."""
+"""append: one new token per slot, rotated if requested, written behind the slot's entries."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def append(
 ) -> None:
     """Write one token's key and value at the end of each slot, and its query into the ring of recent queries.
 
-    With ``cos`` and ``sin`` query and key are rotated first, the query in place; the rotation is transformers' own, in
-    which element i pairs with i + r / 2.
+    With ``cos`` and ``sin`` query and key are rotated first, the query in place; the rotation is that of transformers,
+    in which element i pairs with i + r / 2.
 
     Args:
-        pools: One layer, (S, H); lengths grow by one.
-        slots: (B) int64, each slot at most once, -1 for a row to skip.
-        seen: (S) int64, the position of each slot's new token.
-        query: (B, Hq, D).
-        key: (B, H, D).
-        value: (B, H, D). Float8 pools keep key and value rounded, those beyond +-448 as +-448.
-        query_ring: (S, Hq, A, D); the query of position p goes to place p modulo A.
-        cos: (B, r) float32 (float64 with float64 pools), r even and at most D; elements from r on are not rotated.
-        sin: The same.
+        pools: Pools of one layer, (S, H); lengths grow by one.
+        slots: Slots (B), int64, each at most once, -1 for a row to skip.
+        seen: Positions (S), int64, of each slot's new token.
+        query: Queries (B, Hq, D).
+        key: Keys (B, H, D).
+        value: Values (B, H, D). Float8 pools store key and value rounded, those beyond +-448 as +-448.
+        query_ring: Recent queries (S, Hq, A, D); the query of position p goes to place p modulo A.
+        cos: Cosines (B, r), float32 (float64 with float64 pools), r even and at most D; elements from r on are not
+            rotated.
+        sin: Sines of the same shape and type.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.

@@ -19,7 +19,7 @@ PARAMETERS = {
 """Names of the arguments of each op, in order."""
 
 _WORDS = {"L": "layers", "S": "slots", "B": "rows", "H": "KV heads", "Hq": "query heads", "D": "head_dim", "R": "rows"}
-_SETTLE = ("key_pool", "keys", "summaries", "offsets", "slots", "sources")  # say what the sizes must be, in this order
+_SETTLE = ("key_pool", "keys", "summaries", "offsets", "slots", "sources")  # determine the sizes, in this order
 
 
 def check_arguments(op: str, args: tuple[Any, ...]) -> None:
@@ -27,10 +27,10 @@ def check_arguments(op: str, args: tuple[Any, ...]) -> None:
 
     Args:
         op: Name of the op.
-        args: Its arguments in the order of the schema.
+        args: Arguments in the order of the schema.
 
     Raises:
-        ValueError: What was given and what is expected.
+        ValueError: If a tensor does not fit; the message has what was given and what is expected.
     """
     given = {name: arg for name, arg in zip(PARAMETERS[op], args, strict=False) if isinstance(arg, Tensor)}
     first = [name for name in _SETTLE if name in given]
@@ -52,7 +52,7 @@ def check_arguments(op: str, args: tuple[Any, ...]) -> None:
 
 
 def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
-    """Types behind the words of ``SHAPES``."""
+    """The types that the words of ``SHAPES`` stand for."""
     own = next((given[name] for name in ("query", "queries", "query_ring") if name in given), None)
     stored = next((given[name].dtype for name in ("key_pool", "keys", "summaries") if name in given), torch.float32)
     if stored != FLOAT8 or own is None:
@@ -64,7 +64,7 @@ def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
 
 
 def _check_shape(name: str, tensor: Tensor, letters: list[str], sizes: dict[str, int]) -> None:
-    """Compare a shape with letters whose sizes are known, and learn the others."""
+    """Compare a shape with letters of known size, and add the sizes of the others."""
     known = [int(letter) if letter.isdigit() else sizes.get(letter) for letter in letters]
     fits = len(tensor.shape) == len(letters) and all(
         want is None or want == size for want, size in zip(known, tensor.shape, strict=True)
@@ -77,14 +77,14 @@ def _check_shape(name: str, tensor: Tensor, letters: list[str], sizes: dict[str,
 
 
 def check_slots(slots: Tensor, per_slot: Tensor) -> None:
-    """For the references: refuse slots (B,) that are not there, as the compiled kernels do.
+    """For the references: refuse slots (B,) that do not exist, as the compiled kernels do.
 
     Args:
-        slots: (B) int64.
-        per_slot: (S, H) or (L, S, H).
+        slots: Slots (B), int64.
+        per_slot: Tensor (S, H) or (L, S, H).
 
     Raises:
-        RuntimeError: With the slot.
+        RuntimeError: If there is such a slot, which is in the message.
     """
     count = per_slot.shape[-2]
     wrong = slots[(slots < -1) | (slots >= count)]
@@ -96,14 +96,14 @@ def check_runs(slots: Tensor, offsets: Tensor, lengths: Tensor, limits: Tensor |
     """For the references: refuse heads that hold too many entries or lie outside the pool, as compiled kernels do.
 
     Args:
-        slots: (B) int64, -1 for a row to skip.
-        offsets: (S, H) or (L, S, H).
-        lengths: The same.
-        limits: The same, or one number: entries that a head may hold.
-        pool_rows: R.
+        slots: Slots (B), int64, -1 for a row to skip.
+        offsets: First rows (S, H) or (L, S, H) of the heads.
+        lengths: Number of entries, of the same shape.
+        limits: Limits of the lengths, of the same shape or one number.
+        pool_rows: Number of rows R of the pool.
 
     Raises:
-        RuntimeError: With the first wrong number.
+        RuntimeError: If a number is wrong; the message has the first one.
     """
     check_slots(slots, offsets)
     used = slots[slots >= 0]
@@ -124,7 +124,7 @@ def check_numbers(name: str, numbers: Tensor, limit: int | None = None) -> None:
     """For the references: refuse numbers that are negative, or not below the limit.
 
     Raises:
-        RuntimeError: With the first of them.
+        RuntimeError: If there is one; the message has the first.
     """
     wrong = numbers[(numbers < 0) if limit is None else (numbers < 0) | (numbers >= limit)]
     if len(wrong):

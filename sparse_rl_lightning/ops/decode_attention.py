@@ -23,20 +23,20 @@ def decode_attention(
 ) -> Tensor:
     """Attention of one query token per slot over all live entries, with grouped KV heads and float32 sums.
 
-    A head without entries gives zeros (and a log-sum-exp of -inf). A row's result depends on nothing but its own slot,
-    bit for bit.
+    A head without entries gives zeros (and a log-sum-exp of -inf). A row's result depends only on its own slot, bit for
+    bit.
 
     Args:
-        pools: One layer, (S, H).
-        slots: (B) int64, -1 for a row to skip.
-        query: (B, Hq, D); Hq is a multiple of H, the heads of a group are adjacent.
+        pools: Pools of one layer, (S, H).
+        slots: Slots (B), int64, -1 for a row to skip.
+        query: Queries (B, Hq, D); Hq is a multiple of H, the heads of a group are adjacent.
         scale: Factor on q.k before the softmax.
-        max_length: No head holds more entries; the capacity will do.
-        lse: (B, Hq) float32, filled with the log of the sum of the exponentials of the scaled logits.
-        probs: (B, Hq, M) float32 with M >= max_length, filled with the probability of each entry, 0 behind the last.
+        max_length: Upper bound of the entries of a head; the capacity will do.
+        lse: Output (B, Hq), float32: the log of the sum of the exponentials of the scaled logits.
+        probs: Output (B, Hq, M), float32, with M >= max_length: the probability of each entry, 0 behind the last.
 
     Returns:
-        (B, Hq, D) of the query's type.
+        The result (B, Hq, D), of the query's type.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
@@ -72,7 +72,7 @@ def reference(
 def attend_rows(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, rows: Tensor, live: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of (B, Hq, D) queries over rows (B, H, N) of the pools, those that are ``live``, at least in float32.
+    """Compute the attention of queries (B, Hq, D) over the ``live`` rows (B, H, N) of the pools, at least in float32.
 
     Returns:
         The result (B, Hq, D), the log-sum-exp of the scaled logits (B, Hq), and the probabilities (B, Hq, N).
@@ -85,7 +85,7 @@ def attend_rows(
     logits = (grouped @ keys.mT * scale).masked_fill(dead, -torch.inf)
     total = logits.logsumexp(dim=-1, keepdim=True)
     shares = (logits - total.masked_fill(total == -torch.inf, 0.0)).exp().masked_fill(dead, 0.0)
-    # a head without entries repeats a row of free memory, which may hold anything: its shares are 0, so is the result
+    # a head without entries repeats a row of free memory with any content: its weights are 0, and so is the result
     result = shares @ values.masked_fill(dead.mT, 0.0)
     return result.flatten(1, 2), total.flatten(1), shares.flatten(1, 2)
 

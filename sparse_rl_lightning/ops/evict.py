@@ -24,23 +24,23 @@ def evict(
     state_pool: Tensor | None = None,
     source: KVPools | None = None,
 ) -> None:
-    """Evict all but the best entries of these slots, in all layers and in order: in place, or on the way from a source.
+    """Evict all but the best entries of these slots, in all layers: in place, or while copying from a source.
 
-    Kept are positions below ``num_sinks``, the last ``window`` entries and the best scores among the rest; ties go to
-    the lowest index, NaN counts as -inf, and a head within its budget keeps everything. If more entries are pinned
-    than the budget allows, the scores decide among the pinned.
+    Positions below ``num_sinks``, the last ``window`` entries and the best scores among the rest are kept, in order;
+    ties go to the lowest index, NaN counts as -inf, and a head within its budget keeps everything. If more entries are
+    pinned than the budget allows, the scores decide among the pinned.
 
     Args:
-        pools: All layers, (L, S, H); keys, values, positions and lengths change.
-        slots: (B) int64, each slot at most once, -1 for a row to skip.
-        scores: (L, B, H, N) float32, higher is kept.
-        budgets: (L, B, H) int32, entries to keep; with a source no more than the slot's capacity.
-        num_sinks: First positions that are never evicted.
-        window: Last entries that are never evicted.
-        seen: (S) int64, tokens fed so far: from the query at this position on, the evicted are invisible.
-        death: (L, S, H, T) int32, gets ``seen`` at the positions of the evicted.
-        state_pool: (R, C) float32, running state of each entry, moved along; in place only.
-        source: Freshly read prompts that replace what the slots hold: other memory, offsets and lengths (L, B, H);
+        pools: Pools of all layers, (L, S, H); keys, values, positions and lengths change.
+        slots: Slots (B), int64, each at most once, -1 for a row to skip.
+        scores: Scores (L, B, H, N), float32, higher is kept.
+        budgets: Number of entries to keep (L, B, H), int32; with a source no more than the slot's capacity.
+        num_sinks: Number of first positions that are never evicted.
+        window: Number of last entries that are never evicted.
+        seen: Number of tokens fed so far (S), int64: the evicted are invisible to queries from this position on.
+        death: Death steps (L, S, H, T), int32, set to ``seen`` at the positions of the evicted.
+        state_pool: Running state (R, C), float32, of each entry, moved along; in place only.
+        source: Newly read prompts that replace the slots' content: other memory, offsets and lengths (L, B, H);
             entry i has position i. Its own positions and capacities are not used.
 
     Raises:

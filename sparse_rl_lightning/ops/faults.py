@@ -1,6 +1,6 @@
 """Faults of CUDA kernels, which neither raise nor wait, as one word in memory.
 
-CPU kernels and references raise at once. A CUDA kernel leaves out what cannot be done and writes the word, unless
+CPU kernels and references raise at once. A CUDA kernel skips what cannot be done and writes the word, unless
 there is one; the rollout reads it whenever it reads from the device (``cuda_ext/include/heads.h``).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 OPS = tuple(SCHEMAS)  # numbers of the ops begin at 1, in this order
-FAULTS = (  # those of the faults too
+FAULTS = (  # numbers of the faults begin at 1 too
     "there is no such slot",
     "a head of the slot lies outside the pool, or holds more entries than its room or the call allows",
     "the slot is full: compress it before the next token",
@@ -20,7 +20,7 @@ FAULTS = (  # those of the faults too
 
 
 def fault(word: int) -> str:
-    """A sentence that names op, slot and what was wrong.
+    """Describe a fault in one sentence with op, slot and error.
 
     Args:
         word: Op in the lowest four bits, fault in the next four, then the slot.

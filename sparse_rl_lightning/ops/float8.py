@@ -1,8 +1,8 @@
-"""Keys and values kept in eight bits, float8_e4m3fn: for storage only, everything else computes in another type.
+"""Storage of keys and values in eight bits, float8_e4m3fn; everything is computed in another type.
 
-A number has four bits of exponent and three of mantissa: 2^-9 to 448 and no infinity. Rounding to the nearest even is
-off by at most 1/16 of a number from 2^-6 on, and by at most 2^-10 below. There are no scales: a factor moves the range
-of a floating type, not its precision, and keys and values of language models lie well inside the range.
+A number has four bits of exponent and three of mantissa: 2^-9 to 448 and no infinity. Rounding to the nearest even
+has an error of at most 1/16 of a number from 2^-6 on, and of at most 2^-10 below. There are no scales: a factor moves
+the range of a floating type, not its precision, and keys and values of language models are well inside the range.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ COMPUTING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in the type of a pool; float8 takes what is out of its range for +-448, and keeps NaN.
+    """Convert a tensor to the type of a pool; float8 saturates at +-448, and keeps NaN.
 
-    Some versions of torch make NaN of larger numbers instead.
+    Some versions of torch turn larger numbers into NaN instead.
     """
     if dtype != FLOAT8 or x.dtype == FLOAT8:
         return x.to(dtype)
@@ -26,5 +26,5 @@ def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_computed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What was read from a pool in a type that torch computes in: float8 exactly as ``dtype``, others as they are."""
+    """Convert a tensor from a pool to a type that torch computes in: float8 exactly to ``dtype``, others unchanged."""
     return x.to(dtype) if x.dtype == FLOAT8 else x

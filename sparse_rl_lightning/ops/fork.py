@@ -1,4 +1,4 @@
-"""fork: copy what a slot holds to other slots."""
+"""fork: copy the content of a slot to other slots."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def fork(
     """Copy the live entries of slots to other slots, in all layers, with their rings of queries and death records.
 
     Args:
-        pools: All layers, (L, S, H).
-        sources: (B) int64, the slot each copy is made of; a slot may serve several.
-        destinations: (B) int64, distinct slots, none of them a source; -1 in either list skips the pair, and a pair of
-            equal slots does nothing.
-        query_ring: (L, S, Hq, A, D).
-        death: (L, S, H, T) int32.
-        state_pool: (R, C) float32.
+        pools: Pools of all layers, (L, S, H).
+        sources: Slots (B), int64, to copy from; a slot may be listed several times.
+        destinations: Slots (B), int64, to copy to, distinct, none of them a source; -1 in either list skips the pair,
+            and a pair of equal slots does nothing.
+        query_ring: Recent queries (L, S, Hq, A, D).
+        death: Death steps (L, S, H, T), int32.
+        state_pool: Running state (R, C), float32.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.

@@ -1,4 +1,4 @@
-"""key_redundancy: how much every cached key repeats the others, R-KV's redundancy without its N x N matrix."""
+"""key_redundancy: similarity of every cached key to the others, R-KV's redundancy without its N x N matrix."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import accumulation_dtype, dense_heads, live_entries
 
 BLOCK_SIZE = 128
-"""Columns that the reference searches at a time: its memory is O(N x BLOCK_SIZE)."""
+"""Number of columns that the reference searches at a time: its memory is O(N x BLOCK_SIZE)."""
 
 
 def key_redundancy(keys: Tensor, lengths: Tensor, threshold: float = 0.5) -> Tensor:
-    """Mean cosine similarity of each key to the other keys of its row, the last similar neighbors spared.
+    """Compute the mean cosine similarity of each key to the other keys of its row, without the last similar neighbors.
 
     R-KV (arXiv 2505.24133) builds the matrix of cosines with a zero diagonal, sets in every row i the entry of the
-    last column j with cosine above ``threshold`` to zero, so that the most recent of similar tokens is not called
+    last column j with cosine above ``threshold`` to zero, so that the most recent of similar tokens does not count as
     redundant, and takes the mean over the rows. All but those entries are linear in the keys: the sum over i of
     cos(i, j) is k_j . (sum_i k_i - k_j) for unit keys k. Only the search for the last similar column is pairwise; it
-    walks backwards in blocks and stops when every row has found its own.
+    goes backwards in blocks and stops when every row has found its own.
 
-    Two details of the published code are kept. A row without any similar neighbor spares its first entry. With a
-    threshold below 0 the zero on the diagonal counts as similar.
+    Two details of the published code are kept. In a row without any similar neighbor the first entry is set to zero.
+    With a threshold below 0 the zero on the diagonal counts as similar.
 
     Args:
-        keys: (S, H, N, D), live ones first; a view will do. The content of free memory is not used.
-        lengths: (S, H) live entries.
+        keys: Keys (S, H, N, D), live ones first; a view will do. The content of free memory is not used.
+        lengths: Number of live entries (S, H).
         threshold: Cosine above which two keys are similar.
 
     Returns:
-        (S, H, N), each row a mean over its own live entries, before R-KV's softmax; 0 in free memory; float64 if the
-        keys are, else float32.
+        The similarities (S, H, N), in each row a mean over its own live entries, before R-KV's softmax; 0 in free
+        memory; float64 if the keys are, else float32.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type or device.
@@ -59,7 +59,7 @@ def reference(keys: Tensor, lengths: Tensor, threshold: float, redundancy: Tenso
 
 
 def _last_similar(unit: Tensor, valid: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Per row the last column with cosine above the threshold, column 0 if none, and that cosine: (S, H, N) each."""
+    """The last column per row with cosine above the threshold, column 0 if none, and that cosine: (S, H, N) each."""
     num_entries = unit.shape[-2]
     index = torch.zeros(valid.shape, dtype=torch.int64, device=unit.device)
     cosine = (unit * unit[..., :1, :]).sum(dim=-1)

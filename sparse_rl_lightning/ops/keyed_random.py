@@ -1,8 +1,8 @@
 """Random numbers as a pure function of integer keys: the same in any batch, slot, order and on any device.
 
-A key tuple walks through SplitMix64 (Steele, Lea, Flood 2014): each key picks one output of the stream that the keys
-before it have seeded. Only integer arithmetic modulo 2**64 is used, which every device does alike, and no state is
-kept, so a rollout can be resumed, regrouped or refilled without changing a single number.
+A key tuple goes through SplitMix64 (Steele, Lea, Flood 2014): each key picks one output of the stream seeded by the
+keys before it. Only integer arithmetic modulo 2**64 is used, which is the same on every device, and there is no
+state, so a rollout can be resumed, regrouped or refilled without changing a single number.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def hash_bits(*keys: Tensor | int) -> Tensor:
-    """64 random bits per key tuple, as int64 over its whole range.
+    """Compute 64 random bits per key tuple, as int64 over its whole range.
 
     Args:
         *keys: Integer tensors that broadcast together, or numbers. Put the largest tensor last: the keys before it
             are mixed at their own, smaller shape.
 
     Returns:
-        int64 of the broadcast shape.
+        The bits, int64 of the broadcast shape.
     """
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:
@@ -31,17 +31,17 @@ def hash_bits(*keys: Tensor | int) -> Tensor:
 
 
 def hash_uniform(*keys: Tensor | int) -> Tensor:
-    """A uniform float32 in (0, 1) per key tuple, never exactly 0 or 1.
+    """Compute a uniform float32 in (0, 1) per key tuple, never exactly 0 or 1.
 
     47 random bits are rounded to the nearest float32, so numbers near 0 keep their full relative precision (down to
-    2**-48) while those near 1 are 2**-24 apart. Rare events must therefore hang on small numbers: draw an exponential
+    2**-48) while those near 1 are 2**-24 apart. Rare events must therefore depend on small numbers: draw an exponential
     as ``-log1p(-u)``, not as ``-log(u)``.
 
     Args:
-        *keys: As for :func:`hash_bits`.
+        *keys: Keys as in :func:`hash_bits`.
 
     Returns:
-        float32 of the broadcast shape.
+        The numbers, float32 of the broadcast shape.
     """
     bits = hash_bits(*keys)
     high = _logical_shift(bits, 40).to(torch.float32)  # 24 bits

@@ -1,8 +1,8 @@
-"""Definition of the ops with torch, and the native library with their compiled kernels.
+"""Definition of the ops in torch, and the native library with their compiled kernels.
 
-``sparse_rl::<op>`` runs the compiled kernel where there is one and the PyTorch reference elsewhere. The reference may
-allocate and may wait for the device; the kernels do neither. ``SPARSE_RL_NATIVE=0`` in the environment leaves the
-library out.
+``sparse_rl::<op>`` runs the compiled kernel if there is one, otherwise the PyTorch reference. The reference may
+allocate and may wait for the device; the kernels do neither. With ``SPARSE_RL_NATIVE=0`` in the environment the
+library is not loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NATIVE_DTYPES = {
     "cuda": {torch.float32, torch.bfloat16, torch.float16, FLOAT8},
 }
 REFERENCES: dict[str, Callable[..., None]] = {}
-"""The PyTorch reference of each op, arguments checked, without gradients and autocast."""
+"""The PyTorch reference of each op, with its arguments checked, without gradients and autocast."""
 
 
 def schema_hash() -> str:
@@ -41,8 +41,8 @@ def register(name: str, reference: Callable[..., None]) -> None:
     """Define one op of :data:`SCHEMAS` with its reference for all devices and its (empty) fake.
 
     Args:
-        name: The op.
-        reference: The PyTorch function with the op's signature.
+        name: Name of the op.
+        reference: PyTorch function with the op's signature.
     """
 
     def run(*args: Any) -> None:
@@ -59,15 +59,15 @@ def register(name: str, reference: Callable[..., None]) -> None:
 
 
 def call(name: str, like: torch.Tensor, *args: Any) -> None:
-    """Run an op: its kernel if one serves the type and device of ``like``, else its reference.
+    """Run an op: its kernel if one supports the type and device of ``like``, else its reference.
 
-    The kernels check their arguments themselves, and faster; only where one complains, Python looks for a clearer
-    sentence.
+    The kernels check their arguments themselves, and faster; Python checks again only after an error, for a clearer
+    message.
 
     Args:
-        name: The op.
-        like: The keys, whose type, device and head size decide.
-        *args: The op's arguments.
+        name: Name of the op.
+        like: Keys, whose type, device and head size decide.
+        *args: Arguments of the op.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
@@ -87,10 +87,10 @@ def call(name: str, like: torch.Tensor, *args: Any) -> None:
 
 
 def load() -> dict[str, str]:
-    """Load the compiled kernels that are there.
+    """Load the compiled kernels that exist.
 
     Returns:
-        Per library ("cpu", "cuda") an empty text where it is loaded, else the reason why it is not.
+        For each library ("cpu", "cuda") an empty text if it is loaded, else the reason why it is not.
     """
     if os.environ.get("SPARSE_RL_NATIVE", "1") == "0":
         return dict.fromkeys(LIBRARIES, "switched off by SPARSE_RL_NATIVE=0")
@@ -98,7 +98,7 @@ def load() -> dict[str, str]:
 
 
 def _serves(keys: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether compiled kernels for the device of the keys take their type and head size, and the queries' type."""
+    """Whether compiled kernels for the device of the keys support their type and head size, and the queries' type."""
     device = keys.device.type
     # CUDA kernels load 16 bytes at a time, and eight elements
     whole_words = device != "cuda" or keys.shape[-1] % max(8, 16 // keys.element_size()) == 0
@@ -131,7 +131,7 @@ def _load(name: str) -> str:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """The fake of an op without results: torch also comes here when only some of the tensors are without data."""
+    """The fake of an op without results: torch also calls it when only some of the tensors are without data."""
     devices = {str(arg.device) for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)}
     if len(devices) > 1:
         raise RuntimeError(f"the tensors are on different devices: {', '.join(sorted(devices))}.")

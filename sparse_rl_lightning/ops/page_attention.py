@@ -22,27 +22,28 @@ def page_attention(
     *,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query token per slot over the live entries of the pages listed, each KV head its own.
+    """Compute the attention of one query token per slot over the live entries of the listed pages, per KV head.
 
-    With all pages listed it is :func:`~sparse_rl_lightning.ops.decode_attention`, in the CPU kernels bit for bit. A
-    row's result depends on nothing but its own slot.
+    With all pages listed it equals :func:`~sparse_rl_lightning.ops.decode_attention`, in the CPU kernels bit for bit. A
+    row's result depends only on its own slot.
 
     Args:
-        pools: One layer, (S, H).
-        slots: (B) int64, -1 for a row to skip.
-        query: (B, Hq, D); Hq is a multiple of H, the heads of a group are adjacent.
-        pages: (B, H, K) int32, ascending, the first -1 ends a list; page p holds the entries from ``p * page_size`` on.
-        page_size: Entries of a page.
+        pools: Pools of one layer, (S, H).
+        slots: Slots (B), int64, -1 for a row to skip.
+        query: Queries (B, Hq, D); Hq is a multiple of H, the heads of a group are adjacent.
+        pages: Pages (B, H, K), int32, ascending, the first -1 ends a list; page p has the entries from ``p *
+            page_size`` on.
+        page_size: Number of entries of a page.
         scale: Factor on q.k before the softmax.
-        lse: (B, Hq) float32, filled with the log of the sum of the exponentials of the scaled logits.
+        lse: Output (B, Hq), float32: the log of the sum of the exponentials of the scaled logits.
 
     Returns:
-        (B, Hq, D) of the query's type.
+        The result (B, Hq, D), of the query's type.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
-        RuntimeError: If a list names a page that is not there, by ``pools.raise_errors`` on a GPU; on the CPU too if it
-            does not ascend.
+        RuntimeError: If a list names a page that does not exist, by ``pools.raise_errors`` on a GPU; on the CPU also if
+            it does not ascend.
     """
     check_pages(pools, page_size)
     out = torch.empty_like(query)

@@ -1,4 +1,4 @@
-"""KVPools: keys, values and positions of many heads in flat memory, and where each head lives."""
+"""KVPools: keys, values and positions of many heads in flat memory, and the place of each head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparse_rl_lightning.ops.faults import fault
 
 @dataclass(frozen=True)
 class KVPools:
-    """The memory that the ops work on, of one layer (S, H) or of all (L, S, H); see ``ops/schemas.py``.
+    """The memory that the ops work on, for one layer (S, H) or all layers (L, S, H); see ``ops/schemas.py``.
 
     A layer's pools are views of the whole: the same rows, other offsets.
     """
@@ -24,17 +24,17 @@ class KVPools:
     offsets: Tensor  # (L, S, H) or (S, H) int64, first row of each head
     capacities: Tensor  # the same shape, int32, rows of each head
     lengths: Tensor  # the same shape, int32, live entries
-    errors: Tensor | None = None  # (1) int32, where CUDA kernels say what they had to leave out
+    errors: Tensor | None = None  # (1) int32, where CUDA kernels report errors
 
     @classmethod
     def ragged(cls, capacities: Tensor, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> Self:
         """Empty pools, the heads one after the other in the order of ``capacities``.
 
         Args:
-            capacities: (L, S, H) or (S, H) int32 on the CPU, entries of each head.
-            head_dim: D.
+            capacities: Number of entries of each head, (L, S, H) or (S, H), int32 on the CPU.
+            head_dim: Head size D.
             dtype: Type of keys and values.
-            device: Where they live.
+            device: Device of the pools.
         """
         ends = capacities.flatten().cumsum(0)
         keys = torch.zeros(int(ends[-1]), head_dim, dtype=dtype, device=device)
@@ -66,10 +66,10 @@ class KVPools:
         return replace(self, offsets=self.offsets[one], capacities=self.capacities[one], lengths=self.lengths[one])
 
     def raise_errors(self) -> None:
-        """Raise what CUDA kernels had to leave out since the last time; waits for the device.
+        """Raise the error that CUDA kernels have reported since the last time; waits for the device.
 
         Raises:
-            RuntimeError: Naming the op, the slot and what was wrong; the first such case counts.
+            RuntimeError: If there is one; the message has op, slot and error of the first.
         """
         word = 0 if self.errors is None else int(self.errors)
         if self.errors is not None and word:
@@ -78,17 +78,17 @@ class KVPools:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of sums over elements of ``dtype``: float64 for float64, else float32."""
+    """The type of sums over elements of ``dtype``: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def gather_heads(offsets: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Pool rows of the first ``width`` entries of each head, for the references.
+    """Compute the pool rows of the first ``width`` entries of each head, for the references.
 
     Args:
-        offsets: (...) int64.
-        lengths: (...) int32.
-        width: N.
+        offsets: First rows (...), int64.
+        lengths: Number of live entries (...), int32.
+        width: Number of entries N.
 
     Returns:
         ``rows`` (..., N), where free entries repeat the head's first row so that free memory is never read, and
@@ -99,10 +99,10 @@ def gather_heads(offsets: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, 
 
 
 def live_entries(lengths: Tensor, width: int) -> Tensor:
-    """Which of the first ``width`` entries of each head (...) are live: (..., width) bool."""
+    """The live ones among the first ``width`` entries of each head (...): (..., width) bool."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
 
 
 def dense_heads(entries: Tensor) -> Tensor:
-    """(S, H, N, ...) in which the entries of a head follow each other: itself if it is so, else a copy."""
+    """Entries (S, H, N, ...) whose heads are contiguous: the tensor itself if it is so, else a copy."""
     return entries if entries.numel() == 0 or entries[0, 0].is_contiguous() else entries.contiguous()

@@ -1,15 +1,16 @@
-"""Signatures of all ops, nothing else: setup.py and the loader read them to tell matching builds from stale ones.
+"""Signatures of all ops, and nothing else: setup.py and the loader read them to detect stale builds.
 
-Keys, values and positions live in flat pools of R rows. ``offsets``, ``capacities`` and ``lengths`` give the first row,
+Keys, values and positions are in flat pools of R rows. ``offsets``, ``capacities`` and ``lengths`` are the first row,
 the room and the number of live entries of each slot and KV head. Live entries come first, in the order of their
 positions. State is indexed by slot; inputs and outputs of a call are indexed by row b of ``slots``. ``slots[b] = -1``
-skips a row: nothing of it is read or written, except that outputs get zeros. A slot may be listed once. ``seen`` counts
-the tokens fed to each slot so far: the position of the token being appended, and the death step of what is evicted.
+skips a row: nothing of it is read or written, except that outputs get zeros. A slot may be listed once. ``seen`` is
+the number of tokens fed to each slot so far: the position of the token being appended, and the death step of evicted
+entries.
 
-The two scores, ``window_importance`` and ``key_redundancy``, know no slots and no pools. They read the heads of a
+The two scores, ``window_importance`` and ``key_redundancy``, use neither slots nor pools. They read the heads of a
 strided (S, H, N, D) tensor, such as a view of a pool.
 
-CUDA kernels cannot raise: they report to ``errors`` what they had to leave out (``ops/faults.py``); all others raise.
+CUDA kernels cannot raise: they report to ``errors`` what they had to skip (``ops/faults.py``); all others raise.
 Ops return nothing, allocate nothing and do not wait for the device.
 """
 
@@ -33,7 +34,7 @@ SHAPES = {
     "keys": "S H N D query", "positions": "S H N int64",
     "importance": "S H N sum", "redundancy": "S H N sum", "scratch": "S H X N sum",
 }  # fmt: skip
-STRIDED = ("keys", "positions")  # whole heads lie anywhere; everything else is contiguous
+STRIDED = ("keys", "positions")  # heads may be anywhere, each contiguous; everything else is contiguous
 ON_ALL_LAYERS = ("evict", "fork")
 
 SCHEMAS = {
@@ -53,9 +54,9 @@ SCHEMAS = {
     # scratch with X = 2
     "key_redundancy": """(
         Tensor keys, Tensor lengths, float threshold, Tensor(a!) redundancy, Tensor(b!) scratch) -> ()""",
-    # In this order: what is kept (scores to window), of which slots (slots, seen), where they live (offsets,
+    # In this order: what is kept (scores to window), the slots (slots, seen), their place (offsets,
     # capacities), the memory (key_pool to lengths), what else changes (death, state_pool). With the four tensors of a
-    # source, entries are copied from there and entry i has position i; without them they close ranks in place.
+    # source, entries are copied from there and entry i has position i; without them they move up in place.
     "evict": """(
         Tensor scores, Tensor budgets, int num_sinks, int window, Tensor slots, Tensor seen, Tensor offsets,
         Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths,

@@ -1,6 +1,6 @@
-"""select_pages: which pages a new token reads.
+"""select_pages: the choice of the pages that a new token reads.
 
-Letters: G query heads of a group, Q queries, P pages, C vectors kept of each page, D head size.
+Letters: G query heads of a group, Q queries, P pages, C vectors of each page, D head size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparse_rl_lightning.ops.selection import rank_entries
 from sparse_rl_lightning.ops.summarize_pages import check_pages
 
 PageReduction = Literal["mean", "max"]
-"""Over the query heads of a group, which read the same pages: the mean of their scores or the largest."""
+"""Reduction over the query heads of a group, which read the same pages: the mean or the maximum of their scores."""
 
 
 def select_pages(
@@ -33,26 +33,26 @@ def select_pages(
     reduction: PageReduction,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Which pages one query token per slot reads: the first, the last, and the best scores among the rest.
+    """Select the pages that one query token per slot reads: the first, the last, and the best scores among the rest.
 
     The score is ``page_scores``; exact ties go to the lowest index. A head with no more pages than its limit reads
-    all of them and scores none.
+    all of them without scores.
 
     Args:
-        pools: One layer, (S, H).
-        slots: (B) int64, -1 for a row to skip.
-        query: (B, Hq, D) post-RoPE.
-        summaries: (S, H, C, P, D), as :func:`summarize_pages` wrote them.
-        limits: (B) int32, pages that each row reads.
-        page_size: Entries of a page.
-        num_first: First pages that are always read.
-        num_last: Last pages that are always read, at least 1: the incomplete one.
-        reduction: Over the query heads of a group.
-        width: K, no row reads more pages.
+        pools: Pools of one layer, (S, H).
+        slots: Slots (B), int64, -1 for a row to skip.
+        query: Queries (B, Hq, D), post-RoPE.
+        summaries: Vectors (S, H, C, P, D) of the pages, as written by :func:`summarize_pages`.
+        limits: Number of pages (B), int32, that each row reads.
+        page_size: Number of entries of a page.
+        num_first: Number of first pages that are always read.
+        num_last: Number of last pages that are always read, at least 1: the incomplete one.
+        reduction: Reduction over the query heads of a group.
+        width: Limit K of the pages that a row reads.
 
     Returns:
-        Pages (B, H, K) int32, ascending, -1 behind the last, and scores (B, H, P) float32 (float64 for float64 pools)
-        of the pages that competed, 0 elsewhere.
+        The pages (B, H, K), int32, ascending, -1 behind the last, and the scores (B, H, P), float32 (float64 for
+        float64 pools), of the pages that competed, 0 elsewhere.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout, or a number is out of range.
@@ -76,23 +76,23 @@ def select_pages(
 
 
 def page_counts(lengths: Tensor, page_size: int) -> Tensor:
-    """Number of pages that ``lengths`` entries fill, the incomplete one included."""
+    """The number of pages that ``lengths`` entries fill, the incomplete one included."""
     return (lengths + page_size - 1) // page_size
 
 
 def page_scores(queries: Tensor, summaries: Tensor, reduction: PageReduction) -> Tensor:
-    """How much each query wants each page, one number for a group of query heads.
+    """Score each page for each query, one number for a group of query heads.
 
     With one vector per page, its mean key c, the score is q . c. With two, the bounds u and l, it is
     ``sum_i max(q_i u_i, q_i l_i)``, which no key of the page exceeds: positive elements of q meet u, negative ones l.
 
     Args:
-        queries: (..., G, Q, D).
-        summaries: (..., C, P, D), what :func:`page_means` or :func:`page_bounds` made.
-        reduction: Over G.
+        queries: Queries (..., G, Q, D).
+        summaries: Vectors (..., C, P, D) from :func:`page_means` or :func:`page_bounds`.
+        reduction: Reduction over G.
 
     Returns:
-        (..., Q, P), at least float32.
+        The scores (..., Q, P), at least float32.
     """
     assert reduction in ("mean", "max"), reduction
     dtype = accumulation_dtype(summaries.dtype)
@@ -107,17 +107,17 @@ def page_scores(queries: Tensor, summaries: Tensor, reduction: PageReduction) ->
 
 
 def keep_pages(scores: Tensor, counts: Tensor, limits: Tensor, num_first: int, num_last: int) -> Tensor:
-    """The pages to read: the first, the last, and the best scores among the rest; exact ties go to the lowest index.
+    """Choose the pages to read: the first, the last, and the best scores among the rest; ties go to the lowest index.
 
     Args:
-        scores: (..., P) float, NaN counts as -inf; those of pages that are always read, or not there, do not matter.
-        counts: Pages that are there, broadcasts to (...).
-        limits: Pages to read, at least ``num_first + num_last``; broadcasts to (...).
-        num_first: First pages that are always read.
-        num_last: Last pages that are always read.
+        scores: Scores (..., P), float, NaN counts as -inf; those of pages always read, or not there, do not matter.
+        counts: Number of pages that exist, broadcasts to (...).
+        limits: Number of pages to read, at least ``num_first + num_last``; broadcasts to (...).
+        num_first: Number of first pages that are always read.
+        num_last: Number of last pages that are always read.
 
     Returns:
-        (..., P) bool.
+        The mask (..., P), bool, of the pages to read.
     """
     index = torch.arange(scores.shape[-1], device=scores.device)
     there = index < counts.unsqueeze(-1)
@@ -128,7 +128,7 @@ def keep_pages(scores: Tensor, counts: Tensor, limits: Tensor, num_first: int, n
 
 
 def list_pages(keep: Tensor, width: int) -> Tensor:
-    """The pages of ``keep`` (..., P) bool as ascending numbers (..., width) int32, -1 behind the last; width <= P."""
+    """Convert a mask (..., P) of pages to ascending numbers (..., width), int32, -1 behind the last; width <= P."""
     order = keep.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
     there = torch.arange(width, device=keep.device) < keep.sum(dim=-1, keepdim=True)
     return torch.where(there, order, -1).to(torch.int32)

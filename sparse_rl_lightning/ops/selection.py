@@ -1,4 +1,4 @@
-"""Which entries of a slot survive a compression, and moving them together."""
+"""Selection of the entries of a slot that survive a compression, and their compaction."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ def select_entries(
     num_sinks: int,
     window: int,
 ) -> Tensor:
-    """The entries to keep: the first positions, the most recent entries, and the best scores among the rest.
+    """Select the entries to keep: the first positions, the most recent entries, and the best scores among the rest.
 
-    Entries stand in the order of their positions, live ones first. Exact ties go to the lowest index. A row
+    Entries are in the order of their positions, live ones first. Exact ties go to the lowest index. A row
     with no more live entries than its budget keeps all of them.
 
     Args:
-        scores: (S, H, N) float, higher is kept; -inf is allowed, NaN is not.
-        valid: (S, H, N) bool, live entries.
-        positions: (S, H, N) true token positions.
-        budget: Entries to keep per (slot, head): a number, or a tensor that broadcasts to (S, H).
-        num_sinks: Entries at positions below this are always kept.
-        window: The last ``window`` live entries are always kept.
+        scores: Scores (S, H, N), float, higher is kept; -inf is allowed, NaN is not.
+        valid: Mask (S, H, N), bool, of the live entries.
+        positions: True token positions (S, H, N).
+        budget: Number of entries to keep per (slot, head): a number, or a tensor that broadcasts to (S, H).
+        num_sinks: Number of first positions that are always kept.
+        window: Number of last live entries that are always kept.
 
     Returns:
-        (S, H, N) bool, the entries that stay.
+        The mask (S, H, N), bool, of the entries that stay.
     """
     pinned = pinned_entries(valid, positions, num_sinks, window)
     rank = rank_entries(scores, valid.to(torch.int8) + pinned.to(torch.int8))  # 2 pinned, 1 live, 0 free memory
@@ -37,20 +37,20 @@ def select_entries(
 
 
 def pinned_entries(valid: Tensor, positions: Tensor, num_sinks: int, window: int) -> Tensor:
-    """The live entries that no score can evict, as in :func:`select_entries`: (S, H, N) bool."""
+    """The live entries (S, H, N), bool, that no score can evict, as in :func:`select_entries`."""
     index = torch.arange(valid.shape[-1], device=valid.device)
     return valid & ((positions < num_sinks) | (index >= valid.sum(dim=-1, keepdim=True) - window))
 
 
 def rank_entries(scores: Tensor, classes: Tensor) -> Tensor:
-    """The place of each entry in its row, 0 for the best.
+    """Rank the entries of each row, 0 for the best.
 
     Args:
-        scores: (..., N) float without NaN.
-        classes: (..., N) int8: every entry of a higher class comes before every entry of a lower one.
+        scores: Scores (..., N), float, without NaN.
+        classes: Classes (..., N), int8: every entry of a higher class comes before every entry of a lower one.
 
     Returns:
-        (..., N) int64; exact ties go to the lowest index.
+        The ranks (..., N), int64; exact ties go to the lowest index.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, classes.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
@@ -59,10 +59,10 @@ def rank_entries(scores: Tensor, classes: Tensor) -> Tensor:
 
 
 def compaction_order(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each kept entry comes from when the survivors of a row close ranks without changing order.
+    """Find where each kept entry comes from when the survivors of a row move up without changing order.
 
     Args:
-        keep: (..., N) bool.
+        keep: Mask (..., N), bool, of the kept entries.
 
     Returns:
         ``source`` (..., N): index of the entry that moves to each place, survivors first; and ``lengths`` (...),

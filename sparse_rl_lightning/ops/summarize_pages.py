@@ -1,6 +1,6 @@
-"""summarize_pages: the vectors kept of every page of a slot.
+"""summarize_pages: vectors that summarize every page of a slot.
 
-Pages are neighboring entries that are read together. Page p of a head holds its entries from ``p * page_size`` on; only
+Pages are neighboring entries that are read together. Page p of a head has its entries from ``p * page_size`` on; only
 the last one may be incomplete, and it is always read.
 """
 
@@ -21,16 +21,17 @@ from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype
 def summarize_pages(
     pools: KVPools, slots: Tensor, page_size: int, summaries: Tensor, *, newest_only: bool = False
 ) -> None:
-    """Write down the mean key, or the bounds of the keys, of every complete page of these slots.
+    """Write the mean key, or the bounds of the keys, of every complete page of these slots.
 
-    An incomplete page is left as it is: it is always read.
+    An incomplete page is left unchanged: it is always read.
 
     Args:
-        pools: One layer, (S, H).
-        slots: (B) int64, -1 for a row to skip.
-        page_size: Entries of a page.
-        summaries: (S, H, C, P, D) of the pools' type; C = 1 takes means, C = 2 the largest and the smallest elements.
-        newest_only: Look only at the page that the newest entry has completed, if it has.
+        pools: Pools of one layer, (S, H).
+        slots: Slots (B), int64, -1 for a row to skip.
+        page_size: Number of entries of a page.
+        summaries: Output (S, H, C, P, D) of the pools' type; with C = 1 means, with C = 2 the largest and the smallest
+            elements.
+        newest_only: Whether to summarize only the page that the newest entry has completed, if it has.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type, device or layout.
@@ -44,7 +45,7 @@ def summarize_pages(
 
 
 def check_pages(pools: KVPools, page_size: int) -> None:
-    """Refuse pools and sizes of pages that no op on pages takes.
+    """Refuse pools and page sizes that no op on pages supports.
 
     Raises:
         ValueError: If the pools are float8, whose means and bounds would need another type, or a page has no entries.
@@ -61,7 +62,7 @@ def page_means(keys: Tensor) -> Tensor:
 
 
 def page_bounds(keys: Tensor) -> Tensor:
-    """Largest and smallest key of each page, element by element: (..., page_size, D) to (..., 2, D)."""
+    """The largest and smallest key of each page, element by element: (..., page_size, D) to (..., 2, D)."""
     return torch.stack([keys.amax(dim=-2), keys.amin(dim=-2)], dim=-2)
 
 

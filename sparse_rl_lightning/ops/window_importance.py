@@ -1,4 +1,4 @@
-"""window_importance: how much attention the most recent queries pay to every cached key."""
+"""window_importance: attention that the most recent queries pay to every cached key."""
 
 from __future__ import annotations
 
@@ -33,30 +33,32 @@ def window_importance(
     pooling: Pooling = "max",
     kernel_size: int = 7,
 ) -> Tensor:
-    """Attention from the recent queries to the entries before the observation window, pooled over neighbors.
+    """Compute the attention from the recent queries to entries before the observation window, pooled over neighbors.
 
-    In the order of the operations: logits; ``group_reduction="max"`` over the query heads of a group; softmax; mean
+    The order of the operations: logits; ``group_reduction="max"`` over the query heads of a group; softmax; mean
     or sum over the queries; pooling; ``group_reduction="mean"``. A query sees the entries at its own position and
-    before. Every (slot, head) row is on its own: neither other rows nor free memory can change its result.
+    before. Every (slot, head) row is independent: neither other rows nor free memory can change its result.
 
     Args:
-        queries: (S, Hq, A, D) post-RoPE, in any order; Hq is a multiple of H, the heads of a group are adjacent.
-        query_positions: (S, A) int64 positions of the queries, -1 for an absent query, whose content is not used.
-        keys: (S, H, N, D) post-RoPE, in the order of their positions, live ones first; a view will do.
-        lengths: (S, H) live entries.
-        positions: (S, H, N) int64 true token positions.
+        queries: Queries (S, Hq, A, D), post-RoPE, in any order; Hq is a multiple of H, the heads of a group are
+            adjacent.
+        query_positions: Positions (S, A), int64, of the queries, -1 for an absent query, whose content is not used.
+        keys: Keys (S, H, N, D), post-RoPE, in the order of their positions, live ones first; a view will do.
+        lengths: Number of live entries (S, H).
+        positions: True token positions (S, H, N), int64.
         scale: Factor on q.k before the softmax.
-        window: The last ``window`` live entries of a row are the observation window. They get 0 and do not take
-            part in the pooling.
-        exclude_window: Softmax over the live entries outside the window (R-KV) or over all of them (SnapKV).
-        group_reduction: "max" of the logits before the softmax (R-KV) or "mean" of the importance (kvpress).
-        query_reduction: "mean" over the queries present (R-KV) or their "sum" (SnapKV).
-        pooling: "max", "avg" or "none" over ``kernel_size`` entries, stride 1. The average divides by
+        window: Number of last live entries of a row that are the observation window. They get 0 and are left out of the
+            pooling.
+        exclude_window: Whether the softmax is over the live entries outside the window (R-KV) or all of them (SnapKV).
+        group_reduction: Reduction over a group: "max" of the logits before the softmax (R-KV) or "mean" of the
+            importance (kvpress).
+        query_reduction: Reduction over the queries present: "mean" (R-KV) or "sum" (SnapKV).
+        pooling: Pooling over ``kernel_size`` entries with stride 1: "max", "avg" or "none". The average divides by
             ``kernel_size`` at the borders too (SnapKV's ``avg_pool1d`` with its counted zero padding).
         kernel_size: Odd number of entries.
 
     Returns:
-        (S, H, N), 0 in the window and in free memory; float64 if the keys are, else float32.
+        The importance (S, H, N), 0 in the window and in free memory; float64 if the keys are, else float32.
 
     Raises:
         ValueError: If a tensor has the wrong shape, type or device, or an option is unknown.
@@ -102,7 +104,7 @@ def reference(
     if group_reduction == "max":
         logits = logits.amax(dim=2, keepdim=True)
     hidden = ~visible.unsqueeze(2) | (logits == -torch.inf)  # absent queries, at position -1, see nothing
-    # a query that sees nothing has a softmax of NaN, free memory may hold NaN: both are cut here
+    # a query that sees nothing has a softmax of NaN, free memory may have NaN: both are removed here
     paid = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).masked_fill(hidden, 0.0).sum(dim=3)  # (S, H, G, N)
     if query_reduction == "mean":
         paid = paid / (query_positions >= 0).sum(dim=-1).clamp(min=1)[:, None, None, None]
@@ -110,16 +112,16 @@ def reference(
 
 
 def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: int) -> Tensor:
-    """Max or average over neighbors along the last dimension, as if only the entries ``inside`` existed.
+    """Pool neighbors along the last dimension by maximum or average, as if only the entries ``inside`` existed.
 
     Args:
-        values: (..., N) float, finite where ``inside``.
-        inside: bool, broadcasts to ``values``, one run of entries from the first one on.
-        pooling: "max", "avg" (missing neighbors count as zeros) or "none".
+        values: Values (..., N), float, finite where ``inside``.
+        inside: Mask, bool, that broadcasts to ``values``: one run of entries from the first one on.
+        pooling: Pooling "max", "avg" (missing neighbors count as zeros) or "none".
         kernel_size: Odd number of entries.
 
     Returns:
-        (..., N), 0 where not ``inside``.
+        The pooled values (..., N), 0 where not ``inside``.
     """
     if pooling == "none":
         return values.masked_fill(~inside, 0.0)
@@ -130,7 +132,7 @@ def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: 
 
 
 def group_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """(S, H, G, A, N) scaled products of every query with the keys of its group, at least in float32."""
+    """The scaled products (S, H, G, A, N) of every query with the keys of its group, at least in float32."""
     dtype = torch.promote_types(keys.dtype, torch.float32)
     slots, heads, num_entries, dim = keys.shape
     group, num_queries = queries.shape[1] // heads, queries.shape[2]

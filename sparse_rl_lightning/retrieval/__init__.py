@@ -1,1 +1,1 @@
-"""Pages of the cache that are read instead of entries that are evicted: sampler, record and learner."""
+"""Retrieval: reading pages of the cache instead of evicting entries, in sampler, record and learner."""

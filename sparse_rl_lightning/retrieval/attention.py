@@ -1,6 +1,6 @@
 """Attention of the learner to the pages that a retriever chooses for its queries.
 
-Gradient flows through the attention; which pages are read is a constant.
+Gradient flows through the attention; the choice of pages is a constant.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ RETRIEVAL = "sparse_rl_retrieval"
 
 @dataclass
 class LearnerPages:
-    """What the queries of a batch of sequences read, layer by layer.
+    """The pages that the queries of a batch of sequences read, layer by layer.
 
-    Queries of prompts read everything. For the others pages are chosen from each layer's own queries and keys as they
-    are in this very pass, with the rule of the rollout engine.
+    Queries of prompts read everything. For the others pages are chosen from each layer's own queries and keys in this
+    very pass, with the rule of the rollout engine.
 
     Args:
-        prompt_lengths: (B,).
-        retriever: The sampler's.
-        mask_bytes: As in :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
-        num_layers: Layers of the model, for a budget rule of the retriever; 0 where all layers read as much.
+        prompt_lengths: Lengths (B,) of the prompts.
+        retriever: Retriever of the sampler.
+        mask_bytes: Size limit as in :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
+        num_layers: Number of layers of the model, for a budget rule of the retriever; 0 if all layers read as much.
     """
 
     prompt_lengths: Tensor
@@ -46,7 +46,7 @@ class LearnerPages:
         self.limits_at = self.retriever.page_limits(retrieving, self.prompt_lengths.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of one layer: (B, Hq, T, D) from queries (B, Hq, T, D), keys and values (B, H, T, D)."""
+        """Compute one layer's attention (B, Hq, T, D) from queries (B, Hq, T, D), keys and values (B, H, T, D)."""
         batch, heads, length, width = key.shape
         if layer < self.retriever.num_dense_layers:
             grouped = query.reshape(batch * heads, -1, length, width)
@@ -68,14 +68,14 @@ class LearnerPages:
     # ---------------------------------------------------------------- inside
 
     def _summaries(self, key: Tensor) -> Tensor:
-        """(B, H, C, P, D) of the complete pages of (B, H, T, D) keys."""
+        """The vectors (B, H, C, P, D) of the complete pages of keys (B, H, T, D)."""
         size = self.retriever.page_size
         count = key.shape[2] // size
         whole = key[:, :, : count * size].reshape(*key.shape[:2], count, size, key.shape[3])
         return self.retriever.summarize(whole).transpose(2, 3)
 
     def choose(self, layer: int, queries: Tensor, summaries: Tensor, start: int, total: int) -> Tensor:
-        """(B, H, t, P) bool: what queries (B, H, G, t, D) read, the first at position ``start`` of ``total``."""
+        """The pages (B, H, t, P), bool, for queries (B, H, G, t, D), the first at position ``start`` of ``total``."""
         r = self.retriever
         lengths = torch.arange(start + 1, start + 1 + queries.shape[3], device=queries.device)
         counts = -(-lengths // r.page_size)
@@ -85,7 +85,7 @@ class LearnerPages:
         return keep_pages(scores, counts, limits, r.num_first_pages, r.num_last_pages)
 
     def _tokens(self, pages: Tensor, start: int, stop: int) -> Tensor:
-        """(B, H, 1, t, stop) bool: the tokens of pages (B, H, t, P) that queries see."""
+        """The tokens (B, H, 1, t, stop), bool, that queries see in their pages (B, H, t, P)."""
         step = torch.arange(stop, device=pages.device)
         at = step[start:, None]
         everything = (step[start:] < self.prompt_lengths[:, None])[:, None]

@@ -1,6 +1,6 @@
-"""Retrieval at work on a cache: what is kept of its pages, which of them a step reads, and how much that is.
+"""PagedCache: a cache with summaries of its pages, the choice of pages in a step, and a count of what is read.
 
-Letters as in records.py; P pages of a head, C vectors kept of each, K most pages that a query reads.
+Letters as in records.py; P pages of a head, C vectors of each page, K is the limit of pages that a query reads.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class PagedCacheSize(CacheSize):
     """The size of a cache whose pages are read by a retriever."""
 
     retriever: Retriever
-    schedule: LengthSchedule  # the retriever's when the size was made: it may be raised later
+    schedule: LengthSchedule  # the retriever's at the time; it may be raised later
 
     def allocate(self, geometry: CacheGeometry) -> PagedCache:
-        """A cache of this size for a model."""
+        """Allocate a cache of this size for a model."""
         return PagedCache(geometry, self)
 
 
@@ -40,10 +40,10 @@ def with_pages(size: CacheSize, retriever: Retriever) -> PagedCacheSize:
 
 
 class PagedCache(SlotCache):
-    """A SlotCache in which every query reads some pages only.
+    """A SlotCache in which every query reads only some pages.
 
-    Vectors of every page are kept beside the entries and follow them: a page is summarized when its last entry is
-    appended, and all pages of a slot anew after its entries have moved.
+    Each page has vectors, its summary, stored besides the entries and updated with them: a page is summarized when its
+    last entry is appended, and all pages of a slot again after its entries have moved.
     """
 
     per_slot = (*SlotCache.per_slot, "read")
@@ -55,22 +55,22 @@ class PagedCache(SlotCache):
             -(-entries // self.retriever.page_size) for entries in size.entries[self.retriever.num_dense_layers :]
         ]
         heads = (size.num_slots, g.num_kv_heads, self.retriever.num_vectors)
-        self.summaries = [  # (S, H, C, P, D) of each layer that retrieves
+        self.summaries = [  # (S, H, C, P, D) for each layer that retrieves
             torch.zeros(*heads, count, g.head_dim, dtype=g.kv_dtype, device=g.device) for count in counts
         ]
         self.width = min(max(counts), max(self.retriever.layer_pages(len(counts), budget=self.retriever.budget)))  # K
         self.limits_at = self.retriever.page_limits(len(counts), g.device)
         self.limits = torch.zeros(0, dtype=torch.int32, device=g.device)  # (L, R) pages that rows of a step read
-        self.read = torch.zeros_like(self.held)  # entries that the step read which fed a token
+        self.read = torch.zeros_like(self.held)  # entries read by the step that fed a token
 
     def parts(self) -> dict[str, list[Tensor]]:
-        """As the base class does, with the pages."""
+        """Every tensor of this cache by its purpose, pages included."""
         pages = [*self.summaries, self.limits_at.starts, self.limits_at.limits]
         return super().parts() | {"vectors of the pages": pages, "entries read": [self.read]}
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of keys and values, and of what is kept of the pages."""
+        """Bytes of keys and values, and of the summaries of pages."""
         return super().pool_bytes + sum(summary.nbytes for summary in self.summaries)
 
     @property
@@ -81,31 +81,31 @@ class PagedCache(SlotCache):
     # ---------------------------------------------------------------- a decode step
 
     def begin_step(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """As the base class does; settles how many pages each row reads."""
+        """Begin a step as the base class does, and set how many pages each row reads."""
         tokens, positions = super().begin_step(places)
         self.limits = self.limits_at(positions + 1)
         return tokens, positions
 
     def end_step(self, slots: Tensor, places: Tensor, positions: Tensor) -> None:
-        """As the base class does; notes how much was read."""
+        """End a step as the base class does, and record how much was read."""
         super().end_step(slots, places, positions)
         self.read[places, positions] = self.count_read(self.lengths[:, slots.clamp(min=0)])
 
     def count_read(self, lengths: Tensor) -> Tensor:
-        """What a step reads in entries, one key and one value each, a mean over layers and heads.
+        """The number of entries that a step reads, one key and one value each, a mean over layers and heads.
 
-        Vectors that are kept of pages count half an entry each, where they are scored.
+        Vectors of pages count half an entry each, if they are scored.
 
         Args:
-            lengths: (L, R, H) live entries during the step.
+            lengths: Number of live entries (L, R, H) during the step.
 
         Returns:
-            (R,) float32.
+            The numbers (R,), float32.
         """
         r = self.retriever
         held, dense = lengths[r.num_dense_layers :], lengths[: r.num_dense_layers].sum(dim=(0, 2))
         limits = self.limits.unsqueeze(-1)
-        left_out = (page_counts(held, r.page_size) - limits).clamp(min=0)  # whole pages: the last is read
+        left_out = (page_counts(held, r.page_size) - limits).clamp(min=0)  # whole pages: the last is always read
         competed = left_out + limits - r.num_first_pages - r.num_last_pages
         scored = torch.where(left_out > 0, competed * (r.num_vectors / 2), 0.0)
         read = (held - left_out * r.page_size + scored).sum(dim=(0, 2))
@@ -121,7 +121,7 @@ class PagedCache(SlotCache):
         )
 
     def choose(self, layer: int, slots: Tensor, query: Tensor) -> Tensor:
-        """(R, H, K) int32 pages that (R, Hq, D) queries read."""
+        """The pages (R, H, K), int32, that queries (R, Hq, D) read."""
         r, pools, index = self.retriever, self.layers[layer], layer - self.retriever.num_dense_layers
         summaries, limits = self.summaries[index], self.limits[index]
         width = min(self.width, summaries.shape[3])
@@ -136,29 +136,29 @@ class PagedCache(SlotCache):
         scores = r.score(grouped, summaries[at]).squeeze(2).float()
         return list_pages(keep_pages(scores, counts, limits[:, None], r.num_first_pages, r.num_last_pages), width)
 
-    # ---------------------------------------------------------------- entries that come and move
+    # ---------------------------------------------------------------- entries that are added and moved
 
     def store(
         self, layer: int, prompts: PackedPrompts, scores: Tensor, budgets: Tensor, compressor: Compressor
     ) -> None:
-        """As the base class does; summarizes the pages of the prompts."""
+        """Store prompts as the base class does, and summarize their pages."""
         super().store(layer, prompts, scores, budgets, compressor)
         self._refresh(layer, torch.tensor(prompts.slots, device=self.key_pool.device))
 
     def compact(
         self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
     ) -> None:
-        """As the base class does; summarizes the pages of the survivors."""
+        """Compact slots as the base class does, and summarize the pages of the survivors."""
         super().compact(slots, scores, budgets, compressor, room)
         self._refresh_all(slots)
 
     def restore(self, slot: int, content: dict[str, Tensor]) -> None:
-        """As the base class does; summarizes the pages anew."""
+        """Restore a slot as the base class does, and summarize its pages again."""
         super().restore(slot, content)
         self._refresh_all([slot])
 
     def fork(self, source: int, destinations: list[int]) -> None:
-        """As the base class does, pages included."""
+        """Copy a slot as the base class does, pages included."""
         super().fork(source, destinations)
         for summary in self.summaries if destinations else ():
             summary[destinations] = summary[source].clone()
@@ -180,22 +180,22 @@ class PagedCache(SlotCache):
             pools.keys, slots, pools.offsets, pools.lengths, r.page_size, newest_only, summaries, r.summarize
         )
 
-    # ---------------------------------------------------------------- what a sequence leaves behind
+    # ---------------------------------------------------------------- data of a finished sequence
 
     def evictions_of(self, slot: int, end: int) -> EvictionRecord | None:
-        """None: deaths alone do not say what was seen."""
+        """No record: deaths alone do not determine what was visible."""
         return None
 
     def entries_read(self, slot: int, prompt_length: int, end: int) -> Tensor | None:
-        """() entries that the decode steps of a sequence read."""
+        """The number of entries () that the decode steps of a sequence read."""
         return self.read[slot, prompt_length:end].sum()
 
 
 def check_retriever(retriever: Retriever, compressor: Compressor, num_layers: int, kv_dtype: torch.dtype) -> None:
-    """Refuse, by name, what a retriever cannot work with.
+    """Refuse combinations that a retriever cannot work with, by name.
 
     Raises:
-        ValueError: What does not fit, and what to change.
+        ValueError: If something does not fit; the message says what to change.
     """
     name, other = type(retriever).__name__, type(compressor).__name__
     if retriever.num_dense_layers >= num_layers:

@@ -1,8 +1,8 @@
-"""The learner under retrieval: log-probabilities under the pages that the sampler would read now.
+"""Log-probabilities of the learner under retrieval: with the pages that the sampler would read now.
 
-Retrieval chooses anew for every query, so unlike evictions the choice is too large to record. The learner makes it
-again instead: one parallel pass in which every layer chooses pages from its own queries and keys, as the sampler did.
-Rounding decides near-ties differently now and then.
+Retrieval makes a new choice for every query, so unlike evictions the choices are too large to record. The learner
+makes them again: one parallel pass in which every layer chooses pages from its own queries and keys, like the sampler.
+Because of rounding, near-ties are occasionally decided differently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparse_rl_lightning.retrievers import Retriever
 
 @dataclass(frozen=True)
 class RetrievalLogprobs:
-    """What a pass under retrieval computes, with gradient through attention but not through the choice of pages."""
+    """The result of a pass under retrieval, with gradient through attention but not through the choice of pages."""
 
     logprobs: Tensor  # (B, T), 0 outside the completions
     entropy: Tensor  # (B, T) nats
@@ -37,19 +37,19 @@ def retrieval_logprobs(
     chunk_size: int = 512,
     head_in_float32: bool = False,
 ) -> RetrievalLogprobs:
-    """Log-probabilities and entropies of the rollout's tokens when the learner itself retrieves.
+    """Compute log-probabilities and entropies of the rollout's tokens when the learner itself retrieves.
 
     Args:
-        model: The policy.
-        retriever: Chooses pages from each layer's queries and keys in this pass; queries of prompts read everything,
-            as in the rollout engine.
+        model: Policy of the learner.
+        retriever: Retriever that chooses pages from each layer's queries and keys in this pass; queries of prompts read
+            everything, as in the rollout engine.
         rollout: Sequences of a sampler with this retriever.
-        temperature: Divides the logits; the sampler's, 1 for greedy rollouts.
-        chunk_size: As in ``sequence_logprobs``.
-        head_in_float32: As in ``sequence_logprobs``.
+        temperature: Divisor of the logits; the sampler's, 1 for greedy rollouts.
+        chunk_size: Chunk size as in ``sequence_logprobs``.
+        head_in_float32: Option as in ``sequence_logprobs``.
 
     Raises:
-        ValueError: If the rollout was evicted from as well.
+        ValueError: If the rollout has evictions as well.
     """
     kv = rollout.kv
     if kv is not None and bool((kv.stored < kv.full).any()):

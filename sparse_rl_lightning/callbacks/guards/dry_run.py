@@ -1,4 +1,4 @@
-"""DryRun: the worst case first, so that a run which does not fit into memory ends in its first minute."""
+"""DryRun: the worst case first, so that a run that does not fit into memory ends in its first minute."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import Progress
 
 GIB = 2**30
-DECODE_STEPS = 16  # where nothing is compressed
-RECORD_COPIES = 2  # of the evictions: each sequence's own, and all together
+DECODE_STEPS = 16  # if nothing is compressed
+RECORD_COPIES = 2  # copies of the evictions: each sequence's own, and all together
 
 
 class DryRun(Callback):
     """Try the largest rollout and update at the start of ``fit``, report time and memory, and undo everything.
 
-    In this order: an optimizer step on zero gradients (its state stays for the rest of the trial), full slots with the
-    longest training prompt up to the first compression, and the learner's forward and backward pass on a micro-batch
-    of longest sequences. Weights, optimizer, buffers, gradients and random state are then as before: a run is bitwise
-    the same with this callback and without it. Modules that roll out add it themselves.
+    In this order: an optimizer step on zero gradients (its state is kept for the rest of the trial), full slots with
+    the longest training prompt up to the first compression, and the learner's forward and backward pass on a
+    micro-batch of longest sequences. Weights, optimizer, buffers, gradients and random state are then restored: a run
+    is bitwise the same with this callback and without it. Modules that roll out add it themselves.
 
     Args:
-        enabled: Null for GPUs only.
+        enabled: Whether to run the trial; null for GPUs only.
 
     Raises:
-        ValueError: At the start of ``fit``, if the memory does not suffice, with what to lower.
+        ValueError: At the start of ``fit``, if the memory does not suffice; the message says what to lower.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:
@@ -54,7 +54,7 @@ class DryRun(Callback):
             rollout_module(pl_module, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Try, where it is wanted."""
+        """Run the trial, if enabled."""
         on_gpu = pl_module.device.type == "cuda"
         if not (on_gpu if self.enabled is None else self.enabled):
             return
@@ -70,7 +70,7 @@ class DryRun(Callback):
 
 
 def is_deepspeed(trainer: Trainer) -> bool:
-    """Whether gradients and optimizer are DeepSpeed's."""
+    """Whether DeepSpeed manages gradients and optimizer."""
     return isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
@@ -108,7 +108,7 @@ def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None
 
 
 def _try(module: RolloutModule, name: str, work: Callable[[], None], advice: str) -> str:
-    """Do the work, and say what it took.
+    """Do the work, and report its time and memory.
 
     Raises:
         ValueError: If it ran out of memory.
@@ -133,7 +133,7 @@ def _try(module: RolloutModule, name: str, work: Callable[[], None], advice: str
 
 @contextmanager
 def _untouched(trainer: Trainer, module: RolloutModule, stepped: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Give everything back as it was; only weights that will be stepped are copied, to the CPU."""
+    """Restore everything at the end; only weights that will be stepped are copied, to the CPU."""
     parameters = [p for optimizer in stepped for group in optimizer.param_groups for p in group["params"]]
     kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*parameters, *module.buffers())]
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in stepped]
@@ -152,7 +152,7 @@ def _untouched(trainer: Trainer, module: RolloutModule, stepped: list[torch.opti
 
 
 def _step(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Let optimizers allocate their state."""
+    """Make optimizers allocate their state."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -162,7 +162,7 @@ def _step(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def _memory(device: torch.device, peak: bool) -> float:
-    """Bytes in use and, from then on, at most; on the CPU the most that the process ever used."""
+    """Bytes in use, or since the last call at most; on the CPU the most that the process ever used."""
     if device.type != "cuda":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if peak:
@@ -172,20 +172,19 @@ def _memory(device: torch.device, peak: bool) -> float:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # torch.OutOfMemoryError is a GPU's; the CPU's allocator has nothing but its message
+    # torch.OutOfMemoryError is for GPUs; the CPU's allocator is recognized by its message only
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 class _Enough(Exception):
-    """Ends a rollout that has shown what it needs."""
+    """Ends a rollout that has reached its peak."""
 
 
 class WorstCase:
     """Full slots with the longest training prompt, and a micro-batch of nothing but longest sequences.
 
-    Args:
-        module: The module to fit, attached to its trainer.
-        num_prompts: Prompts per rollout.
+    module: Module to fit, attached to its trainer.
+    num_prompts: Number of prompts per rollout.
     """
 
     def __init__(self, module: RolloutModule, num_prompts: int) -> None:
@@ -200,12 +199,12 @@ class WorstCase:
 
     @property
     def num_slots(self) -> int:
-        """Slots that a rollout uses, unless a memory limit allows fewer."""
+        """The number of slots that a rollout uses, unless a memory limit allows fewer."""
         return min(self.options.num_slots or self.num_sequences, self.num_sequences)
 
     @property
     def decode_steps(self) -> int:
-        """Decode steps until all slots are compressed for the first time."""
+        """The number of decode steps until all slots are compressed for the first time."""
         compressor = self.module.generator.compressor
         if not compressor.evicts:
             return DECODE_STEPS
@@ -213,9 +212,9 @@ class WorstCase:
         return trigger.room(length, trigger.evicted_from_prompt(length), prompt_length=length)
 
     def rollout(self) -> None:
-        """Read the longest prompt into every slot, decode up to the first compression, and hold what a rollout holds.
+        """Read the longest prompt into every slot, decode up to the first compression, and allocate a rollout's data.
 
-        The record of evictions of all sequences is the largest part of what a rollout collects.
+        The record of evictions of all sequences is the largest part of that data.
         """
         g, steps = self.geometry, min(self.decode_steps, self.sampling.max_completion_length - 1)
         position = torch.int16 if self.length < 2**15 else torch.int32
@@ -237,7 +236,7 @@ class WorstCase:
             sampler.end_token_ids = ends
 
     def update(self) -> None:
-        """Forward and backward pass of the learner on the largest micro-batch; the gradients stay."""
+        """Run the learner's forward and backward pass on the largest micro-batch; the gradients stay."""
         module, part = self.module, self._longest_sequences()
         with module.trainer.precision_plugin.train_step_context():
             part.ref_logprobs = module.reference_logprobs(part)

@@ -1,4 +1,4 @@
-"""EmptyRollouts: notice that nothing, or little, is left to learn from."""
+"""EmptyRollouts: warnings if nothing, or little, is left to learn from."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ UNREWARDED = (
 
 
 class EmptyRollouts(RolloutCallback):
-    """Count rollouts that leave the loss no token, on any rank, and warn where it sees few, with advice.
+    """Count rollouts without a token for the loss, on any rank, and warn with advice if few tokens are left.
 
-    Tokens go by rejection, where a completion got no reward, and with ``mask_truncated_completions`` where one was cut
-    off. A policy that learns from the few samples that are left can lose in a few steps what it knew. Steps on nothing
-    have a policy loss of zero, so momentum, weight decay and the KL penalty alone move the weights. ``empty_rollouts``
-    is logged, the number so far. Modules that roll out add this callback themselves.
+    Tokens are removed by rejection, if a completion got no reward, and with ``mask_truncated_completions`` if one was
+    cut off. A policy that learns from the few remaining samples can forget what it knew in a few steps. Steps on no
+    tokens have a policy loss of zero, so only momentum, weight decay and the KL penalty move the weights. The count so
+    far is logged as ``empty_rollouts``. Modules that roll out add this callback themselves.
 
     Args:
-        warn_after: Empty rollouts in a row, or rollouts with few tokens, after which to warn, once per row.
-        few: Share of the completion tokens; below it they are few.
+        warn_after: Number of empty rollouts in a row, or rollouts with few tokens, after which to warn, once per row.
+        few: Share of the completion tokens below which they are few.
 
     Raises:
         ValueError: If the number is below 1, or the share not between 0 and 1.
@@ -79,13 +79,13 @@ class EmptyRollouts(RolloutCallback):
         return {"count": self.count, "in_a_row": self.in_a_row, "few_in_a_row": self.few_in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Load the counts."""
         self.count, self.in_a_row = state_dict["count"], state_dict["in_a_row"]
-        self.few_in_a_row = state_dict.get("few_in_a_row", 0)  # not in older checkpoints
+        self.few_in_a_row = state_dict.get("few_in_a_row", 0)  # missing in older checkpoints
 
 
 def _tokens(trainer: Trainer, module: RolloutModule, rollout: Rollout) -> list[float]:
-    """Tokens of all ranks: of completions, of those that count, of these with a reward, and what rejection left."""
+    """Numbers of tokens of all ranks: of completions, those that count, those with a reward, and those not rejected."""
     mask = module.loss.mask(rollout)
     rewarded = mask if rollout.rewards is None else mask & ~rollout.rewards.isnan()[:, None]
     kept = rewarded if rollout.keep is None else rewarded & rollout.keep

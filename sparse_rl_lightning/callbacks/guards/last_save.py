@@ -1,4 +1,4 @@
-"""LastSave: a run whose last checkpoint could not be written does not end as if it had been."""
+"""LastSave: a failure exit status if the last checkpoint of a run could not be written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LastSave(Callback):
     """
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask the rank that writes."""
+        """Check with the rank that writes."""
         failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)
         if trainer.strategy.reduce_boolean_decision(failing, all=False):
             rank_zero_warn(

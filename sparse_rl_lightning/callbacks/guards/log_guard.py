@@ -16,20 +16,20 @@ from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.files import append, write_whole
 
 WRITING = ("log_metrics", "log_hyperparams", "save", "finalize")
-"""What a logger of Lightning does on a disk."""
+"""The methods of Lightning's loggers that write to a disk."""
 
 
 class LogGuard(Callback):
-    """Go on when a logger meets a full disk or a folder that was removed; the first failure is told.
+    """Continue when a logger meets a full disk or a removed folder, with one warning at the first failure.
 
-    What ``CSVLogger`` could not write is written when it can be. All modules add this callback themselves.
+    Lines that ``CSVLogger`` could not write are written as soon as possible. All modules add this callback themselves.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Guard every logger, once."""
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if "save" in vars(logger):
-                continue  # of an earlier fit
+                continue  # from an earlier fit
             if isinstance(logger, CSVLogger) and "://" not in str(logger.log_dir):
                 logger.experiment.save = partial(save_metrics, logger.experiment)
             for name in WRITING:
@@ -47,10 +47,10 @@ def _guarded(write: Callable[..., None], owner: str) -> Callable[..., None]:
 
 
 def save_metrics(writer: Any) -> None:
-    """Add what was logged since to ``metrics.csv``; a new column has the file written anew, all of it or nothing.
+    """Append new lines to ``metrics.csv``; with a new column the file is rewritten, completely or not at all.
 
     Args:
-        writer: Of CSVLogger, whose own way empties the file first and loses it on a full disk.
+        writer: Writer of CSVLogger, whose own method empties the file first and loses it on a full disk.
     """
     path, rows = Path(writer.metrics_file_path), list(writer.metrics)
     if not rows:
@@ -60,7 +60,7 @@ def save_metrics(writer: Any) -> None:
         names = sorted({*known, *(name for row in rows for name in row)})
         old = [] if names == known else list(csv.DictReader(file, known))
     text = io.StringIO(newline="")
-    table = csv.DictWriter(text, names, extrasaction="ignore")  # cells beyond a header that someone edited
+    table = csv.DictWriter(text, names, extrasaction="ignore")  # cells beyond an edited header
     if names == known:
         table.writerows(rows)
         append(path, text.getvalue())

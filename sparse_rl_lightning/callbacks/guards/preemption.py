@@ -21,9 +21,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Preemption(Callback):
     """On SIGTERM or SIGUSR1: finish the optimizer step, save ``last.ckpt``, exit with status 0, or 75 if saving failed.
 
-    One rank that gets the signal is enough, all stop after the same step. What ends a training (export, report) does
-    not happen; ``--ckpt_path=last`` goes on where it stopped. Modules that roll out add this callback themselves. In a
-    SLURM job this replaces Lightning's own handling of SIGUSR1, which saves in the middle of a step.
+    One rank that gets the signal is enough, all stop after the same step. The final tasks of a training (export,
+    report) are skipped; ``--ckpt_path=last`` continues where it stopped. Modules that roll out add this callback
+    themselves. In a SLURM job this replaces Lightning's own handling of SIGUSR1, which saves in the middle of a step.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Preemption(Callback):
         self._earlier: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen, where signals can be heard."""
+        """Install the signal handlers, if this thread can."""
         self.received = None
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -39,7 +39,7 @@ class Preemption(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last micro-batch of an optimizer step, stop if any rank was told to."""
+        """After the last micro-batch of an optimizer step, stop if any rank got a signal."""
         if trainer.fit_loop._should_accumulate():
             return
         if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
@@ -63,13 +63,13 @@ class Preemption(Callback):
         raise AgreedExit(0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave signals to whom they belonged."""
+        """Restore the previous signal handlers."""
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
         self._earlier = {}
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """As at the end."""
+        """Restore the previous signal handlers."""
         self.on_train_end(trainer, pl_module)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -77,7 +77,7 @@ class Preemption(Callback):
 
 
 def last_path(trainer: Trainer) -> Path | None:
-    """Where the trainer's checkpoint callback keeps its last checkpoint, None if none does."""
+    """The path of the last checkpoint of the trainer's checkpoint callback, None if there is none."""
     for callback in trainer.checkpoint_callbacks:
         folder = checkpoint_folder(callback, trainer)
         if isinstance(callback, ModelCheckpoint) and callback.save_last and folder:

@@ -1,4 +1,4 @@
-"""RankWatch: when one rank dies, or ranks wait for each other for ever, all stop and say where."""
+"""RankWatch: ends all ranks, with the reason, when one dies or they wait for each other forever."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from sparse_rl_lightning.distributed.rank_links import Link, Message, connect
 from sparse_rl_lightning.errors import UserError, check_number
 
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
-INTERVAL = 10.0  # seconds between two looks at what a rank waits for, at most
-GRACE = 3  # seconds in which a rank may end by itself, of the same cause as another
+INTERVAL = 10.0  # seconds between two checks of a rank's collective, at most
+GRACE = 3  # seconds in which a rank may end by itself, for the same reason as another
 RESUME = "go on from the last checkpoint with --ckpt_path=last."
 
 
 class AgreedExit(SystemExit):
-    """All ranks end here together."""
+    """The exit of all ranks together."""
 
 
 class RankWatch(Callback):
-    """End all ranks within seconds when one ends, and when ranks wait for each other for ever; say who and where.
+    """End all ranks within seconds if one ends or ranks wait for each other forever; report which and where.
 
     Otherwise ranks wait for a dead one in their next collective: on GPUs until its timeout, 30 minutes by default.
-    Every rank holds a connection to rank zero. One that raises an error tells the others before it goes; one that is
-    killed breaks its connection; a machine that vanishes is noticed after ``timeout``.
+    Every rank has a connection to rank zero. One that raises an error notifies the others before it ends; one that is
+    killed breaks its connection; a machine that disappears is noticed after ``timeout``.
 
-    Ranks wait for each other for ever when code that runs on some of them only begins a collective. They are ended
+    Ranks wait for each other forever if code that runs on only some of them begins a collective. They are ended
     when *every* rank has been in one for ``stuck_after`` seconds, and not all in the same. A rank that draws, loads
-    data, computes a reward or saves, however long, is in none. Each rank's place is told, as torch's recorder of
-    collectives knows it.
+    data, computes a reward or saves, for however long, is in none. Each rank's place is reported, from torch's recorder
+    of collectives.
 
-    The ranks that are left end with status 75 and without saving: what they have is not whole. Modules that roll out
+    The remaining ranks end with status 75 and without saving, since their state is incomplete. Modules that roll out
     add this callback themselves; a single process is not watched.
 
     Args:
         timeout: Seconds after which a silent machine counts as dead.
-        stuck_after: Seconds in a collective after which a rank says so; null leaves waiting ranks alone.
+        stuck_after: Seconds in a collective after which a rank reports it; null never ends waiting ranks.
 
     Raises:
         ValueError: If a time is too short.
@@ -60,53 +60,53 @@ class RankWatch(Callback):
         self._watch: _Watch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Connect the ranks before they load anything large, and watch in a thread of its own."""
+        """Connect the ranks before they load anything large, and watch in a separate thread."""
         if trainer.world_size > 1 and stage == "fit":
             self._watch = _Watch(trainer.global_rank, connect(trainer, self.timeout), self.stuck_after)
             threading.Thread(target=self._watch.run, name="RankWatch", daemon=True).start()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say goodbye: from now on ranks may end in any order."""
+        """Sign off: from now on ranks may end in any order."""
         if self._watch is not None:
             self._watch.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the others why this rank ends, unless all stop together or it ends because of another."""
+        """Notify the others why this rank ends, unless all stop together or it ends because of another."""
         if self._watch is not None:
             self._watch.leave() if isinstance(exception, AgreedExit) else self._watch.fail(exception)
 
 
 class _Watch:
-    """What a rank hears of the others during one fit, and what it tells them.
+    """The exchange of a rank with the others during one fit.
 
     Args:
-        rank: This one.
-        links: By rank: rank zero's to all others, everyone else's to rank zero.
-        stuck_after: As in RankWatch.
+        rank: This rank.
+        links: Connections by rank: rank zero's to all others, every other rank's to rank zero.
+        stuck_after: Seconds as in RankWatch.
     """
 
     def __init__(self, rank: int, links: dict[int, Link], stuck_after: float | None) -> None:
         self.rank, self.links, self.stuck_after = rank, links, stuck_after
         self.interval = INTERVAL if stuck_after is None else min(INTERVAL, stuck_after / 4)
-        self.ending = threading.Event()  # this rank ends by itself, well or not
-        self.suffers = threading.Event()  # a collective has failed here, which is another's fault
+        self.ending = threading.Event()  # this rank ends by itself, with or without an error
+        self.suffers = threading.Event()  # a collective has failed here, because of another rank
         self.left: set[int] = set()
-        self.answers: dict[int, Wait | None] = {}  # to the question that was asked last
+        self.answers: dict[int, Wait | None] = {}  # answers to the last question
         self.unanswered: set[int] = set()
-        self._wait: Wait | None = None  # at the last look
-        self._looks = 0  # at the same wait; counted, because time goes on while a process is stopped
+        self._wait: Wait | None = None  # collective at the last check
+        self._looks = 0  # checks of the same collective; counted, because time goes on while a process is stopped
         self._looked = time.monotonic()
 
     # ---------------------------------------------------------------- this rank's own end
 
     def leave(self) -> None:
-        """Say goodbye."""
+        """Sign off."""
         self.ending.set()
         for link in self.links.values():
             link.send(kind="goodbye")
 
     def fail(self, exception: BaseException) -> None:
-        """Tell the reason; of a collective that failed, whoever has ended is heard of first, which ends this too."""
+        """Send the reason; if a collective failed, the rank that ended is reported first, which ends this one too."""
         if _is_of_a_collective(exception):
             self.suffers.set()
             time.sleep(GRACE)
@@ -117,7 +117,7 @@ class _Watch:
     # ---------------------------------------------------------------- the thread
 
     def run(self) -> None:
-        """Hear what the others say, and look at what this rank waits for, until all have left."""
+        """Receive messages from the others, and check what this rank waits for, until all have left."""
         with selectors.DefaultSelector() as selector:
             for rank, link in self.links.items():
                 selector.register(link.connection, selectors.EVENT_READ, (rank, link))
@@ -152,13 +152,13 @@ class _Watch:
                 self._judge()
 
     def _gone(self, rank: int) -> None:
-        """A connection broke."""
+        """Handle a broken connection."""
         if rank not in self.left and not self.ending.is_set():
             self._end_with(rank, None)
         self.left.add(rank)
 
     def _end_with(self, rank: int, why: str | None) -> None:
-        """End this process whatever it is doing, unless it ends by itself; rank zero tells the others first."""
+        """End this process at any point, unless it ends by itself; rank zero notifies the others first."""
         if self.rank == 0:
             for other, link in self.links.items():
                 if other != rank:
@@ -172,10 +172,10 @@ class _Watch:
             f"{cause}{RESUME if cause else RESUME.capitalize()}"
         )
 
-    # ---------------------------------------------------------------- waiting for each other
+    # ---------------------------------------------------------------- ranks that wait for each other
 
     def _look(self) -> None:
-        """Note what this rank waits for. Where that is too long, rank zero asks what the others do."""
+        """Check what this rank waits for. If that takes too long, rank zero asks the others."""
         wait, self._looked = current_wait(), time.monotonic()
         self._looks = self._looks + 1 if wait is not None and wait == self._wait else 0
         self._wait = wait
@@ -185,20 +185,20 @@ class _Watch:
             self.unanswered, self.answers = self.links.keys() - self.left, {}
             for rank in self.unanswered:
                 self.links[rank].send(kind="question")
-        if not self.links.keys() - self.left:  # nobody is there to answer, or to ask
+        if not self.links.keys() - self.left:  # nobody is left to answer, or to ask
             self._judge()
 
     def _own(self) -> Wait | None:
-        """What this rank has been waiting for too long, None if it does something else, or does again."""
+        """The collective that this rank has been in for too long, None if it is doing something else."""
         if self._wait is None or self._looks * self.interval < (self.stuck_after or math.inf):
             return None
         return self._wait if self._wait == current_wait() else None
 
     def _judge(self) -> None:
-        """When all have answered. Each then was in its collective at the moment when it was asked."""
+        """Decide when all have answered. Each then was in its collective at the moment when it was asked."""
         present = self.answers | {self.rank: self._own()}
         if any(wait is None for wait in present.values()):
-            return  # it does something else
+            return  # this rank is doing something else
         why = conflict(present | dict.fromkeys(self.left))
         if why is not None:
             for link in self.links.values():
@@ -214,12 +214,12 @@ class _Watch:
 
 
 def _is_of_a_collective(exception: BaseException) -> bool:
-    """Whether this rank ends because a collective failed, as it does where another rank has gone."""
+    """Whether this rank ends because a collective failed, which happens if another rank has ended."""
     return isinstance(exception, RuntimeError) and any(name in str(exception).lower() for name in ("gloo", "nccl"))
 
 
 def _reason(exception: BaseException) -> str:
-    """One line: what was raised, what it says, and where."""
+    """Describe an exception in one line: its type, its message, and where it was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
     where = f" at {place_of(frames[-1])}" if frames else ""
     said = str(exception).strip().partition("\n")[0]

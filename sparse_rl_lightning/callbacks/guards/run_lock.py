@@ -1,4 +1,4 @@
-"""RunLock: a second run that would write into the folders of one that has not ended is refused."""
+"""RunLock: refuses a second run that would write into the folders of an unfinished one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sparse_rl_lightning.errors import UserError
 class RunLock(Callback):
     """During ``fit``, keep other runs out of the fixed folders of the trainer's checkpoint callbacks.
 
-    The lock is one of the operating system, held by rank zero, so that a killed run does not leave it behind; a file
-    system that has none is told of. All modules add this callback themselves.
+    The lock is one of the operating system, held by rank zero, so that it disappears with a killed run; a file system
+    without locks gets a warning. All modules add this callback themselves.
 
     Raises:
         ValueError: On all ranks at the start of ``fit``, if another run is writing there.
@@ -42,11 +42,11 @@ class RunLock(Callback):
             raise UserError(problem)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let others in."""
+        """Release the locks."""
         self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """As at the end."""
+        """Release the locks."""
         self._release()
 
     def _release(self) -> None:

@@ -1,4 +1,4 @@
-"""StepGuard: measures the gradient; a step on one that is not finite is skipped, several in a row end the run."""
+"""StepGuard: skips steps with a gradient that is not finite, ends the run after several, and logs the norm."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from sparse_rl_lightning.files import own_folder
 class StepGuard(Callback):
     """Skip optimizer steps with a NaN or infinite gradient of any rank, count them, and stop after some in a row.
 
-    A skipped step leaves weights and optimizer as they are. ``skipped_steps`` is logged, the number so far, and
-    ``grad_norm``, the gradient's length before it is clipped, of steps that were not skipped. When the run stops, every
+    A skipped step leaves weights and optimizer unchanged. The count so far is logged as ``skipped_steps``, and the
+    gradient's norm before clipping, for steps that were not skipped, as ``grad_norm``. When the run stops, every
     rank's sequences of the last step are in ``bad_steps/`` below ``trainer.default_root_dir``, as tensors that
-    ``torch.load(weights_only=True)`` reads. Steps that float16 skips while it looks for its loss scale (one above 1, or
+    ``torch.load(weights_only=True)`` reads. Steps that float16 skips while it searches its loss scale (one above 1, or
     any of DeepSpeed's) are counted, but not as steps in a row. Modules that roll out add this callback themselves.
 
     Args:
-        max_in_a_row: Steps skipped in a row after which the run stops.
+        max_in_a_row: Number of steps skipped in a row after which the run stops.
 
     Raises:
-        ValueError: If the number is below 1; in training, when so many steps were skipped.
+        ValueError: If the number is below 1; in training, if that many steps in a row were skipped.
     """
 
     def __init__(self, max_in_a_row: int = 3) -> None:
@@ -43,9 +43,9 @@ class StepGuard(Callback):
         self._norm: float | None = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Take bad gradients away: an optimizer passes over weights without any."""
+        """Remove bad gradients: an optimizer passes over weights without any."""
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            return  # it looks at its own gradients, see on_train_batch_end
+            return  # DeepSpeed checks its own gradients, see on_train_batch_end
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norms = _norms([p.grad for p in parameters])
         finite = not norms or bool(torch.stack(norms).isfinite().all())
@@ -60,7 +60,7 @@ class StepGuard(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """At the end of an optimizer step, count."""
+        """Count at the end of an optimizer step."""
         if trainer.fit_loop._should_accumulate():
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -84,7 +84,7 @@ class StepGuard(Callback):
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Load the counts."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
     def _tell(self, trainer: Trainer, module: LightningModule) -> None:
@@ -110,7 +110,7 @@ class StepGuard(Callback):
 
 
 def _seeks_scale(trainer: Trainer) -> bool:
-    """Whether half precision may have overflown for its loss scale, which is found by lowering it until it does not."""
+    """Whether half precision may have overflowed because of its loss scale, which is lowered until it does not."""
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         engine = trainer.strategy.deepspeed_engine
         return bool(engine.fp16_enabled() and engine.dynamic_loss_scale())  # DeepSpeed itself stops at the lowest
@@ -119,21 +119,21 @@ def _seeks_scale(trainer: Trainer) -> bool:
 
 
 def _scale(trainer: Trainer, optimizer: Any) -> float:
-    """What float16 has multiplied the gradient by; a fused optimizer divides by it only inside its step."""
+    """The factor of float16 on the gradient; a fused optimizer divides by it only inside its step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler.get_scale() if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0
 
 
 def _norms(gradients: list[torch.Tensor], order: float = torch.inf) -> list[torch.Tensor]:
-    """One norm per gradient, float32 or wider, infinite or NaN if anything in it is."""
+    """One norm per gradient, float32 or wider, infinite or NaN if any element is."""
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    own = [gradient for gradient in own if gradient.numel()]  # of a small weight a rank may hold nothing
+    own = [gradient for gradient in own if gradient.numel()]  # a rank may have no element of a small weight
     kind = reduce(torch.promote_types, (gradient.dtype for gradient in own), torch.float32)
     return list(torch._foreach_norm(own, order, dtype=kind)) if own else []
 
 
 def _length(trainer: Trainer, gradients: list[torch.Tensor]) -> float:
-    """Euclidean norm of all gradients together; of sharded ones every rank has a part."""
+    """The Euclidean norm of all gradients together; of sharded ones every rank has a part."""
     norms = _norms(gradients, 2.0)
     squares = torch.stack(norms).square().sum() if norms else torch.tensor(0.0)
     if any(isinstance(gradient, DTensor) for gradient in gradients):

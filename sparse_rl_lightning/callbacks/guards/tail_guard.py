@@ -1,4 +1,4 @@
-"""TailGuard: act on the signs of a collapse before reward shows it."""
+"""TailGuard: reacts to signs of a collapse before the reward shows it."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ class TailGuard(RolloutCallback):
 
     A collapse under sparse rollouts shows first in the 5th percentile of the acceptance, then in shrinking responses,
     last in reward (Sparrow, arXiv 2606.08446). Signs are: a length bin whose 5th percentile is below the target, as
-    ``AcceptanceMonitor`` measures it; a mean rejection rate above its limit; mean responses that have shrunk. One that
-    lasts is acted on as ``mode`` says:
+    ``AcceptanceMonitor`` measures it; a mean rejection rate above its limit; mean responses that have shrunk. The
+    reaction to a sign that persists is the ``mode``:
 
-    - ``warn``: once, until it is gone.
+    - ``warn``: warn once, until the sign is gone.
     - ``raise``: enlarge the budget of the compressor, of the retriever (in whole pages) or of both by a step of its
-      schedule (a single budget by a quarter), for the next rollout; slots and their memory are planned anew. A resumed
+      schedule (a single budget by a quarter), for the next rollout; slots and their memory are planned again. A resumed
       run keeps the enlarged budget, at most ``max_raises`` steps of it.
     - ``stop``: end the run after the optimizer step that is due, with a checkpoint ``tail_guard_{rollout}.ckpt``.
 
-    Logged: ``guard/tail_margin`` (the worst bin's distance above the target), ``guard/rejection_rate`` (of the window),
-    ``guard/length_ratio`` (to the longest window so far), ``guard/budget`` (the
-    compressor's, without eviction the retriever's) and ``guard/raises``.
+    Logged: ``guard/tail_margin`` (the worst bin's distance above the target), ``guard/rejection_rate`` (over the
+    window), ``guard/length_ratio`` (to the longest window so far), ``guard/budget`` (of the
+    compressor, or of the retriever without eviction) and ``guard/raises``.
 
     Args:
-        mode: ``off``, ``warn``, ``raise`` or ``stop``.
-        target: 5th percentile to hold, null for 0.86 x the run's own ceiling / 0.945.
-        max_rejection_rate: Largest share of rejected sequences, as a mean over the window.
+        mode: Reaction, ``off``, ``warn``, ``raise`` or ``stop``.
+        target: 5th percentile to keep, null for 0.86 x the run's own ceiling / 0.945.
+        max_rejection_rate: Limit on the share of rejected sequences, as a mean over the window.
         length_drop: Share by which the mean response of a window may be shorter than in the longest window.
-        min_tokens: Length bins of fewer tokens are not judged.
-        window: Rollouts over which rejection rate and length are averaged.
-        patience: Observations in a row that make a sign; for the tail those of ``AcceptanceMonitor``.
-        max_raises: Most steps by which the budget is raised.
-        folder: Where the checkpoint goes, default where ``ModelCheckpoint`` puts its own.
+        min_tokens: Number of tokens below which a length bin is not judged.
+        window: Number of rollouts over which rejection rate and length are averaged.
+        patience: Number of observations in a row that make a sign; for the tail those of ``AcceptanceMonitor``.
+        max_raises: Limit on the steps by which the budget is raised.
+        folder: Folder of the checkpoint, default that of ``ModelCheckpoint``.
 
     Raises:
         ValueError: If an argument is out of range; at the start of ``fit``, if ``AcceptanceMonitor`` is missing or
@@ -84,17 +84,17 @@ class TailGuard(RolloutCallback):
         self.folder = folder
         self.watch = TailWatch(Limits(max_rejection_rate, length_drop, min_tokens, window, patience))
         self.num_raises = 0
-        self._in_use = 0  # of them, those that the rollout in training was drawn under
+        self._in_use = 0  # raises in effect when the rollout in training was drawn
         self._monitor: AcceptanceMonitor | None = None
         self._scored: tuple[int, float, float] | None = None  # a rollout's number, length and rejection rate
-        self._judged: str = ""  # the worst bin in words
-        self._told: list[str] = []  # signs that were warned of
+        self._judged: str = ""  # description of the worst bin
+        self._told: list[str] = []  # signs that a warning was given for
         self._stop = False
 
     # ---------------------------------------------------------------- before training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be watched or acted on."""
+        """Refuse settings that cannot be watched or acted on."""
         if stage != "fit" or self.mode == "off":
             return
         monitors = [c for c in trainer.callbacks if isinstance(c, AcceptanceMonitor)]  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ class TailGuard(RolloutCallback):
             writable_folder(self._folder(trainer), "TailGuard: folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give a resumed run the budget that the rollout it goes on with was drawn under."""
+        """Give a resumed run the budget under which its current rollout was drawn."""
         self._stop, generator = False, rollout_module(pl_module, self).generator
         if (self.num_raises or self.mode == "raise") and _limited(generator):
             self._raise(generator, self._in_use)
@@ -131,29 +131,29 @@ class TailGuard(RolloutCallback):
                 "of the old size. Use mode='warn' or 'stop', or set model.rollout.partial_rollout_steps to null."
             )
 
-    # ---------------------------------------------------------------- watching
+    # ---------------------------------------------------------------- observation
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
-        """Give the rollout the budget that was decided on: the one before may have been replayed until now."""
+        """Set the budget that was decided on: the rollout before may have been replayed until now."""
         if self.num_raises != self._in_use and _limited(module.generator):
             self._in_use = self.num_raises
             self._raise(module.generator, self._in_use)
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Note what the rollout was like; the monitor may come after this callback, so nothing is judged yet."""
+        """Record length and rejection rate; the monitor may come after this callback, so nothing is judged yet."""
         if self.mode == "off":
             return
         rollout = scored.rollout
         mask = rollout.completion_mask
         rejected = 0.0 if rollout.keep is None else float(rejection_rate(rollout.keep, mask))
         numbers = torch.tensor([float(rollout.completion_lengths.float().mean()), rejected], device=mask.device)
-        length, rejected = trainer.strategy.reduce(numbers, reduce_op="mean").tolist()  # all ranks judge alike
+        length, rejected = trainer.strategy.reduce(numbers, reduce_op="mean").tolist()  # the same judgment on all ranks
         self._scored = (scored.index, length, rejected)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Judge a new rollout after its first micro-batch; stop where an optimizer step is complete."""
+        """Judge a new rollout after its first micro-batch; stop if an optimizer step is complete."""
         module = rollout_module(pl_module, self)
         if self._scored is not None:
             (index, length, rejected), self._scored = self._scored, None
@@ -184,7 +184,7 @@ class TailGuard(RolloutCallback):
             return self.target
         return None if report is None or report.ceiling is None else tail_target(report.ceiling)
 
-    # ---------------------------------------------------------------- acting
+    # ---------------------------------------------------------------- reaction
 
     def _act(self, module: RolloutModule, index: int) -> None:
         alarms = self.watch.alarms
@@ -229,7 +229,7 @@ class TailGuard(RolloutCallback):
     def _end(self, trainer: Trainer, module: RolloutModule) -> None:
         self._stop = False
         path = self._folder(trainer) / f"tail_guard_{module.num_rollouts - 1:05d}.ckpt"
-        self.watch.start_over()  # whoever resumes from it has changed something
+        self.watch.start_over()  # a user who resumes from it has changed something
         trainer.save_checkpoint(path)
         trainer.should_stop = True
         rank_zero_info(f"TailGuard: stopped; resume from {path}.")
@@ -241,27 +241,27 @@ class TailGuard(RolloutCallback):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen, and by how much the budget was raised."""
+        """The observations, and by how much the budget was raised."""
         return {
             "watch": self.watch.state(), "num_raises": self.num_raises, "in_use": self._in_use,
             "told": list(self._told), "judged": self._judged,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up both; the budget itself when training starts."""
+        """Load both; the budget itself when training starts."""
         self.watch.load_state(state_dict["watch"])
-        self.num_raises = min(state_dict["num_raises"], self.max_raises)  # lower it where no slot fits any more
+        self.num_raises = min(state_dict["num_raises"], self.max_raises)  # lower it if no slot fits any more
         self._in_use = min(state_dict["in_use"], self.num_raises)
         self._told, self._judged = list(state_dict["told"]), state_dict["judged"]
 
 
 def _limited(generator: Generator) -> list[Budgeted]:
-    """What of the sampler has a budget: its compressor, its retriever, or both."""
+    """The parts of the sampler that have a budget: its compressor, its retriever, or both."""
     parts: list[Budgeted | None] = [generator.compressor, generator.retriever]
     return [part for part in parts if part is not None and part.is_limited]
 
 
 def _budget(generator: Generator, steps: int) -> int:
-    """Tokens that are kept, or without eviction read, so many steps up; as they are where nothing has a budget."""
+    """The budget in tokens ``steps`` steps up, kept or (without eviction) read; unchanged if nothing has a budget."""
     limited = _limited(generator)
     return limited[0].raised(steps).maximum if limited else int(generator.compressor.budget)

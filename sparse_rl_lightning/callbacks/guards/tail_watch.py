@@ -1,4 +1,4 @@
-"""TailWatch: the three signs of a collapse, and how long each has lasted. Plain numbers, no trainer."""
+"""TailWatch: the three signs of a collapse and how long each has persisted, as plain numbers without a trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse_rl_lightning.errors import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """What counts as a sign; arguments as in TailGuard."""
+    """The limits that define a sign; arguments as in TailGuard."""
 
     max_rejection_rate: float = 0.1
     length_drop: float = 0.4
@@ -29,10 +29,10 @@ class Limits:
 
 
 class TailWatch:
-    """Remembers as much of the rollouts as it takes to tell a sign from noise.
+    """Keeps as much of the rollouts as is necessary to distinguish a sign from noise.
 
     Args:
-        limits: What counts as a sign.
+        limits: Limits that define a sign.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -50,7 +50,7 @@ class TailWatch:
         )
 
     def see(self, length: float, rejection_rate: float) -> None:
-        """Take in a rollout's mean response length and its share of rejected sequences."""
+        """Add a rollout's mean response length and its share of rejected sequences."""
         self.lengths = [*self.lengths, length][-self.limits.window :]
         self.rejections = [*self.rejections, rejection_rate][-self.limits.window :]
         if len(self.lengths) == self.limits.window:
@@ -61,30 +61,30 @@ class TailWatch:
         self._strike("rejection", full and _mean(self.rejections) > self.limits.max_rejection_rate)
 
     def see_tail(self, tail: Mapping[str, float], tokens: Mapping[str, int], target: float) -> tuple[str, float] | None:
-        """Take in the percentiles of a rollout that was measured.
+        """Add the percentiles of a rollout that was measured.
 
         Args:
-            tail: By length bin.
-            tokens: Of each bin; bins of too few are not judged.
-            target: What every bin should hold.
+            tail: Percentile of each length bin.
+            tokens: Number of tokens of each bin; bins with too few are not judged.
+            target: Percentile that every bin should reach.
 
         Returns:
-            The worst bin and how far it lies above the target (below: negative); None where no bin could be judged.
+            The worst bin and its distance above the target (below: negative); None if no bin could be judged.
         """
         judged = {name: value - target for name, value in tail.items() if tokens[name] >= self.limits.min_tokens}
         if not judged:
-            return None  # a strike is neither added nor taken back
+            return None  # a strike is neither added nor removed
         worst = min(judged, key=lambda name: judged[name])
         self._strike("tail", judged[worst] < 0)
         return worst, judged[worst]
 
     @property
     def alarms(self) -> list[str]:
-        """The signs that have lasted: ``tail``, ``rejection``, ``length``."""
+        """The signs that have persisted: ``tail``, ``rejection``, ``length``."""
         return [name for name, count in self.strikes.items() if count >= self.limits.patience]
 
     def start_over(self) -> None:
-        """Something was done: what comes now is judged by itself, but against the longest responses so far."""
+        """Restart after a reaction: old observations no longer count, except for the longest responses so far."""
         self.lengths, self.rejections = [], []
         self.strikes = dict.fromkeys(self.strikes, 0)
 
@@ -98,7 +98,7 @@ class TailWatch:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state` returned."""
+        """Load what :meth:`state` returned."""
         self.lengths, self.rejections = list(state["lengths"]), list(state["rejections"])
         self.longest, self.strikes = state["longest"], dict(state["strikes"])
 

@@ -1,4 +1,4 @@
-"""AcceptanceMonitor: how close the sparse policy stays to the dense one, token by token, and how close it could be."""
+"""AcceptanceMonitor: token-wise agreement of the sparse policy with the dense one, and its upper limit."""
 
 from __future__ import annotations
 
@@ -20,51 +20,53 @@ from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
 
 @dataclass(frozen=True)
 class TailReport:
-    """What was measured last, for callbacks that act on it."""
+    """The last measurement, for callbacks that act on it."""
 
     index: int  # number of the rollout
-    tail: dict[str, float]  # 5th percentile of the lower bound by length bin, those without tokens left out
-    tokens: dict[str, int]  # of each of these bins
-    ceiling: float | None  # the same percentile between dense policies, None where it was not measured
+    tail: dict[str, float]  # 5th percentile of the lower bound by length bin, without bins that have no tokens
+    tokens: dict[str, int]  # number of tokens in each of these bins
+    ceiling: float | None  # the same percentile between dense policies, None if it was not measured
     logged: dict[str, float] = field(default_factory=dict)  # all keys
 
 
 class AcceptanceMonitor(RolloutCallback):
-    """Log the 5th percentile of the acceptance by length bin (Sparrow, arXiv 2606.08446) beside its own ceiling.
+    """Log the 5th percentile of the acceptance by length bin (Sparrow, arXiv 2606.08446) together with its ceiling.
 
     The acceptance of a token is the overlap of the dense and the sparse policy's distributions where it was drawn. The
-    sampler reports its ``top_k`` most likely tokens, the learner's log-probs of the same tokens come from one forward
-    pass, and both bound it. The ceiling is the same statistic for a small rollout with the full cache: what rounding
-    and truncation to ``top_k`` leave of 1. Logged for every rollout that is measured:
+    sampler reports its ``top_k`` most likely tokens, the learner's log-probabilities of the same tokens come from one
+    forward pass, and both bound it. The ceiling is the same statistic for a small rollout with the full cache: below 1
+    only by rounding and the truncation to ``top_k``. Logged for every rollout that is measured:
 
     =============================== ========= ========================================================================
     key                             unit      meaning
     =============================== ========= ========================================================================
     acceptance/p05/{bin}            share     5th percentile of the lower bound, by tokens before (0-2000, ..., 38000+)
-    acceptance/p05                  share     of all tokens
+    acceptance/p05                  share     the same over all tokens
     acceptance/mean                 share     mean of the lower bound
     acceptance/near_one             share     tokens whose lower bound exceeds 0.999
     acceptance/p05_upper/{bin}      share     5th percentile of the upper bound, likewise
-    acceptance/p05_upper            share     of all tokens
+    acceptance/p05_upper            share     the same over all tokens
     acceptance/mean_upper           share     mean of the upper bound
     acceptance/near_one_upper       share     tokens whose upper bound exceeds 0.999
     acceptance/sampled_p05          share     5th percentile of min(1, dense / sparse) of the tokens drawn
-    acceptance/sampled_mean         share     its mean, which estimates that of the acceptance
+    acceptance/sampled_mean         share     its mean, an estimate of the mean acceptance
     acceptance/ceiling_p05          share     p05 between dense policies, lower bound
     acceptance/ceiling_p05_upper    share     the same, upper bound
     acceptance/target               share     0.86 x the ceiling / 0.945, Sparrow's target under its own ceiling
     =============================== ========= ========================================================================
 
-    Bins without tokens are left out. The sampled keys need dense rescoring. Tokens of partial rollouts count where the
+    Bins without tokens are left out. The sampled keys need dense rescoring. Tokens of partial rollouts count if the
     newest policy drew the whole sequence. Runs are the same with this callback and without it.
 
     Args:
-        every_n_rollouts: Measure the first rollout and every n-th after it.
-        top_k: Most likely tokens that the sampler reports; of a smaller vocabulary, all.
-        bin_size: Tokens per length bin.
-        num_bins: Bins; the last has no end.
-        ceiling_prompts: Prompts of the small rollout with the full cache, one sample each; 0 measures no ceiling.
-        ceiling_every_n_rollouts: Rollouts until the ceiling is measured again; it hardly moves in training.
+        every_n_rollouts: Interval of measurements in rollouts, starting with the first.
+        top_k: Number of most likely tokens that the sampler reports; at most the vocabulary.
+        bin_size: Number of tokens per length bin.
+        num_bins: Number of bins; the last has no end.
+        ceiling_prompts: Number of prompts of the small rollout with the full cache, one sample each; 0 measures no
+            ceiling.
+        ceiling_every_n_rollouts: Number of rollouts between measurements of the ceiling, which hardly changes in
+            training.
 
     Raises:
         ValueError: If an argument is out of range; at the start of ``fit``, if the module does not roll out.
@@ -94,10 +96,10 @@ class AcceptanceMonitor(RolloutCallback):
         self.ceiling_every_n_rollouts = ceiling_every_n_rollouts
         self.report: TailReport | None = None
         self._ceiling: dict[str, float] = {}  # lower and upper
-        self._ceiling_index = 0  # the rollout it was measured at
-        self._own_top: int | None = None  # what the module asks its sampler for by itself
+        self._ceiling_index = 0  # number of the rollout at which it was measured
+        self._own_top: int | None = None  # the module's own top_logprobs, while a report is requested
 
-    # ---------------------------------------------------------------- asking the sampler
+    # ---------------------------------------------------------------- request to the sampler
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that do not roll out."""
@@ -105,16 +107,16 @@ class AcceptanceMonitor(RolloutCallback):
             rollout_module(pl_module, self)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask already now, so that a dry run of the largest case includes it."""
+        """Request the report already now, so that a dry run of the worst case includes it."""
         self._ask(rollout_module(pl_module, self), wanted=True)
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
-        """Ask only where the rollout is measured: the report takes memory. A session of partial rollouts asks once."""
+        """Request the report only for measured rollouts, since it takes memory; partial rollouts keep it."""
         due = not module.num_rollouts % self.every_n_rollouts
         self._ask(module, wanted=due or module.generator.partial is not None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ask no more."""
+        """Stop requesting the report."""
         if self._own_top is not None:
             self._ask(rollout_module(pl_module, self), wanted=False)
             self._own_top = None
@@ -129,7 +131,7 @@ class AcceptanceMonitor(RolloutCallback):
     def _top(self, module: RolloutModule) -> int:
         return min(self.top_k, int(module.policy.config.vocab_size))
 
-    # ---------------------------------------------------------------- measuring
+    # ---------------------------------------------------------------- measurement
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Measure and log, if it is this rollout's turn."""
@@ -151,7 +153,7 @@ class AcceptanceMonitor(RolloutCallback):
         module.log_dict(logged, batch_size=len(rollout))
 
     def _tails(self, lower: Tensor, upper: Tensor, rollout: Rollout) -> tuple[dict[str, float], dict[str, int]]:
-        """The numbers to log, and how many tokens each length bin has that has any."""
+        """The numbers to log, and the number of tokens in each length bin that has any."""
         mask = rollout.completion_mask
         logged: dict[str, float] = {}
         for suffix, bound in (("", lower), ("_upper", upper)):
@@ -168,7 +170,7 @@ class AcceptanceMonitor(RolloutCallback):
         return logged, tail.tokens
 
     def _measure_ceiling(self, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Draw with the full cache and score alike, when it is due."""
+        """Draw with the full cache and score in the same way, if due."""
         due = not self._ceiling or scored.index - self._ceiling_index >= self.ceiling_every_n_rollouts
         if not self.ceiling_prompts or not due:
             return
@@ -188,20 +190,20 @@ class AcceptanceMonitor(RolloutCallback):
         return {"ceiling": dict(self._ceiling), "ceiling_index": self._ceiling_index}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the ceiling."""
+        """Load the ceiling."""
         self._ceiling, self._ceiling_index = dict(state_dict["ceiling"]), state_dict["ceiling_index"]
 
 
 @torch.no_grad()
 def acceptance_of(module: RolloutModule, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Lower and upper bound (B, T) of the acceptance of a rollout of the module's present policy.
+    """Compute lower and upper bound (B, T) of the acceptance, for a rollout of the module's current policy.
 
     Args:
-        module: A SparseGRPO or a subclass.
-        rollout: With the sampler's most likely tokens.
+        module: SparseGRPO or a subclass.
+        rollout: Rollout with the sampler's most likely tokens.
 
     Raises:
-        ValueError: If the rollout carries no such tokens.
+        ValueError: If the rollout has no such tokens.
     """
     policy, parts = module.policy, rollout.parts(module.learner.steps_per_generation)
     with eval_mode(policy):
@@ -211,9 +213,9 @@ def acceptance_of(module: RolloutModule, rollout: Rollout) -> tuple[Tensor, Tens
 
 
 def drawn_by_newest(module: RolloutModule, rollout: Rollout) -> Rollout:
-    """The sequences that the module's present policy drew from their first token on: all but in partial rollouts.
+    """Select sequences that the module's current policy drew from their first token on: all but in partial rollouts.
 
-    What an older version drew differs from the learner by staleness too, and later tokens by the keys it left behind.
+    Tokens of older versions differ from the learner by staleness too, and later tokens by the keys they left behind.
     """
     versions, mask = rollout.policy_versions, rollout.completion_mask
     partial = module.generator.partial

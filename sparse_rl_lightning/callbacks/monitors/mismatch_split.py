@@ -1,4 +1,4 @@
-"""MismatchSplit: how much of the mismatch is compression, and how much is rounding."""
+"""MismatchSplit: the shares of compression and rounding in the mismatch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.replay.logprobs import drawn_by_several
 
 ROUNDING = 1e-8
-"""k3 of log-probs that are equal to four digits: no reason to warn, whatever compression does."""
+"""k3 of log-probabilities that are equal to four digits: no reason to warn, at any compression."""
 NAMES = {"mismatch/kl_k1": "kl_k1", "mismatch/kl_k3": "kl_k3", "mismatch/ratio_p05": "ratio_p05"}
 
 
@@ -24,18 +24,17 @@ class MismatchSplit(RolloutCallback):
     """Split the sampler's mismatch in two: rounding (sampler to replay) and compression (replay to dense).
 
     The sampler and the learner differ because entries were evicted, and because they compute the same numbers in
-    another order and precision. Under the sampler's own evictions only the second is left. Each part is logged as
-    ``mismatch_split/{kernel,compression}/{kl_k1,kl_k3,ratio_p05}``: KL divergences in nats per token (k1 unbiased, k3
+    another order and precision. Under the sampler's own evictions only the second remains. Each part is logged as
     never negative) and the 5th percentile of the ratio of probabilities, replayed / sampler's and dense / replayed.
     Costs two forward passes over a rollout, without gradient.
 
-    Sequences that several versions of the policy drew (partial rollouts) cannot be replayed and are left out; where
-    nothing else is left, nothing is logged.
+    Sequences that several versions of the policy drew (partial rollouts) cannot be replayed and are left out; if
+    none remain, nothing is logged.
 
     Args:
-        every_n_rollouts: Measure the first rollout and every n-th after it.
-        tolerance: Warn when the kernel's k3 exceeds this share of the compression's: then rounding, not eviction, is
-            part of what rejection and reweighting act on.
+        every_n_rollouts: Interval of measurements in rollouts, starting with the first.
+        tolerance: Share of the compression's k3 above which the rounding's k3 leads to a warning: then rejection and
+            reweighting act in part on rounding, not eviction.
 
     Raises:
         ValueError: If an argument is not positive, or the module samples with a retriever.
@@ -80,14 +79,14 @@ class MismatchSplit(RolloutCallback):
 
 @torch.no_grad()
 def mismatch_split(module: RolloutModule, rollout: Rollout) -> dict[str, Tensor]:
-    """Statistics of the rounding and the compression in a rollout of the module's present policy.
+    """Compute statistics of rounding and compression in a rollout of the module's current policy.
 
     Args:
-        module: A SparseGRPO or a subclass.
-        rollout: With the record of its evictions.
+        module: SparseGRPO or a subclass.
+        rollout: Rollout with the record of its evictions.
 
     Returns:
-        Six scalars by the names in :class:`MismatchSplit`.
+        The six scalars under the names in :class:`MismatchSplit`.
     """
     policy, learner = module.policy, module.learner
     parts = rollout.parts(learner.steps_per_generation)

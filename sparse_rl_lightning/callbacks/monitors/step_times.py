@@ -1,4 +1,4 @@
-"""StepTimes: where the time and the memory of a run go."""
+"""StepTimes: time and memory of a run's stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparse_rl_lightning.records import Rows, ScoredRollout
 
 
 class StepTimes(RolloutCallback):
-    """Log once per rollout what its training took, beside the stages of the rollout itself.
+    """Log once per rollout the time and memory of its training, next to the stages of the rollout itself.
 
     Modules that roll out add this callback themselves.
 
@@ -23,9 +23,9 @@ class StepTimes(RolloutCallback):
     ========================== ======== ===============================================================
     time/update                seconds  all forward and backward passes and optimizer steps on a rollout
     time/block                 seconds  everything from one rollout to the next
-    time/trained_per_second    tokens/s completion tokens over time/block, of this rank
-    memory/rollout_peak_bytes  bytes    most GPU memory while rolling out, rescoring and rewarding
-    memory/update_peak_bytes   bytes    most GPU memory while training
+    time/trained_per_second    tokens/s completion tokens over time/block, on this rank
+    memory/rollout_peak_bytes  bytes    maximum GPU memory while rolling out, rescoring and rewarding
+    memory/update_peak_bytes   bytes    maximum GPU memory while training
     ========================== ======== ===============================================================
     """
 
@@ -44,7 +44,7 @@ class StepTimes(RolloutCallback):
         _reset_peak(module.device)
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """The rest of this micro-batch is training."""
+        """End the rollout: the rest of this micro-batch is training."""
         self._tokens = int(scored.rollout.completion_mask.sum())
         if module.device.type == "cuda":
             peak = float(torch.cuda.max_memory_allocated(module.device))
@@ -55,7 +55,7 @@ class StepTimes(RolloutCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last micro-batch of a rollout, log."""
+        """Log after the last micro-batch of a rollout."""
         now = time.perf_counter()
         self._update += now - self._batch_start
         if not rollout_module(pl_module, self).starts_rollout or not self._tokens:
