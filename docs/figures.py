@@ -99,8 +99,10 @@ def loop() -> Figure:
         box(axes, 1.6 + 3.35 * number, 4, text, color, 2.6, 2.2)
         if number:
             arrow(axes, (3.35 * number - 0.42, 4), (3.35 * number + 0.28, 4))
-    arrow(axes, (18.3, 2.75), (5, 2.75), -0.22)
-    axes.text(11.6, 0.35, "new weights, next rollout", ha="center")
+    arrow(axes, (18.3, 2.1), (5, 2.1), -0.2)
+    axes.text(11.6, -0.1, "new weights, next rollout", ha="center")
+    for number, field in enumerate(("data", "generator", "learner", "rewards", "RolloutCallback", "learner, loss")):
+        axes.text(1.6 + 3.35 * number, 2.68, field, ha="center", va="top", fontsize=9, family="monospace")
     for x, text in ((4.95, "sampler_logprobs\nevictions"), (8.3, "old_logprobs"), (15, "keep, weights")):
         axes.text(x, 5.5, text, ha="center", va="bottom", fontsize=9, family="monospace")
     return figure

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported, so before any test module
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
-os.environ.setdefault("TOKENIZERS_PARALLELIZM", "false")  # forks of a used tokenizer would warn
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks of a used tokenizer would warn
 torch.set_num_threads(1)
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

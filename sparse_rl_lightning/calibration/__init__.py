@@ -1,6 +1,6 @@
 """Calibration: query statistics for compressors, schedules of budgets that hold the tail, and the cost of rollouts."""
 
-from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work, entries_read
+from sparse_rl_lightning.calibration.cost import CostModel, Work, entries_read
 from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import H200, SHAPES, Hardware, ModelShape
 
@@ -10,7 +10,6 @@ __all__ = [
     "CostModel",
     "Hardware",
     "ModelShape",
-    "Pages",
     "Work",
     "entries_read",
     "gather_statistics",

@@ -13,7 +13,7 @@ from pathlib import Path
 from sparse_rl_lightning.acceptance import percentile, tail_target
 from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Sweep
-from sparse_rl_lightning.calibration.table import Acceptances, Cell, Choice, cells, choose, source_of
+from sparse_rl_lightning.calibration.table import Acceptances, Binning, Cell, Choice, cells, choose, source_of
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
@@ -22,31 +22,6 @@ from sparse_rl_lightning.retrievers import Retriever
 DENSE, CHECK = "dense", "schedule"
 OnProgress = Callable[[str, float], None]
 """Called with the name of the current method, and the number of methods done, parts of them included."""
-
-
-@dataclass(frozen=True)
-class Binning:
-    """Bins of tokens, and how their tails are judged.
-
-    Args:
-        bin_size: Tokens per bin of sequence length.
-        min_tokens: A bin with fewer tokens at a budget has no data there.
-        resamples: Bootstrap samples behind every confidence interval.
-        seed: Seed of the bootstrap.
-
-    Raises:
-        ValueError: If a number is below 1.
-    """
-
-    bin_size: int = 2000
-    min_tokens: int = 200
-    resamples: int = 200
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("bin_size", "min_tokens", "resamples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
@@ -167,7 +142,7 @@ def calibrate(
             f"it out for {tail_target(ceiling):.4f}."
         )
     num_bins = (sweep.longest - 1) // binning.bin_size + 1
-    judged = {name: _cells(acceptances, binning, num_bins) for name, acceptances in found.items()}
+    judged = {name: cells(acceptances, binning, num_bins) for name, acceptances in found.items()}
     table = {budget: judged[_name(budget)] for budget in methods}
     rises = not isinstance(method, Retriever) if monotone is None else monotone
     choice = choose(table, target, binning.bin_size, rises)
@@ -175,13 +150,8 @@ def calibrate(
     if check:
         name = f"{CHECK}_{hashlib.sha256(repr(choice.schedule).encode()).hexdigest()[:16]}"
         drawn = _acceptances(sweep, name, method.with_budget(choice.schedule), len(methods) + 1, progress)
-        checked = _cells(drawn, binning, num_bins)
+        checked = cells(drawn, binning, num_bins)
     return Calibration(table, choice, ceiling, target, binning.bin_size, checked, rises)
-
-
-def _cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | None]:
-    b = binning
-    return cells(found, b.bin_size, num_bins, b.min_tokens, b.resamples, b.seed)
 
 
 def _acceptances(sweep: Sweep, name: str, method: Budgeted, done: int, progress: OnProgress | None) -> Acceptances:

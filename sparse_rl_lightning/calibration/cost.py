@@ -24,31 +24,8 @@ from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.retrievers import Retriever
 
-
-@dataclass(frozen=True)
-class Pages:
-    """Retrieval in the cost model: the whole cache stays, and pages chosen by their metadata are read."""
-
-    budget: int | LengthSchedule  # tokens in pages chosen by score
-    page_size: int = 16
-    metadata: float = 0.5  # size per page, in tokens: 0.5 for a mean key (Sparrow), 1 for minimum and maximum (Quest)
-    reserved: int = 0  # tokens that are read besides: Sparrow's first page and two last are 48
-    dense_layers: int = 0  # layers that read everything: Sparrow 2
-
-    @classmethod
-    def of(cls, retriever: Retriever) -> Pages:
-        """Reads of a retriever; its budget includes the pages that are always read."""
-        r = retriever
-        return cls(r.schedule, r.page_size, metadata=0.5 * r.num_vectors, dense_layers=r.num_dense_layers)
-
-    @property
-    def schedule(self) -> LengthSchedule:
-        """The budget by length."""
-        return LengthSchedule.constant(self.budget) if isinstance(self.budget, int) else self.budget
-
-
-Method = Compressor | Pages
-"""``FullKV()`` for dense rollouts, any other compressor for eviction, :class:`Pages` for retrieval."""
+Method = Compressor | Retriever
+"""``FullKV()`` for dense rollouts, any other compressor for eviction, a retriever that reads some pages."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +84,8 @@ class CostModel:
     def bytes_per_sequence(self, method: Method, prompt: int, length: int) -> int:
         """The bytes of cache that a sequence needs at its peak: its slot, or the whole cache and the page metadata."""
         layers, per_layer = self.shape.num_layers, self.shape.kv_bytes_per_token // self.shape.num_layers
-        if isinstance(method, Pages):
-            return round((prompt + length) * (1 + method.metadata / method.page_size) * layers * per_layer)
+        if isinstance(method, Retriever):
+            return round((prompt + length) * (1 + _summary(method)) * layers * per_layer)
         longest = prompt + length
         return sum(min(entries, longest) for entries in Trigger(method, layers).capacities(prompt, longest)) * per_layer
 
@@ -180,7 +157,7 @@ class CostModel:
         for budget, method in sorted(methods.items(), key=lambda pair: pair[0]):
             read = entries_read(method, work, self.shape.num_layers)
             costs[budget] = [float(read[first:last].sum()) for first, last in pairwise(edges)]
-            if not isinstance(method, Pages):  # reads less than a smaller budget only right after a compression,
+            if not isinstance(method, Retriever):  # reads less than a smaller budget only right after a compression,
                 costs[budget] = least = list(map(max, costs[budget], least))  # which no schedule can rely on
         return costs
 
@@ -188,11 +165,10 @@ class CostModel:
 def entries_read(method: Method, work: Work, num_layers: int) -> Tensor:
     """The tokens (length,) float64 of the cache that a sequence reads in each decode step, a mean over layers."""
     lengths = torch.arange(work.prompt + 1, work.prompt + work.length + 1, dtype=torch.float64)
-    if isinstance(method, Pages):
-        budgets = method.schedule.lookup(lengths) + method.reserved
-        sparse = budgets + lengths * method.metadata / method.page_size
-        sparse = torch.where(lengths > budgets, sparse, lengths)
-        dense = min(method.dense_layers / num_layers, 1.0)
+    if isinstance(method, Retriever):
+        budgets = method.schedule.lookup(lengths)
+        sparse = torch.where(lengths > budgets, budgets + lengths * _summary(method), lengths)
+        dense = min(method.num_dense_layers / num_layers, 1.0)
         return dense * lengths + (1 - dense) * sparse
     if not method.evicts:
         return lengths
@@ -205,3 +181,8 @@ def entries_read(method: Method, work: Work, num_layers: int) -> Tensor:
         fed, first = fed + room, False
         lost = trigger.evicted(fed, lost)
     return lengths
+
+
+def _summary(retriever: Retriever) -> float:
+    """Size of a page's summary per token of the page, in tokens: a token is a key and a value, a summary only keys."""
+    return 0.5 * retriever.num_vectors / retriever.page_size

@@ -12,9 +12,33 @@ from torch import Tensor
 
 from sparse_rl_lightning.acceptance import NEAR_ONE, TAIL, percentile
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 
 CONFIDENCE = (0.025, 0.975)
+
+
+@dataclass(frozen=True)
+class Binning:
+    """Bins of tokens, and how their tails are judged.
+
+    Args:
+        bin_size: Tokens per bin of sequence length.
+        min_tokens: A bin with fewer tokens at a budget has no data there.
+        resamples: Bootstrap samples behind every confidence interval.
+        seed: Seed of the bootstrap.
+
+    Raises:
+        ValueError: If a number is below 1.
+    """
+
+    bin_size: int = 2000
+    min_tokens: int = 200
+    resamples: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("bin_size", "min_tokens", "resamples"):
+            check_number(name, getattr(self, name), least=1)
 
 
 @dataclass(frozen=True)
@@ -61,15 +85,9 @@ class Choice:
     notes: list[str]  # bins without data, bins that no budget serves
 
 
-def cell(found: Acceptances, resamples: int = 200, seed: int = 0) -> Cell:
-    """The statistics of ``found``.
-
-    Args:
-        found: Acceptances of at least one token.
-        resamples: Bootstrap samples behind the confidence interval.
-        seed: Seed of the bootstrap.
-    """
-    low, high = bootstrap(found.lower, found.sequences, resamples, seed)
+def cell(found: Acceptances, binning: Binning) -> Cell:
+    """The statistics of at least one token."""
+    low, high = bootstrap(found.lower, found.sequences, binning.resamples, binning.seed)
     return Cell(
         tokens=len(found),
         tail=percentile(found.lower),
@@ -81,13 +99,11 @@ def cell(found: Acceptances, resamples: int = 200, seed: int = 0) -> Cell:
     )
 
 
-def cells(
-    found: Acceptances, bin_size: int, num_bins: int, min_tokens: int = 1, resamples: int = 200, seed: int = 0
-) -> list[Cell | None]:
-    """A cell for every bin of ``bin_size`` tokens, None for bins with fewer than ``min_tokens`` tokens."""
-    bins = found.lengths // bin_size
+def cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | None]:
+    """A cell for every bin, None for bins with too few tokens."""
+    bins = found.lengths // binning.bin_size
     own = [found[bins == number] for number in range(num_bins)]
-    return [cell(part, resamples, seed) if len(part) >= max(min_tokens, 1) else None for part in own]
+    return [cell(part, binning) if len(part) >= binning.min_tokens else None for part in own]
 
 
 def bootstrap(values: Tensor, owners: Tensor, resamples: int, seed: int) -> tuple[float, float]:

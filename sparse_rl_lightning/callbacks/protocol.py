@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,7 +29,7 @@ class RolloutModule(Protocol):
     policy: PreTrainedModel
     """The policy, loaded when the fit starts."""
     generator: Generator
-    """The generator; its ``compressor``, ``retriever`` and ``sampling`` may be changed between rollouts."""
+    """Draws; lengths and ``top_logprobs`` of ``sampling`` may change between rollouts, budgets by ``raise_budget``."""
     rewards: Rewards
     learner: Learner
     loss: GRPOLoss
@@ -71,6 +71,12 @@ class RolloutModule(Protocol):
     def reference_logprobs(self, part: Rollout) -> Tensor:
         """Log-probabilities (B, T) of the reference policy."""
 
+    def buffers(self) -> Iterator[Tensor]:
+        """All buffers of the module."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of the module."""
+
     def log(self, name: str, value: Any, *, batch_size: int | None = None) -> None:
         """Log a number."""
 
@@ -78,19 +84,19 @@ class RolloutModule(Protocol):
         """Log several numbers."""
 
 
-def rollout_module(module: LightningModule, owner: str = "") -> RolloutModule:
-    """Return the module if it rolls out.
+def rollout_module(module: LightningModule, owner: object) -> RolloutModule:
+    """The module, if it rolls out.
 
     Args:
-        module: Module passed to a hook of Lightning.
-        owner: Name of the callback, for the error.
+        module: The module that a hook of Lightning got.
+        owner: Callback that asks, for the error.
 
     Raises:
         ValueError: If it does not.
     """
     if not isinstance(getattr(module, "generator", None), Generator):
         raise UserError(
-            f"{owner}: {type(module).__name__} does not roll out. Use it with SparseGRPO, or remove it from "
-            "trainer.callbacks."
+            f"{type(owner).__name__}: {type(module).__name__} does not roll out. Use it with SparseGRPO, or remove it "
+            "from trainer.callbacks."
         )
     return cast(RolloutModule, module)

@@ -53,17 +53,17 @@ class ZeroSharding(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Invalidate the shadow: other weights may be loaded at the same step."""
-        shadow = rollout_module(pl_module).generator.shadow
+        shadow = rollout_module(pl_module, self).generator.shadow
         if shadow is not None:
             shadow.version = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the shadow, if one is needed, before the module creates its samplers."""
-        self._attach(rollout_module(pl_module))
+        self._attach(rollout_module(pl_module, self))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Fill the shadow if a rollout comes next: inside the step ZeRO-3 relies on its own gathering."""
-        module = rollout_module(pl_module)
+        module = rollout_module(pl_module, self)
         if module.starts_rollout:
             self._fill(trainer, module)
 
@@ -88,14 +88,14 @@ class ZeroSharding(RolloutCallback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fill the shadow for all batches at once."""
-        self._attach(rollout_module(pl_module))
-        self._fill(trainer, rollout_module(pl_module))
+        self._attach(rollout_module(pl_module, self))
+        self._fill(trainer, rollout_module(pl_module, self))
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Free the memory."""
-        shadow = rollout_module(pl_module).generator.shadow
+        shadow = rollout_module(pl_module, self).generator.shadow
         if shadow is not None and not self.keep_shadow:
             shadow.release()
 

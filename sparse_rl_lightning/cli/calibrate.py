@@ -14,14 +14,15 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, OnProgress
+from sparse_rl_lightning.calibration.calibrate import Calibration, OnProgress
 from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibration
-from sparse_rl_lightning.calibration.cost import CostModel, Pages, Work
+from sparse_rl_lightning.calibration.cost import CostModel, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
 from sparse_rl_lightning.calibration.picture import draw
 from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.calibration.sweep import Sweep
+from sparse_rl_lightning.calibration.table import Binning
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -275,20 +276,16 @@ def _predict(
     batch = min(sweep.sampler_options.get("num_slots") or sequences, sequences)
     work = Work(batch, prompt, sweep.params.max_completion_length)
     model = CostModel(shape, machine)
-    costed = [(budget, _costed(method.with_budget(budget))) for budget in found.table]
+    costed = [(budget, method.with_budget(budget)) for budget in found.table]
     fastest = model.fastest_schedule(costed, found.meets(), found.bin_size, work, found.rising)
     largest = found.schedule.maximum
     shown: dict[str, int | LengthSchedule] = {"the schedule": found.schedule, f"a fixed budget of {largest}": largest}
     if fastest != found.schedule:
         shown[f"the fastest that the table allows, {fastest!r},"] = fastest
-    speeds = {name: model.speedup(_costed(method.with_budget(budget)), work) for name, budget in shown.items()}
+    speeds = {name: model.speedup(method.with_budget(budget), work) for name, budget in shown.items()}
     told = ", ".join(f"{name} {speed:.2f} times" for name, speed in speeds.items())
     none = "" if fastest != found.schedule else " No schedule that the table allows is faster."
     say(
         f"Predicted speed over dense rollouts of {work.batch} sequences at once, prompts of {work.prompt} tokens, "
         f"completions of {work.length} tokens: {told}.{none}"
     )
-
-
-def _costed(method: Compressor | Retriever) -> Compressor | Pages:
-    return Pages.of(method) if isinstance(method, Retriever) else method

@@ -47,7 +47,8 @@ def argument_names(path: str) -> set[str]:
     """Arguments of a ``class_path``, those of a group as ``group.name``; none if there is no such class."""
     try:
         kind = known_classes().get(path) or imported(path)
-        added = ArgumentParser(exit_on_error=False).add_class_arguments(kind, fail_untyped=False)
+        parser = ArgumentParser(exit_on_error=False)
+        added = [*parser.add_class_arguments(kind, fail_untyped=False), *parser.get_defaults().keys()]
     except (ImportError, AttributeError, TypeError, ValueError):  # the parser reports what is wrong with the name
         return set()
     return {*added, *(name.partition(".")[0] for name in added)}

@@ -1,7 +1,7 @@
 """Compressor: a score per cached entry. Pinning, ties, compaction and the record are written once, elsewhere.
 
-The op ``evict`` carries out what :meth:`Compressor.plan_eviction` plans. What the sampler has forgotten counts in the
-learner, by ``corrections.py`` and ``learner/loss.py``.
+The op ``evict`` carries out what :meth:`Compressor.plan_eviction` plans. The learner corrects for what
+the sampler has forgotten in ``corrections.py`` and ``learner/loss.py``.
 """
 
 from __future__ import annotations

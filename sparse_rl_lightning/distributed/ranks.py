@@ -32,11 +32,13 @@ def gather_to_zero(value: Any, world_size: int) -> list[Any]:
     return values or []
 
 
-def mean_over_ranks(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+def mean_over_ranks(metrics: Mapping[str, Tensor | float], world_size: int) -> Mapping[str, Tensor | float]:
     """Mean of every metric over the ranks that have it, on all ranks, in one exchange. Collective.
 
     The names may depend on a rank's data, as counters of reward functions do.
     """
+    if world_size == 1:
+        return metrics
     own = {name: float(value) for name, value in metrics.items()}
     ranks = of_all_ranks(own)
     names = dict.fromkeys(name for metrics in ranks for name in metrics)

@@ -47,7 +47,7 @@ def with_room(
         ValueError: If there is room for none.
     """
     limits = f"max_completion_length={params.max_completion_length} in the model's context of {context} tokens"
-    advice = f"lower model.max_completion_length, or model.max_completion_length_of if it names {name}"
+    advice = f"lower max_completion_length of model.sampling, or of {name} in model.sampling_of"
     fits = [context is None or len(prompt) + params.max_completion_length <= context for prompt in prompts]
     if not any(fits):
         raise UserError(

@@ -1,9 +1,9 @@
 """The loss of a micro-batch as its share of one optimizer step.
 
 By now a rollout has log-probs of the dense policy from before the update (``old_logprobs``) and advantages. Correction
-callbacks have compared dense with sparse probabilities (``corrections.py``): they cleared ``keep`` where a token or a
-whole sequence is rejected, and set ``weights``. The formulas are in ``losses.py``, the learner's log-probs in
-``forward.py``.
+callbacks (``callbacks/corrections/``, by ``corrections.py``) have compared dense with sparse probabilities: ``keep``
+(B, T), bool, drops terms, and ``weights`` (B, T) multiply them after the clip, without gradient. The formulas are in
+``losses.py``, the learner's log-probs in ``forward.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Denominators:
 
     policy: Tensor | None = None  # ()
     penalty: Tensor | None = None  # (), for the KL term
-    everything: Tensor | None = None  # (), for a policy term from which nothing is rejected
+    everything: Tensor | None = None  # (), for a second term from which nothing is rejected (replay, distillation)
     max_completion_length: int | None = None  # the constant of dr_grpo
 
     def summed(self, add: Callable[[Tensor], Tensor]) -> Denominators:
@@ -136,7 +136,9 @@ class GRPOLoss:
         """
         assert part.old_logprobs is not None
         assert part.advantages is not None
-        mask, length = self.mask(part), denominators.max_completion_length
+        mask, length, divisor = self.mask(part), denominators.max_completion_length, denominators.policy
+        if divisor is None:  # before off-policy masking, which changes no divisor
+            divisor = count_items(mask, part.keep, self.loss_type, self.denominator)
         output = policy_loss(
             logprobs,
             part.old_logprobs,
@@ -151,7 +153,7 @@ class GRPOLoss:
             delta=self.delta,
             denominator=self.denominator,
             max_completion_length=length,
-            num_items=denominators.policy,
+            num_items=divisor,
         )
         if self.beta == 0:
             return output
@@ -172,6 +174,7 @@ class GRPOLoss:
         """Tokens left by rejection, without sequences the learner has moved away from; divisors ignore these."""
         if self.off_policy_delta is None:
             return part.keep
+        # the sampler's, or their replay where the module replays
         reference = part.sparse_logprobs if self.off_policy_reference == "sampler" else part.old_logprobs
         assert reference is not None
         assert part.advantages is not None

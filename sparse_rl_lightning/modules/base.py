@@ -159,7 +159,7 @@ class PolicyModule(LightningModule):
         assert self.device_mesh is not None
         if self.device_mesh["tensor_parallel"].size() > 1:
             raise UserError(
-                "ModelParallelStrategy: tensor parallelizm is not supported. Set tensor_parallel_size to 1 and "
+                "ModelParallelStrategy: tensor parallelism is not supported. Set tensor_parallel_size to 1 and "
                 "data_parallel_size to the number of ranks."
             )
         shard_fully(self, self.policy, self.device_mesh["data_parallel"])

@@ -74,7 +74,7 @@ class DistillSparse(SparseGRPO):
 
     Args:
         policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here.
-        adapter: Adapter and its objective, null for the defaults.
+        adapter: Adapter and its objective.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
@@ -84,7 +84,7 @@ class DistillSparse(SparseGRPO):
 
     keeps_evictions = True
 
-    def __init__(self, *args: Any, adapter: SparseAdapter | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, adapter: SparseAdapter = SparseAdapter(), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         compressor, retriever = self.generator.compressor, self.generator.retriever
         if retriever is not None and compressor.evicts:
@@ -99,8 +99,8 @@ class DistillSparse(SparseGRPO):
             )
         check_partial(self)
         check_attention(self, self.policy_source.attn_implementation)
-        self.adapter = adapter or SparseAdapter()
-        self.generator.sparse_mode = self.adapter_on
+        self.adapter = adapter
+        self.generator.sparse_mode, self.generator.dense_mode = self.adapter_on, self.adapter_off
         self._own: list[torch.nn.Parameter] = []  # trained by the policy's objective
         self._adapter_own: list[torch.nn.Parameter] = []
 
@@ -128,6 +128,18 @@ class DistillSparse(SparseGRPO):
             yield
         finally:
             self.policy.disable_adapters()
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """Switch the adapter off, also where an exception in the backward pass left it on."""
+        self.policy.disable_adapters()
+        yield
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits (B, T, V) of the dense policy, for trying things out."""
+        self.configure_model()
+        with self.adapter_off():
+            return super().forward(input_ids)
 
     def on_after_backward(self) -> None:
         """Switch the adapter off, which a checkpointed backward pass still needed."""
@@ -180,9 +192,10 @@ class DistillSparse(SparseGRPO):
         for parameters, trained in ((self._own, not self.trains_adapter), (self._adapter_own, self.trains_adapter)):
             for parameter in parameters:
                 parameter.requires_grad_(trained)
-        if self.trains_adapter:
-            return self.adapter_loss(part, denominators)
-        return super().micro_batch_loss(part, denominators)
+        with self.adapter_off():
+            if self.trains_adapter:
+                return self.adapter_loss(part, denominators)
+            return super().micro_batch_loss(part, denominators)
 
     def adapter_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The sparse policy's loss; leaves the adapter on, for the backward pass."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import (
@@ -45,7 +45,6 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
 from sparse_rl_lightning.rewards.math.checker import known_convention
 from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.options import as_texts
 from sparse_rl_lightning.text import prompt_text, say
 
 SEQUENCES_PER_BENCHMARK = 10**7  # the sequence ids of each benchmark start at a multiple of this
@@ -65,25 +64,11 @@ class Evaluation(PolicyModule):
         compressors: Compressed caches to compare, several budgets of one class too.
         retrievers: Retrievers to compare, with the full cache of which every query reads some pages.
         dense: Whether to evaluate the full cache too.
-        num_samples: Samples per problem, at most 1000; ``num_samples_of`` has the exceptions.
-        max_completion_length: Most tokens in a completion; ``max_completion_length_of`` has the exceptions.
-        num_samples_of: Samples per problem by benchmark.
-        max_completion_length_of: Largest number of tokens in a completion by benchmark.
-        temperature: Temperature of the sampler; 0 is greedy.
-        top_p: Probability of the smallest set of tokens to draw from, at least.
-        top_k: Number of most likely tokens to draw from, 0 for all.
-        min_p: Least probability of a token to draw, relative to the best.
-        repetition_penalty: Penalty, if above 1, on tokens of the prompt and of the completion so far.
-        chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``.
+        sampling: Sampling parameters, at most 1000 completions per problem.
+        sampling_of: Other settings of ``sampling`` by benchmark, such as ``{aime24: {num_generations: 32}}``.
+        rollout: Memory and speed of rollouts, end of completions, and rendering of prompts.
         batch_size: Problems per rollout.
-        num_slots: Number of sequences decoded at the same time, null for all of a rollout.
-        end_tokens: Tokens that end a completion besides the model's own.
-        stop_strings: Texts that end a completion.
-        memory_limit: Limit on the memory for slots, bytes or (a float up to 1.0) a share of the free memory.
-        kv_dtype: Type that keys and values are stored in; null for the type the policy computes in.
-        cuda_graphs: Decode from CUDA graphs on a GPU.
         check_workers: Number of processes for answers that only math-verify can compare.
-        seed: Seed of the samples.
         answers: Convention of the accuracies shown and logged first, ``strict`` or ``lenient``, which also pays what
             papers' graders do. Both are measured, written and logged.
 
@@ -98,51 +83,29 @@ class Evaluation(PolicyModule):
         compressors: list[Compressor] | None = None,
         retrievers: list[Retriever] | None = None,
         dense: bool = True,
-        num_samples: int = 1,
-        max_completion_length: int = 8192,
-        num_samples_of: dict[str, int] | None = None,
-        max_completion_length_of: dict[str, int] | None = None,
-        temperature: float = 0.8,
-        top_p: float = 0.95,
-        top_k: int = 0,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        sampling: SamplingParams = SamplingParams(  # noqa: B008  # frozen, like the next one
+            max_completion_length=8192, temperature=0.8, top_p=0.95
+        ),
+        sampling_of: dict[str, dict[str, Any]] | None = None,
+        rollout: RolloutOptions = RolloutOptions(),  # noqa: B008
         batch_size: int = 64,
-        num_slots: int | None = None,
-        end_tokens: list[str] | None = None,
-        stop_strings: list[str] | None = None,
-        memory_limit: int | float | None = None,
-        kv_dtype: str | None = None,
-        cuda_graphs: bool = True,
         check_workers: int = 1,
-        seed: int = 0,
         answers: Convention = "strict",
     ) -> None:
         super().__init__(policy)
         self.caches = name_caches([*([FullKV()] if dense else []), *(compressors or []), *(retrievers or [])])
-        if not self.caches or batch_size < 1:
-            raise UserError(
-                "Evaluation needs dense: true, compressors or retrievers, and batch_size of at least 1; got "
-                f"{len(self.caches)} caches and batch_size={batch_size}."
-            )
-        samples = {"num_samples": num_samples, **{f"num_samples_of[{k}]": n for k, n in (num_samples_of or {}).items()}}
-        if too_many := {name: number for name, number in samples.items() if number > MAX_SAMPLES}:
-            raise UserError(f"Evaluation draws at most {MAX_SAMPLES} samples per problem, got {too_many}: lower them.")
-        self.sampling = SamplingParams(
-            num_generations=num_samples, max_completion_length=max_completion_length, temperature=temperature,
-            top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
-            stop_strings=as_texts(stop_strings, "stop_strings"), seed=seed,
-        )  # fmt: skip
-        options = RolloutOptions(
-            num_slots, as_texts(end_tokens, "end_tokens"), memory_limit, kv_dtype, cuda_graphs=cuda_graphs,
-            chat_template_kwargs=chat_template_kwargs,
-        )  # fmt: skip
-        self.generator = Generator(FullKV(), self.sampling, options)
+        if not self.caches:
+            raise UserError("Evaluation needs dense: true, compressors or retrievers; got none of them.")
+        check_number("batch_size", batch_size, least=1)
+        self.sampling = rollout.for_evaluation(sampling)
+        self.sampling_of = {name: _changed(self.sampling, name, own) for name, own in (sampling_of or {}).items()}
+        every = {"sampling": self.sampling} | {f"sampling_of[{name}]": own for name, own in self.sampling_of.items()}
+        for where, params in every.items():
+            check_number(f"{where}.num_generations", params.num_generations, most=MAX_SAMPLES)
+        self.generator = Generator(FullKV(), self.sampling, rollout)
         self.checker = MathChecker(check_workers)
         self.answers = known_convention(answers)
-        self.num_samples_of = dict(num_samples_of or {})
-        self.max_completion_length_of = dict(max_completion_length_of or {})
         self.batch_size = batch_size
         self.results: list[BenchmarkResult] = []
         self._problems: list[Problems] = []  # problems of the test loader, encoded once
@@ -156,9 +119,7 @@ class Evaluation(PolicyModule):
 
     def params(self, benchmark: str) -> SamplingParams:
         """The sampling parameters of a benchmark."""
-        samples = self.num_samples_of.get(benchmark, self.sampling.num_generations)
-        length = self.max_completion_length_of.get(benchmark, self.sampling.max_completion_length)
-        return dataclasses.replace(self.sampling, num_generations=samples, max_completion_length=length)
+        return self.sampling_of.get(benchmark, self.sampling)
 
     # ---------------------------------------------------------------- Lightning
 
@@ -212,7 +173,7 @@ class Evaluation(PolicyModule):
             ) from error
 
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
-        """The rows, each with its ``completions`` by cache: a list of ``num_samples`` texts."""
+        """The rows, each with its ``completions`` by cache: a list of ``num_generations`` texts."""
         params = self.params(benchmark_name(batch))
         rows: Rows = [{**row, "completions": {}} for row in batch]
         count, prompts = params.num_generations, self.generator.encode(batch)
@@ -306,3 +267,12 @@ class Evaluation(PolicyModule):
             chat_template_kwargs=self.generator.options.chat_template_kwargs or {},
             version=version("sparse-rl-lightning"),
         )  # fmt: skip
+
+
+def _changed(sampling: SamplingParams, benchmark: str, changes: dict[str, Any]) -> SamplingParams:
+    """Settings of drawing with those of a benchmark over them."""
+    try:
+        return dataclasses.replace(sampling, **changes)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(field.name for field in dataclasses.fields(sampling))
+        raise UserError(f"sampling_of[{benchmark}]: {error} Its settings are those of sampling: {names}.") from error

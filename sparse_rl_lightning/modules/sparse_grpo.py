@@ -108,7 +108,7 @@ class SparseGRPO(PolicyModule):
         check_number("steps_per_generation", steps_per_generation, least=1)
         check_number("num_iterations", num_iterations, least=1)
         self.generator = Generator(compressor, sampling, rollout, retriever, steps_per_generation, rank_zero_info)
-        self.generator.version = lambda: self.global_step
+        self.generator.version = partial(getattr, self, "global_step")  # no lambda: copies and pickles ask themselves
         self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn)
         self.learner = Learner(learner, sampling.temperature, retriever, steps_per_generation)
         self.loss = loss
@@ -132,7 +132,7 @@ class SparseGRPO(PolicyModule):
         part, denominators = self.block.next()
         output = self.micro_batch_loss(part, denominators)
         self.log_dict(output.metrics, batch_size=len(part))
-        if denominators.policy is None:  # each micro-batch by itself: Lightning averages them
+        if denominators.policy is None:  # bnpo: each micro-batch by itself, Lightning averages them
             return output.loss
         return output.loss * self._accumulate * self._world_size  # trainer and strategy divide by both
 
@@ -142,6 +142,7 @@ class SparseGRPO(PolicyModule):
         for callback in callbacks:
             callback.on_rollout_start(self.trainer, self, rows)
         self.rewards.check(rows)
+        # where this rank's prompts stand in the whole block fixes their random numbers
         places = places_of_rank(self.trainer, len(rows)) if self._world_size > 1 else None
         scored = self.generator.roll_out(rows, self.num_rollouts, places, self._report_progress)  # sparse policy
         for callback in callbacks:
@@ -151,8 +152,7 @@ class SparseGRPO(PolicyModule):
         for callback in callbacks:  # rejection, reweighting, tables
             callback.on_rollout_scored(self.trainer, self, scored)
         metrics = rollout_metrics(scored) | self.generator.metrics(scored.rollout)
-        metrics = metrics if self._world_size == 1 else ranks.mean_over_ranks(metrics)
-        self.log_dict(metrics, batch_size=len(scored.completions))
+        self.log_dict(ranks.mean_over_ranks(metrics, self._world_size), batch_size=len(scored.completions))
         return scored
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
@@ -167,7 +167,7 @@ class SparseGRPO(PolicyModule):
 
     @torch.no_grad()
     def rescore(self, scored: ScoredRollout) -> None:
-        """Compute log-probs of the dense policy, with the forward code and the micro-batches of the learner."""
+        """Compute log-probs of the trained policy (dense, or replayed) with the learner's code and micro-batches."""
         start, rollout = time.perf_counter(), scored.rollout
         if self.learner.options.rescore:
             rollout.old_logprobs = self.learner.rescored(self.policy, rollout)

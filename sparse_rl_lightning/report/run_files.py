@@ -1,4 +1,4 @@
-"""The reader of a run's folder, finished or not; fields of unexpected type are left out."""
+"""The reader of a run's folder, finished or not; numbers that no chart can show are left out."""
 
 from __future__ import annotations
 
@@ -12,21 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.report.record import PROGRESS, SUMMARY, RunRecord
+from sparse_rl_lightning.report.record import BESIDE, PROGRESS, SUMMARY, RunRecord
 from sparse_rl_lightning.text import shortened
 
 METRICS = "metrics.csv"
 LARGEST, SMALLEST = 1e30, 1e-30
 """Limits of metrics, beyond which no chart can show them; numbers nearer to 0 count as 0."""
-MOST_ROLLOUTS = 1e9
-LONGEST_TEXT = 4000
-MOST_ENTRIES = 2000
 SAME = ("reward", "completions/mean_length", "time/rollout")
 """Keys whose agreement identifies rows of one rollout in a CSV file: no two rollouts take the same time."""
-TEXTS = {"prompt", "completion", "answer", "cache", "token", "text"}
-NUMBERS = {"rollout", "index", "reward", "length", "ratio", "token_place"}
-FLAGS = {"finished", "rejected"}
-"""Fields of a completion or a warning, besides its ``kinds``."""
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -51,7 +44,7 @@ def read_run(folder: str | Path) -> RunRecord:
             record = _from_csv(file) if file.name == METRICS else _from_json(file)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, RecursionError, csv.Error) as error:
+        except (OSError, ValueError, AttributeError, RecursionError, csv.Error) as error:
             problems.append(f"{file} cannot be read: {shortened(str(error) or type(error).__name__, 200)}")
             continue
         told = [f"{problem} The page is made from {file.name}." for problem in problems] + _older(file)
@@ -82,30 +75,27 @@ def _older(file: Path) -> list[str]:
 
 
 def _from_json(file: Path) -> RunRecord:
-    """The record in a file written by RunSummary."""
+    """The record as RunSummary wrote it."""
     found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(found, dict) or not isinstance(found.get("history"), list):
         raise UserError("it is no summary of a run.")
-    summary = found["summary"] if isinstance(found.get("summary"), dict) else {}
+    record, summary = RunRecord(), found.get("summary", {})
+    for name in BESIDE:
+        default = getattr(record, name)
+        setattr(record, name, value := found.get(name, default))
+        if not isinstance(value, type(default)):
+            raise UserError(f"{name} is no {type(default).__name__}.")
     counts = _numbers(summary)
-    history: dict[float, dict[str, float]] = {}
-    for row in _rows(found["history"]):
-        history.setdefault(row.get("rollout", float(len(history))), row)  # a rollout is the first row that names it
-    texts = {"title": file.parent.name, "state": "running" if file.name == PROGRESS else "finished"}
-    texts |= {name: text for name in ("title", "state", "written") if (text := _text(found.get(name)))}
-    entries = {name: _entries(found.get(name)) for name in ("samples", "worst", "warnings")}
-    tables = {name: _texts(found.get(name)) for name in ("settings", "config", "versions")}
-    fields: dict[str, Any] = {**texts, **entries, **tables}
-    return RunRecord(
-        history=list(history.values()),
-        validation=_rows(found.get("validation")),
-        before=_numbers(summary.get("before")),
-        after=_numbers(summary.get("after")),
+    return replace(
+        record,
+        history=_rows(found["history"]),
+        validation=_rows(record.validation),
+        before=_numbers(summary.get("before", {})),
+        after=_numbers(summary.get("after", {})),
         num_problems=int(counts.get("held_out_problems", 0)),
-        measure=_text(summary.get("measure")) or "reward",
+        measure=summary.get("measure", "reward"),
         seconds=counts.get("wall_time_seconds", 0.0),
         steps=int(counts.get("optimizer_steps", 0)),
-        **fields,
     )
 
 
@@ -139,7 +129,7 @@ def _from_csv(file: Path) -> RunRecord:
     )
 
 
-def _parsed(row: Mapping[str | None, Any]) -> dict[str, float]:
+def _parsed(row: Mapping[str, Any]) -> dict[str, float]:
     values = {}
     for name, text in row.items():
         with suppress(ValueError, TypeError):
@@ -147,47 +137,16 @@ def _parsed(row: Mapping[str | None, Any]) -> dict[str, float]:
     return _numbers(values)
 
 
-# ---------------------------------------------------------------- values of the expected kind
+def _rows(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [numbers for row in rows if (numbers := _numbers(row))]
 
 
-def _rows(value: Any) -> list[dict[str, float]]:
-    """Rows of numbers that fit on an axis."""
-    return [row for row in map(_numbers, _list(value)) if row and 0 <= row.get("rollout", 0.0) <= MOST_ROLLOUTS]
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    items = value.items() if isinstance(value, Mapping) else ()
-    return {name: number for name, item in items if name is not None and (number := _number(item)) is not None}
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers that an axis can hold."""
+    return {name: number for name, value in values.items() if (number := _number(value)) is not None}
 
 
 def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:  # NaN is not
         return None
     return float(value) if abs(value) >= SMALLEST else 0.0
-
-
-def _text(value: Any) -> str | None:
-    return shortened(value, LONGEST_TEXT) if isinstance(value, str) else None
-
-
-def _texts(value: Any) -> dict[str, str]:
-    items = list(value.items())[:MOST_ENTRIES] if isinstance(value, Mapping) else []
-    return {shortened(key, 200): text for key, item in items if (text := _text(item)) is not None}
-
-
-def _entries(value: Any) -> list[dict[str, Any]]:
-    """Entries of completions or warnings."""
-    return [_entry(item) for item in _list(value)[:MOST_ENTRIES] if isinstance(item, dict)]
-
-
-def _entry(item: dict[str, Any]) -> dict[str, Any]:
-    known: dict[str, Any] = {name: _text(item.get(name)) for name in TEXTS}
-    known |= {name: _number(item.get(name)) for name in NUMBERS}
-    known |= {name: item[name] for name in FLAGS if isinstance(item.get(name), bool)}
-    if "kinds" in item:
-        known["kinds"] = [kind[:40] for kind in _list(item["kinds"])[:5] if isinstance(kind, str)]
-    return {name: value for name, value in known.items() if value is not None}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

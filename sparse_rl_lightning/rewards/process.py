@@ -257,7 +257,7 @@ def _leave(libc: ctypes.CDLL, parent: int) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):  # schedulers send them to all processes, the trainer handles them
         signal.signal(number, _ignore)
     gc.freeze()  # collected objects might have finalizers for a GPU
-    os.environ.setdefault("TOKENIZERS_PARALLELIZM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.set_num_threads(1)  # other threads were not forked
 
 

@@ -58,7 +58,9 @@ class Generator:
         self.sampling = sampling
         self.options = options
         self.rank, self.world_size = 0, 1  # this process among those that share a rollout
-        self.sparse_mode: Callable[[], AbstractContextManager[None]] = nullcontext  # makes the policy sparse
+        # make the policy the sparse one, and the dense one
+        self.sparse_mode: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.dense_mode: Callable[[], AbstractContextManager[None]] = nullcontext
         self.version: Callable[[], int] = int  # version of the policy's weights, which a shadow must match
         self.partial: PartialRollouts | None = None
         if options.partial_rollout_steps is not None:
@@ -143,7 +145,7 @@ class Generator:
             if progress is not None:
                 progress(now)
 
-        with nullcontext() if dense else self.sparse_mode():
+        with self.dense_mode() if dense else self.sparse_mode():
             rollout = self.sampler(dense).generate(
                 self.encode(rows), params, progress=report,
                 sequence_ids=self._sequence_ids(index, len(rows), params.num_generations, places),

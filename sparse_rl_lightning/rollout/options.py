@@ -97,6 +97,17 @@ class RolloutOptions:
             )
         return sampling
 
+    def for_evaluation(self, sampling: SamplingParams) -> SamplingParams:
+        """Settings of drawing with ``generation_kwargs`` over them.
+
+        Raises:
+            ValueError: If an option is given that is of training alone.
+        """
+        for name in ("partial_rollout_steps", "oversampling", "reward_timeout"):
+            if getattr(self, name) != getattr(RolloutOptions, name):
+                raise UserError(f"rollout.{name} is of training, got {name}={getattr(self, name)}: remove it.")
+        return with_generation_kwargs(sampling, self.generation_kwargs)
+
     def sampler(
         self,
         policy: PreTrainedModel,

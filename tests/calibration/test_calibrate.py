@@ -19,9 +19,9 @@ from tiny_run import run_console
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.calibration import Hardware
-from sparse_rl_lightning.calibration.calibrate import Binning, Calibration, calibrate
+from sparse_rl_lightning.calibration.calibrate import Calibration, calibrate
 from sparse_rl_lightning.calibration.sweep import Sweep
-from sparse_rl_lightning.calibration.table import Acceptances, Cell, bootstrap, cells, choose
+from sparse_rl_lightning.calibration.table import Acceptances, Binning, Cell, bootstrap, cells, choose
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.logprobs import hidden_states
 from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
@@ -220,7 +220,7 @@ def test_a_bin_is_its_lengths() -> None:
     lengths = torch.tensor([7, 8, 15, 16, 16], dtype=torch.int32)
     values = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.6])
     found = Acceptances(lengths, values, values, torch.arange(5, dtype=torch.int32))
-    got = cells(found, bin_size=8, num_bins=4, min_tokens=2)
+    got = cells(found, Binning(bin_size=8, min_tokens=2), num_bins=4)
     assert [None if own is None else own.tokens for own in got] == [None, 2, 2, None]
     assert got[2].tail == pytest.approx(0.4 + 0.05 * 0.2)
     assert got[2].mean == pytest.approx(0.5)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from sparse_rl_lightning.budgets import LengthSchedule, PublishedSchedule, Pyramid
-from sparse_rl_lightning.calibration import H200, CostModel, Hardware, ModelShape, Pages, Work, entries_read
+from sparse_rl_lightning.calibration import H200, CostModel, Hardware, ModelShape, Work, entries_read
 from sparse_rl_lightning.compressors import FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.retrievers import Centroid, Quest
 
@@ -66,7 +66,7 @@ def test_speedups(table: str, overhead: float) -> None:
         found = cost(model, overhead)
         for length, cell in zip(LENGTHS.values(), cells, strict=True):
             for budget, printed in zip(BUDGETS, cell.split("/"), strict=True):
-                method = Pages(budget) if table == "A5" else evict(budget)
+                method = Centroid(budget, num_dense_layers=0) if table == "A5" else evict(budget)
                 speedup = found.speedup(method, Work(int(batch), PROMPT, length))
                 assert near(speedup, printed), (model, batch, length, budget)
                 compared += 1
@@ -82,8 +82,8 @@ def test_memory_ratios() -> None:
             assert near(own / full, peak)
             entries = [entries_read(m, Work(1, PROMPT, length), 28).mean() for m in (evict(int(budget)), FullKV())]
             assert near(float(entries[0] / entries[1]), mean)
-    for metadata, ratio in ((0.5, 1.03125), (1.0, 1.0625)):
-        pages = found.bytes_per_sequence(Pages(512, metadata=metadata), PROMPT, 4096)
+    for retriever, ratio in ((Centroid(512), 1.03125), (Quest(512), 1.0625)):
+        pages = found.bytes_per_sequence(retriever, PROMPT, 4096)
         assert pages / found.bytes_per_sequence(FullKV(), PROMPT, 4096) == pytest.approx(ratio, rel=1e-6)
 
 
@@ -115,7 +115,7 @@ MEASURED = {"qwen3-1.7b": 2.21, "qwen3-4b": 2.41, "qwen3-8b": 2.06, "qwen3-14b":
 
 @pytest.mark.parametrize("model", MEASURED)
 def test_sparrows_measured_speedups(model: str) -> None:
-    pages = Pages(PublishedSchedule(f"{model}-0.86"), reserved=48, dense_layers=2)
+    pages = Centroid(PublishedSchedule(f"{model}-0.86", reserved=48))
     predicted = cost(model).speedup(pages, Work(60, PROMPT, 12_000))
     assert predicted == pytest.approx(MEASURED[model], rel=0.2)
 
@@ -158,15 +158,13 @@ def test_entries_are_those_that_the_rule_leaves() -> None:
 
 
 def test_retrieval_reads_all_of_a_short_sequence_and_its_dense_layers() -> None:
-    read = entries_read(Pages(64, page_size=16, metadata=1.0, reserved=16, dense_layers=1), Work(1, 70, 20), 4)
+    read = entries_read(Quest(80, num_dense_layers=1), Work(1, 70, 20), 4)
     lengths = torch.arange(71, 91, dtype=torch.float64)
     want = torch.where(lengths <= 80, lengths, (lengths + 3 * (80 + lengths / 16)) / 4)
     torch.testing.assert_close(read, want)
 
 
-def test_pages_of_a_retriever() -> None:
-    assert Pages.of(Centroid(64)) == Pages(LengthSchedule.constant(64), 16, 0.5, 0, 2)
-    assert Pages.of(Quest(64, page_size=8)) == Pages(LengthSchedule.constant(64), 8, 1.0, 0, 2)
+def test_tokens_that_are_always_read_are_added_to_a_published_schedule() -> None:
     with pytest.warns(UserWarning, match="is known up to"):
         assert PublishedSchedule("qwen3-1.7b-0.75", reserved=48).budgets[0] == 560
 
@@ -190,7 +188,7 @@ def test_the_fastest_schedule_is_that_of_brute_force() -> None:
 def test_the_last_budget_of_a_schedule_goes_on() -> None:
     """Tokens behind the last bin are read under its budget, and count."""
     found, work = cost("qwen3-1.7b"), Work(64, 500, 3000)
-    methods = [(budget, Pages(budget, metadata=1.0, reserved=48)) for budget in (512, 528, 1024)]
+    methods = [(budget, Quest(budget + 48, num_dense_layers=0)) for budget in (512, 528, 1024)]
     for size, bins in ((600, 1), (300, 2), (576, 1)):
         best = found.fastest_schedule(methods, [[True] * 3] * bins, size, work)
         assert best == LengthSchedule.constant(512), (size, bins)
@@ -201,8 +199,13 @@ def test_the_fastest_retrieval_is_that_of_brute_force(rising: bool) -> None:
     """Just above its budget a sequence would read less with all of it: a larger budget may be the faster one."""
     found, work = cost("qwen3-1.7b"), Work(64, 500, 1500)
     budgets, random = (256, 512, 528, 1024), torch.Generator().manual_seed(0)
-    methods = [(budget, Pages(budget, metadata=1.0, reserved=48)) for budget in budgets]
+    methods = [(budget, Quest(budget + 48, num_dense_layers=0)) for budget in budgets]
     chosen = set()
+
+    def speed(schedule: LengthSchedule) -> float:
+        raised = LengthSchedule(schedule.starts, [budget + 48 for budget in schedule.budgets])
+        return found.speedup(Quest(raised, num_dense_layers=0), work)
+
     for _ in range(20):
         meets = torch.rand(4, 4, generator=random).lt(0.5).index_fill(1, torch.tensor(3), True).tolist()
         least = [min(b for b, meet in zip(budgets, own, strict=True) if meet) for own in meets]
@@ -211,9 +214,9 @@ def test_the_fastest_retrieval_is_that_of_brute_force(rising: bool) -> None:
             for own, low in zip(meets, least, strict=True)
         ]
         every = [way for way in itertools.product(*allowed) if not rising or list(way) == sorted(way)]
-        speeds = [found.speedup(Pages(LengthSchedule.of_bins(way, 500), 16, 1.0, 48), work) for way in every]
+        speeds = [speed(LengthSchedule.of_bins(way, 500)) for way in every]
         best = found.fastest_schedule(methods, meets, 500, work, rising)
-        assert found.speedup(Pages(best, 16, 1.0, 48), work) == pytest.approx(max(speeds), rel=1e-12)
+        assert speed(best) == pytest.approx(max(speeds), rel=1e-12)
         chosen.add(best.budgets)
     assert len(chosen) > 3
 

@@ -25,6 +25,7 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.corrections import mask_sequences, normalize_weights, off_policy_sequences
 from sparse_rl_lightning.learner.loss import GRPOLoss
+from sparse_rl_lightning.losses import Denominator, LossType
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 # Sequence 1: ratios 4, 1/4, 2: product 2, geometric mean 2 ** (1/3) = 1.259921. Sequence 2: 8, 1: product 8, mean
@@ -130,6 +131,18 @@ def test_opsm_at_the_loss_counts_the_sequence_as_zeros() -> None:
     torch.testing.assert_close((loss, gradient), expected)
     assert gradient[0].count_nonzero() == 0
     assert gradient[1].count_nonzero() == 2
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept_tokens", "kept"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo"])
+def test_opsm_changes_no_divisor(loss_type: LossType, denominator: Denominator) -> None:
+    """What is left has the gradient that it has without masking."""
+    keep = INSIDE & torch.tensor([[True], [True], [False]])
+    settings = {"loss_type": loss_type, "denominator": denominator}
+    _, without = loss_and_gradient(GRPOLoss(**settings), keep=keep)
+    _, masked = loss_and_gradient(GRPOLoss(off_policy_delta=1e-4, **settings), keep=keep)
+    assert masked[0].count_nonzero() == 0
+    torch.testing.assert_close(masked[1:], without[1:], rtol=0, atol=0)
 
 
 def test_opsm_can_compare_with_the_sampler() -> None:

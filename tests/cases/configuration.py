@@ -70,7 +70,7 @@ NUMBERS = [
         2,
         edit=lambda v: compressor(v).update(buffer=None),
     ),
-    Case("model.learner.head_chunk_size=null", "Parser key \"head_chunk_size\": Expected a &lt;class 'int'&gt;", 2),
+    Case("model.learner.head_chunk_size=null", "head_chunk_size\": Expected a &lt;class 'int'&gt;. Got value: None", 2),
     Case("trainer.max_steps=null", "Parser key \"trainer.max_steps\": Expected a &lt;class 'int'&gt;", 2, slow=True),
     Case("model.sampling.max_completion_length=-3", "max_completion_length must be at least 1", 1, slow=True),
     Case("model.sampling.max_completion_length=5000", "that exceeds the model's context of 128 tokens", 1),
@@ -194,7 +194,7 @@ TRAINER = [
 FILES = [
     Case(
         "a second `trainer:` block at the end of the file",
-        "config.yaml: the key 'trainer' is given twice, in lines 29 and 50: the second would replace all of the first.",
+        "config.yaml: the key 'trainer' is given twice, in lines 30 and 51: the second would replace all of the first.",
         2, text=lambda text: text + "trainer:\n  max_steps: 1\n",
     ),
     Case(

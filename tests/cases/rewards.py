@@ -98,7 +98,7 @@ def limited(body: str, says: str = TRAINS, status: int = 0, *, slow: bool = True
     """A function with this body and ``reward_timeout: 1``."""
 
     def limit(values: dict[str, Any]) -> None:
-        values["model"]["init_args"]["reward_timeout"] = 1.0
+        values["model"]["init_args"].setdefault("rollout", {})["reward_timeout"] = 1.0
 
     return Case(f"`{body}`, `reward_timeout: 1`", says, status, edit=limit, reward=lr(body), slow=slow)
 

@@ -49,7 +49,7 @@ from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.testing import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "bad_inputs.md"
-HEAD = """# What wrong input is answered with
+HEAD = """# Error messages for wrong input
 
 Every message says what was given, what is allowed and what to change. A user's mistake is one line behind `error:`, or
 the few of the parser of configurations, and the exit status is 1 or 2; an error in a user's own code keeps its
@@ -59,9 +59,9 @@ by `tests/cli/test_bad_inputs.py`; `python tests/cli/test_bad_inputs.py` writes 
 PYTHON = """
 ## In Python
 
-`grpo(...)` is `SparseGRPO` with a tiny policy, `model` a tiny model, `sampler` one of it, `mask` and `logprobs` of
-shape (2, 3). Where a number belongs, NaN and infinity are refused for every class that a configuration names
-(`tests/test_errors.py`).
+`grpo(...)` is `SparseGRPO` with a tiny policy and each argument in its group, `model` a tiny model, `sampler` its own,
+`mask` and `logprobs` have the shape (2, 3). Where a number belongs, NaN and infinity are refused for every class that a
+configuration names (`tests/test_errors.py`).
 
 | input | message |
 |---|---|

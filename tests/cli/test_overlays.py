@@ -15,7 +15,7 @@ from sparse_rl_lightning.cli.yaml_files import UnusableYAML, read, read_file
 
 RKV = {"class_path": "RKV", "init_args": {"budget": 30, "buffer": 4, "mix_lambda": 0.1}}
 LONG, FUNCTION = "sparse_rl_lightning.compressors.RKV", "sparse_rl_lightning.rewards.arithmetic_reward"
-MODEL = {"class_path": "SparseGRPO", "init_args": {"num_generations": 8, "compressor": RKV}}
+MODEL = {"class_path": "SparseGRPO", "init_args": {"sampling": {"num_generations": 8}, "compressor": RKV}}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,10 @@ def test_a_run_of_an_overlay_saves_what_it_ran_with(folder: Path) -> None:
 
 def test_a_base_is_as_an_earlier_config(folder: Path) -> None:
     Path(write(config(max_steps=1))).rename("base.yaml")
-    change: dict[str, Any] = {"trainer": {"callbacks+": [{"class_path": "TIS"}]}, "model": {"init_args": {"beta": 0.1}}}
+    change: dict[str, Any] = {
+        "trainer": {"callbacks+": [{"class_path": "TIS"}]},
+        "model": {"init_args": {"loss": {"beta": 0.1}}},
+    }
     Path("change.yaml").write_text(yaml.safe_dump(change), encoding="utf-8")
     Path("top.yaml").write_text(yaml.safe_dump({"base": "base.yaml", **change}), encoding="utf-8")
     two = main(["fit", "--config", "base.yaml", "--config", "change.yaml"])

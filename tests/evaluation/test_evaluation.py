@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import string
@@ -25,7 +26,7 @@ from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards.math import CONVENTIONS, MathChecker
-from sparse_rl_lightning.rollout import Progress, SamplingParams
+from sparse_rl_lightning.rollout import Progress, RolloutOptions, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,8 +54,9 @@ def config(folder: Path, policy: Path, **model: Any) -> str:
     own["policy"]["init_args"] = {"path": str(policy), "dtype": "float32"}
     for compressor, budget in zip(own["compressors"], (24, 12), strict=True):
         compressor["init_args"] |= {"budget": budget, "buffer": 4, "window": 4}
-    own |= {"max_completion_length": 6, "max_completion_length_of": {"aime24": 8}, "num_samples_of": {"amc23": 3}}
-    settings["model"]["init_args"] |= {"num_slots": 4, "batch_size": 2} | model
+    own["sampling"]["max_completion_length"] = 6
+    own["sampling_of"] = {"aime24": {"max_completion_length": 8}, "amc23": {"num_generations": 3}}
+    own |= {"rollout": {"num_slots": 4}, "batch_size": 2} | model
     settings["data"]["init_args"]["folder"] = str(write_benchmarks(folder / "data"))
     settings["trainer"] |= {"accelerator": "cpu", "enable_progress_bar": False}
     path = folder / "eval.yaml"
@@ -101,7 +103,8 @@ def test_sparrows_evaluation(folder: Path) -> None:
     settings = yaml.safe_load((ROOT / "configs" / "sparrow" / "eval.yaml").read_text(encoding="utf-8"))
     own, data = settings["model"]["init_args"], settings["data"]["init_args"]
     own["policy"]["init_args"] = {"path": str(policy), "dtype": "float32"}
-    own |= {"max_completion_length": 12, "num_samples": 2, "num_slots": 4}
+    own["sampling"] |= {"max_completion_length": 12, "num_generations": 2}
+    own["rollout"] = {"num_slots": 4}
     small = {"budget": 8, "page_size": 4, "num_dense_layers": 1, "num_first_pages": 0, "num_last_pages": 1}
     own["retrievers"][0]["init_args"] = small
     data["folder"] = str(write_benchmarks(folder / "data"))
@@ -135,16 +138,16 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(folder: Path, policy
     assert {path.relative_to(root).as_posix() for path in after if after[path] != before[path]} == {
         "RKV-12/aime24.json"
     }
-    main(["test", "--config", file, "--data.init_args.benchmarks=[aime24,gsm8k]", "--model.init_args.seed=1"])
+    main(["test", "--config", file, "--data.init_args.benchmarks=[aime24,gsm8k]", "--model.init_args.sampling.seed=1"])
     assert all(path.stat().st_mtime_ns != after[path] for path in after)  # other settings, other results
     assert cli.model.results[0].benchmark == "gsm8k"
 
 
 def test_results_depend_on_neither_batches_nor_slots_nor_other_benchmarks(folder: Path, policy: Path) -> None:
     columns = []
-    for number, changes in enumerate(({"batch_size": 1, "num_slots": 1}, {"batch_size": 8, "num_slots": None})):
+    for number, (size, rollout) in enumerate(((1, {"num_slots": 1}), (8, {}))):
         (folder / str(number)).mkdir()
-        file = config(folder / str(number), policy, **changes)
+        file = config(folder / str(number), policy, batch_size=size, rollout=rollout)
         names = "[amc23]" if number else "[gsm8k,amc23]"
         root = str(folder / str(number) / "runs")
         main(["test", "--config", file, f"--data.init_args.benchmarks={names}", f"--trainer.default_root_dir={root}"])
@@ -176,7 +179,9 @@ def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
     ]
     module.configure_model()
     with module.caching("dense") as sampler:
-        rollout = sampler.generate(module.encode(rows), SamplingParams(num_generations=2, max_completion_length=3))
+        rollout = sampler.generate(
+            module.generator.encode(rows), SamplingParams(num_generations=2, max_completion_length=3)
+        )
     texts = [r"\boxed{0.5}", r"\boxed{0.50001}", r"\boxed{4.5001\times10^{33}}", "4.5e33"]
     scored = ScoredRollout(rollout, rows, texts, {}, 0)
     table = completion_table(
@@ -198,7 +203,7 @@ def test_predict_completes_a_file_of_prompts(folder: Path, policy: Path) -> None
     data = {"class_path": "JsonlPrompts", "init_args": {"path": "prompts.jsonl", "answer_column": None}}
     settings = yaml.safe_load(Path(file).read_text(encoding="utf-8")) | {"data": data}
     Path(file).write_text(yaml.safe_dump(settings), encoding="utf-8")
-    main(["predict", "--config", file, "--model.init_args.num_samples=2"])
+    main(["predict", "--config", file, "--model.init_args.sampling.num_generations=2"])
     rows = [json.loads(line) for line in (folder / "runs/eval/predictions.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["1+1=", "2+2=", "3"]
     assert all(list(row["completions"]) == CACHES for row in rows)
@@ -212,7 +217,7 @@ def test_predict_completes_a_file_of_prompts(folder: Path, policy: Path) -> None
 
 def test_the_papers_settings() -> None:
     own = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["model"]["init_args"]
-    model = Evaluation("nowhere", **{key: own[key] for key in own if key not in ("policy", "compressors")})
+    model = Evaluation("nowhere", sampling=SamplingParams(**own["sampling"]), sampling_of=own["sampling_of"])
     paper = SamplingParams(num_generations=1, max_completion_length=8192, temperature=0.8, top_p=0.95)
     for name in GOLDS:
         expected = (32, 16384) if name in ("aime24", "amc23") else (1, 8192)
@@ -240,13 +245,41 @@ def test_numbers_of_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "named"),
-    [({"num_samples": 1001}, "'num_samples': 1001"), ({"num_samples_of": {"amc23": 4000, "aime24": 1000}}, "amc23")],
+    ("options", "said"),
+    [
+        (
+            {"sampling": SamplingParams(num_generations=1001)},
+            r"sampling\.num_generations must be at most 1000, got num_generations=1001",
+        ),
+        (
+            {"sampling_of": {"aime24": {"num_generations": 1000}, "amc23": {"num_generations": 4000}}},
+            r"sampling_of\[amc23\]\.num_generations must be at most 1000, got num_generations=4000",
+        ),
+        ({"sampling_of": {"amc23": {"top_p": 2}}}, r"sampling_of\[amc23\]: top_p must be in \(0, 1\], got top_p=2"),
+        ({"sampling_of": {"amc23": {"top": 2}}}, r"sampling_of\[amc23\]: .*'top'.* num_generations, max_completion_l"),
+        ({"sampling_of": {"amc23": {"top_p": "a"}}}, r"sampling_of\[amc23\]: "),
+        ({"rollout": RolloutOptions(oversampling=2)}, r"rollout\.oversampling is of training, got oversampling=2"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got batch_size=0"),
+    ],
 )
-def test_more_samples_than_there_are_numbers_are_refused(samples: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"at most 1000 samples per problem, got .*{named}"):
-        Evaluation("nowhere", **samples)
-    Evaluation("nowhere", num_samples=1000)
+def test_settings_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Evaluation("nowhere", **options)
+    Evaluation("nowhere", sampling=SamplingParams(num_generations=1000))
+
+
+def test_settings_given_in_part_keep_the_other_defaults(folder: Path, policy: Path) -> None:
+    """Of a YAML and of the shell; those of a benchmark go over both."""
+    settings = yaml.safe_load(Path(config(folder, policy)).read_text(encoding="utf-8"))
+    of_one = {"gsm8k": {"top_k": 5, "stop_strings": ["#"]}}
+    settings["model"]["init_args"] |= {"sampling": {"max_completion_length": 6}, "sampling_of": of_one}
+    (folder / "own.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    only = "--data.benchmarks=[gsm8k]"
+    model = main(["test", "--config", str(folder / "own.yaml"), only, "--model.sampling.top_p=0.9"]).model
+    assert model.sampling == SamplingParams(max_completion_length=6, temperature=0.8, top_p=0.9)
+    assert model.params("gsm8k") == dataclasses.replace(model.sampling, top_k=5, stop_strings=("#",))
+    assert model.params("aime24") == model.sampling
+    assert Evaluation("nowhere").sampling == SamplingParams(max_completion_length=8192, temperature=0.8, top_p=0.95)
 
 
 def test_fingerprints() -> None:

@@ -14,6 +14,7 @@ from pyarrow import parquet
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.rewards import MathReward, boxed_math_reward
+from sparse_rl_lightning.rollout import Generator
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path("run") / "evaluation"
@@ -27,9 +28,12 @@ def file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     tiny_model("qwen2", vocab_size=len(tokenizer), hidden_size=32).save_pretrained("policy")
     tokenizer.save_pretrained("policy")
     Path("mine.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n", encoding="utf-8")
-    own = {"policy": {"class_path": "PretrainedPolicy", "init_args": {"path": "policy", "dtype": "float32"}}}
+    own: dict[str, Any] = {
+        "policy": {"class_path": "PretrainedPolicy", "init_args": {"path": "policy", "dtype": "float32"}}
+    }
+    own["sampling"] = {"num_generations": 4, "max_completion_length": 4}
     settings = {
-        "model": {"class_path": "Evaluation", "init_args": {**own, "num_samples": 4, "max_completion_length": 4}},
+        "model": {"class_path": "Evaluation", "init_args": own},
         "data": {"class_path": "MathBenchmarks", "init_args": {"own": {"mine": "mine.jsonl"}, "benchmarks": ["mine"]}},
         "trainer": {
             "accelerator": "cpu", "default_root_dir": "run", "logger": False, "enable_progress_bar": False,
@@ -37,7 +41,7 @@ def file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         },
     }  # fmt: skip
     Path("eval.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    monkeypatch.setattr(Evaluation, "texts", lambda self, rollout: WRITTEN)
+    monkeypatch.setattr(Generator, "texts", lambda self, rollout: WRITTEN)
     return "eval.yaml"
 
 

@@ -13,7 +13,7 @@ import yaml
 from pyarrow import parquet
 
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.modules.evaluation import Evaluation
+from sparse_rl_lightning.rollout import Generator
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 QUESTIONS = ["1+1?", "What is one plus one, " + "if one is one, " * 30, "One and one?"]
@@ -35,8 +35,7 @@ def file(folder: Path) -> str:
             "init_args": {
                 "policy": {"class_path": "PretrainedPolicy", "init_args": {"path": "policy", "dtype": "float32"}},
                 "compressors": [{"class_path": "KNorm", "init_args": {"budget": 24, "buffer": 4, "window": 4}}],
-                "num_samples": 2,
-                "max_completion_length": 6,
+                "sampling": {"num_generations": 2, "max_completion_length": 6},
             },
         },
         "data": {"class_path": "MathBenchmarks", "init_args": {"own": {"mine": "mine.jsonl"}, "benchmarks": ["mine"]}},
@@ -59,7 +58,7 @@ def completions(cache: str) -> dict[str, list[Any]]:
 
 
 def test_a_problem_without_room_is_wrong_counted_and_said_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Evaluation, "texts", lambda self, rollout: [r"\boxed{2}"] * len(rollout))
+    monkeypatch.setattr(Generator, "texts", lambda self, rollout: [r"\boxed{2}"] * len(rollout))
     with pytest.warns(UserWarning, match=r"mine: 1 of 3 problems \(rows 1\)") as caught:
         cli = main(["test", "--config", file])
     (said,) = [str(warning.message) for warning in caught if "mine" in str(warning.message)]
@@ -124,10 +123,10 @@ def test_a_benchmark_without_any_room_is_refused_before_anything_is_sampled(file
     arguments = ["test", "--config", file, own, "--data.init_args.benchmarks=[first,mine]"]
     said = (
         r"mine: no problem leaves room for max_completion_length=395 in the model's context of 400 tokens, the "
-        r"shortest prompt has \d+ tokens.*lower .* or model.max_completion_length_of if it names mine"
+        r"shortest prompt has \d+ tokens.*lower max_completion_length of .*, or of mine in model.sampling_of"
     )
     with pytest.raises(ValueError, match=said):
-        main([*arguments, "--model.init_args.max_completion_length_of={mine: 395}"])
+        main([*arguments, "--model.init_args.sampling_of={mine: {max_completion_length: 395}}"])
     assert not list(Path("run").rglob("*.json"))
     with pytest.warns(UserWarning, match="mine: 1 of 3"):
-        main([*arguments, "--model.init_args.max_completion_length_of=null"])
+        main([*arguments, "--model.init_args.sampling_of=null"])

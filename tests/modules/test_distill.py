@@ -50,6 +50,23 @@ def scored_part(grpo: DistillSparse) -> Rollout:
     return scored.rollout
 
 
+def test_what_is_dense_is_so_after_an_exception_in_an_adapter_step() -> None:
+    grpo = shaken(distill())
+    ids = torch.tensor([[3, 4, 5, 6]])
+    rows = [{"prompt": "0123", "answer": ""}]
+    expected, texts = grpo(ids), grpo.generator.generate(rows, grpo.val_sampling, dense=True).completions
+    with grpo.adapter_on():
+        assert not torch.equal(grpo.policy(ids).logits, expected)
+    grpo.policy.enable_adapters()  # as a backward pass leaves it that was interrupted
+    torch.testing.assert_close(grpo(ids), expected, rtol=0, atol=0)
+    grpo.policy.enable_adapters()
+    dense = grpo.generator.generate(rows, grpo.val_sampling, dense=True)
+    assert dense.completions == texts
+    mask = dense.rollout.completion_mask
+    logprobs, _ = sequence_logprobs(grpo.policy, dense.rollout.sequences, mask)  # the adapter is off now
+    torch.testing.assert_close(logprobs, dense.rollout.sampler_logprobs, rtol=0, atol=2e-5)
+
+
 def own_weights(grpo: SparseGRPO) -> Tensor:
     return torch.cat([p.detach().flatten() for n, p in grpo.policy.named_parameters() if "lora_" not in n])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,12 @@ def test_it_learns(compressor: Compressor) -> None:
     fit(module(compressor=compressor), 30, [SparsityAwareRejection(), ImportanceReweighting(), recorder])
     rewards = [float(s.rollout.rewards.mean()) for s in recorder.scored]
     assert sum(rewards[-5:]) / 5 > 3 * sum(rewards[:3]) / 3
+
+
+def test_a_copy_and_a_pickle_ask_themselves_how_far_they_are() -> None:
+    grpo = module()
+    for other in (copy.deepcopy(grpo), pickle.loads(pickle.dumps(grpo))):
+        assert other.generator.version.args[0] is other
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])

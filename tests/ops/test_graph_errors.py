@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl_lightning.rollout.engine.engine import Rows, Step, StepGraphs, first_error, is_of_capture
+from sparse_rl_lightning.rollout.engine.engine import Step, StepGraphs, StepRows, first_error, is_of_capture
 
 WAITED, SPOILED, ILLEGAL = 900, 901, 700
 
@@ -74,12 +74,12 @@ def graphed(cuda: Cuda, step: Callable[[bool], None]) -> tuple[StepGraphs, Step]
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    on_cpu = lambda slots, count, num_slots, device: Rows(torch.zeros(count), torch.zeros(count), slots)  # noqa: E731
-    monkeypatch.setattr(Rows, "of", on_cpu)
+    on_cpu = lambda slots, count, num_slots, device: StepRows(torch.zeros(count), torch.zeros(count), slots)  # noqa: E731
+    monkeypatch.setattr(StepRows, "of", on_cpu)
     return Cuda(monkeypatch)
 
 
-ROWS = Rows(torch.zeros(8), torch.zeros(8), [])
+ROWS = StepRows(torch.zeros(8), torch.zeros(8), [])
 
 
 def test_a_captured_step_is_replayed(cuda: Cuda) -> None:

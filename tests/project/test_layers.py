@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
-KNOW_HOOKS = {f"{PACKAGE}.replay.hooks", f"{PACKAGE}.cache.slots"}
+KNOW_HOOKS = {f"{PACKAGE}.replay.hooks"}
 HOOKS = {
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
@@ -233,7 +233,7 @@ def test_hooks_are_recognized(source: str) -> None:
     assert identifiers(source) & HOOKS
 
 
-def test_only_two_files_know_the_attention_and_cache_hooks() -> None:
+def test_only_one_file_knows_the_attention_and_cache_hooks() -> None:
     strangers = {
         module: sorted(identifiers(path.read_text(encoding="utf-8")) & HOOKS)
         for module, path in SOURCES.items()

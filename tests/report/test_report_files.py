@@ -128,33 +128,27 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert not (tmp_path / "planted").exists()
 
 
-def test_fields_of_the_wrong_kind_are_left_out(tmp_path: Path) -> None:
-    strange = {
-        "summary": {"before": [1], "after": {"dense": "x", "sparse": 0.5}, "measure": 3, "optimizer_steps": None},
-        "history": [5, None, {"reward": 0.5, "rollout": "a", "kv/peak_bytes": True, "x": [1], "entropy": 1e200}, {}],
-        "settings": {"a": {"b": 1}, "c": "d"}, "samples": {"prompt": "x"}, "title": ["t"], "config": 7,
-        "worst": [3, {"prompt": 5, "completion": None, "reward": "high", "kinds": "rejected", "ratio": {"a": 1}}],
-        "warnings": [None, {"text": ["x"]}, {"rollout": "soon", "text": "late"}], "versions": {"torch": 2.0},
-        "validation": [[], {"rollout": 1e400}, {"rollout": 1e17, "dense": 0.5}], "state": 1,
-    }  # fmt: skip
-    (tmp_path / SUMMARY).write_text(json.dumps(strange))
-    run = read_run(tmp_path)
-    assert (run.history, run.validation) == ([{"reward": 0.5}], [])
-    assert (run.before, run.after, run.steps, run.settings) == ({}, {"sparse": 0.5}, 0, {"c": "d"})
-    Parser(page(run))
-    Parser(comparison([("a", run), ("b", record())]))
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("title", ["t"], "title is no str"), ("config", 7, "config is no dict"), ("samples", {}, "samples is no list"),
+        ("history", [5], "object has no attribute"), ("summary", 3, "object has no attribute"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_something_else_are_a_clear_error(name: str, value: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"summary\.json cannot be read: .*{said}"):
+        read_run(write_json(tmp_path, record().as_json() | {name: value}))
 
 
 def test_numbers_that_no_axis_can_hold_are_left_out(tmp_path: Path) -> None:
     ratio = {"mismatch/ratio_p05": 5e-324}
-    rows = [{**row(i), "reward": 5e-324, **ratio} for i in range(3)]
-    more = [{**row(9), "rollout": 1e17}, {**row(9), "rollout": -2.0}, {"rollout": 1.0, "time/rollout": 3.0}]
-    again = {name: value for name, value in row(2).items() if name != "time/update"}  # adds up with nothing
-    content = {"summary": {}, "history": [*rows, *more, again], "warnings": [{"file": "x", "text": "\x1b[2J"}]}
-    run = read_run(write_json(tmp_path, content))
+    rows = [{**row(i), "reward": 5e-324, **ratio, "entropy": 1e200, "kl": None, "x": True} for i in range(3)]
+    summary = {"before": {"dense": None}, "after": {"sparse": 0.5}, "optimizer_steps": None}
+    run = read_run(write_json(tmp_path, {"summary": summary, "history": [*rows, {}]}))
     assert [one["rollout"] for one in run.history] == [0, 1, 2]
     assert {one["reward"] for one in run.history} == {one["mismatch/ratio_p05"] for one in run.history} == {0.0}
-    assert run.warnings == [{"text": "\x1b[2J"}], "only the reader speaks of files"
+    assert not any({"entropy", "kl", "x"} & set(one) for one in run.history)
+    assert (run.before, run.after, run.steps) == ({}, {"sparse": 0.5}, 0)
     Parser(page(run))
     Parser(comparison([("a", run), ("b", record())]))
 

@@ -16,7 +16,7 @@ from sparse_rl_lightning.modules import Evaluation, SupervisedWarmup
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.policies.tiny import CHAT_TEMPLATE
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import HONORED, with_generation_kwargs
 from sparse_rl_lightning.rollout.prompts import encode_prompt, encode_prompts
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -129,7 +129,7 @@ def test_the_template_gets_its_arguments_everywhere() -> None:
 
     assert encoded(module()) == [plain]
     assert encoded(module(chat_template_kwargs=kwargs)) == [without]
-    assert encoded(Evaluation(Thinking(), chat_template_kwargs=kwargs)) == [without]
+    assert encoded(Evaluation(Thinking(), rollout=RolloutOptions(chat_template_kwargs=kwargs))) == [without]
     warmup = SupervisedWarmup(Thinking(), chat_template_kwargs=kwargs)
     warmup.configure_model()
     assert warmup._encode(rows)[0][0, : len(without)].tolist() == without
@@ -139,12 +139,12 @@ def test_results_under_other_templates_are_other_results() -> None:
     rows = [{"prompt": MESSAGES, "answer": "4"}]
 
     def fingerprint(**kwargs: Any) -> str:
-        own = Evaluation(Thinking(), **kwargs)
+        own = Evaluation(Thinking(), rollout=RolloutOptions(**kwargs))
         own._digest = "weights"
         return own._fingerprint(with_room("b", rows, [[3]], own.sampling, None), next(iter(own.caches)))
 
     assert fingerprint(chat_template_kwargs={"enable_thinking": False}) != fingerprint()
-    assert fingerprint(repetition_penalty=1.1) != fingerprint()
+    assert fingerprint(generation_kwargs={"repetition_penalty": 1.1}) != fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class DryRun(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that do not roll out."""
         if stage == "fit" and self.enabled is not False:
-            rollout_module(pl_module, "DryRun")
+            rollout_module(pl_module, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the trial, if enabled."""
@@ -66,7 +66,7 @@ class DryRun(Callback):
         if size is None or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             rank_zero_warn("DryRun: skipped, because the training loader does not show its rows and its batch size.")
             return
-        _rehearse(trainer, rollout_module(pl_module), size)
+        _rehearse(trainer, rollout_module(pl_module, self), size)
 
 
 def is_deepspeed(trainer: Trainer) -> bool:
@@ -135,13 +135,13 @@ def _try(module: RolloutModule, name: str, work: Callable[[], None], advice: str
 def _untouched(trainer: Trainer, module: RolloutModule, stepped: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Restore everything at the end; only weights that will be stepped are copied, to the CPU."""
     parameters = [p for optimizer in stepped for group in optimizer.param_groups for p in group["params"]]
-    kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*parameters, *module.policy.buffers())]
+    kept = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in (*parameters, *module.buffers())]
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in stepped]
     random = random_state()
     try:
         yield
     finally:
-        module.policy.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         module.generator.release()
         for optimizer, state in zip(stepped, states, strict=True):
             optimizer.load_state_dict(state)
@@ -240,7 +240,9 @@ class WorstCase:
         module, part = self.module, self._longest_sequences()
         with module.trainer.precision_plugin.train_step_context():
             part.ref_logprobs = module.reference_logprobs(part)
-            output = module.micro_batch_loss(part, module.denominators(part))
+            # no collective: where memory is short on one rank only, the others do not wait for it
+            own = module.loss.denominators(part, self.sampling.max_completion_length)
+            output = module.micro_batch_loss(part, own)
         output.loss.backward()  # type: ignore[no-untyped-call]
 
     def _longest_sequences(self) -> Rollout:

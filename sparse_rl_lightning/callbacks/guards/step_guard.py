@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
-from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder
@@ -75,9 +74,9 @@ class StepGuard(Callback):
         self.skipped += self._skips_now
         pl_module.log("skipped_steps", float(self.skipped))
         if self._norm is not None:
-            pl_module.log(rollout_module(pl_module).grad_norm_key, float(self._norm))
+            pl_module.log(getattr(pl_module, "grad_norm_key", "grad_norm"), float(self._norm))  # any module may have it
         if self._skips_now:
-            self._tell(trainer, rollout_module(pl_module))
+            self._tell(trainer, pl_module)
         self._skips_now = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,14 +87,15 @@ class StepGuard(Callback):
         """Load the counts."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
-    def _tell(self, trainer: Trainer, module: RolloutModule) -> None:
+    def _tell(self, trainer: Trainer, module: LightningModule) -> None:
         said = f"The gradient of optimizer step {trainer.global_step} is not finite: the step is skipped"
         if self.in_a_row < self.max_in_a_row:
             warn_of_run(trainer, f"{said} ({self.in_a_row} in a row, {self.skipped} in all).")
             return
         folder = Path(trainer.default_root_dir) / "bad_steps"
         path = folder / f"step_{trainer.global_step:06d}_rank_{trainer.global_rank}.pt"
-        window = {} if module.block is None else module.block.last_window().state()
+        block: Any = getattr(module, "block", None)
+        window = {} if block is None else block.last_window().state()
         try:
             own_folder(folder)
             write_durably(path, lambda new: save_tensors({"rollout": window, "step": trainer.global_step}, new))

@@ -107,13 +107,13 @@ class TailGuard(RolloutCallback):
                 "TailGuard.target, or let the ceiling be measured."
             )
         if self.mode == "raise":
-            self._check_raisable(rollout_module(pl_module, "TailGuard").generator)
+            self._check_raisable(rollout_module(pl_module, self).generator)
         if self.mode == "stop" and trainer.is_global_zero:
             writable_folder(self._folder(trainer), "TailGuard: folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give a resumed run the budget under which its current rollout was drawn."""
-        self._stop, generator = False, rollout_module(pl_module, "TailGuard").generator
+        self._stop, generator = False, rollout_module(pl_module, self).generator
         if (self.num_raises or self.mode == "raise") and _limited(generator):
             self._raise(generator, self._in_use)
             budget = _budget(generator, self.num_raises)
@@ -154,7 +154,7 @@ class TailGuard(RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Judge a new rollout after its first micro-batch; stop if an optimizer step is complete."""
-        module = rollout_module(pl_module, "TailGuard")
+        module = rollout_module(pl_module, self)
         if self._scored is not None:
             (index, length, rejected), self._scored = self._scored, None
             self._judge(module, index, length, rejected)

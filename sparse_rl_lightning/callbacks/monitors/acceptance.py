@@ -104,11 +104,11 @@ class AcceptanceMonitor(RolloutCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that do not roll out."""
         if stage == "fit":
-            rollout_module(pl_module, "AcceptanceMonitor")
+            rollout_module(pl_module, self)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Request the report already now, so that a dry run of the worst case includes it."""
-        self._ask(rollout_module(pl_module), wanted=True)
+        self._ask(rollout_module(pl_module, self), wanted=True)
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Request the report only for measured rollouts, since it takes memory; partial rollouts keep it."""
@@ -118,7 +118,7 @@ class AcceptanceMonitor(RolloutCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop requesting the report."""
         if self._own_top is not None:
-            self._ask(rollout_module(pl_module), wanted=False)
+            self._ask(rollout_module(pl_module, self), wanted=False)
             self._own_top = None
 
     def _ask(self, module: RolloutModule, wanted: bool) -> None:

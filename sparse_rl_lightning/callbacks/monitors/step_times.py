@@ -58,7 +58,7 @@ class StepTimes(RolloutCallback):
         """Log after the last micro-batch of a rollout."""
         now = time.perf_counter()
         self._update += now - self._batch_start
-        if not rollout_module(pl_module).starts_rollout or not self._tokens:
+        if not rollout_module(pl_module, self).starts_rollout or not self._tokens:
             return
         block = now - self._block_start
         metrics = {"time/update": self._update, "time/block": block, "time/trained_per_second": self._tokens / block}

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.callbacks.protocol import RolloutModule
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.files import append, own_folder, writable_folder, write_parquet
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.text import number, printable, prompt_text, say, table
@@ -57,8 +57,7 @@ class CompletionsTable(RolloutCallback):
         for name, value, least in (
             ("every_n_rollouts", every_n_rollouts, 1), ("num_samples", num_samples, 0), ("width", width, 10)
         ):  # fmt: skip
-            if value < least:
-                raise UserError(f"CompletionsTable: {name} must be at least {least}, got {name}={value}.")
+            check_number(name, value, least=least, owner="CompletionsTable")
         self.every_n_rollouts = every_n_rollouts
         self.num_samples = num_samples
         self.folder = folder

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from sparse_rl_lightning.callbacks.outputs.run_facts import (
     how_it_ended,
     versions,
 )
-from sparse_rl_lightning.callbacks.outputs.worst_completions import LONGEST_TEXT, WorstCompletions
+from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts
 from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
@@ -32,7 +33,7 @@ from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
-from sparse_rl_lightning.text import prompt_text, say, shortened
+from sparse_rl_lightning.text import say
 
 ROW_KEYS = (
     "time/", "memory/", "guard/", "clip_ratio/", "entropy", "kl", "empty_rollouts", "skipped_steps", "grad_norm"
@@ -92,9 +93,7 @@ class RunSummary(RolloutCallback):
         self._next_progress = 0.0
         self._start: float | None = None  # start of training, as if it had not been resumed
         self._rollout = 0  # index of the newest rollout
-        self._trained: Literal["not", "partly", "wholly"] = (
-            "not"  # whether on the newest rollout, since the start of fit
-        )
+        self._trained: Literal["not", "partly", "wholly"] = "not"  # on the newest rollout, since the start of fit
         self._is_open = False  # whether the record may still get an end
         self._try = Expendable("RunSummary: the record of the run")
 
@@ -104,7 +103,7 @@ class RunSummary(RolloutCallback):
         """Check before training that the folder can be written, and begin a new record."""
         if stage != "fit":
             return
-        rollout_module(pl_module, "RunSummary")
+        rollout_module(pl_module, self)
         if trainer.is_global_zero:
             writable_folder(self._folder(trainer), "RunSummary: folder")
         if trainer.global_step == 0:
@@ -113,8 +112,8 @@ class RunSummary(RolloutCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, unless an earlier part of the run did."""
         if not self.record.before:
-            self.record.before = self._evaluate(trainer, rollout_module(pl_module))
-        self._describe(trainer, rollout_module(pl_module))
+            self.record.before = self._evaluate(trainer, rollout_module(pl_module, self))
+        self._describe(trainer, rollout_module(pl_module, self))
         self._start = time.monotonic() - self.record.seconds
         self._trained, self._is_open = "not", True
         self._write_progress(trainer)
@@ -144,7 +143,7 @@ class RunSummary(RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Mark logged values as the newest rollout's; callbacks after this one have yet to log."""
-        self._trained = "wholly" if rollout_module(pl_module).starts_rollout else "partly"
+        self._trained = "wholly" if rollout_module(pl_module, self).starts_rollout else "partly"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store its accuracies, except those of the sanity check."""
@@ -170,7 +169,7 @@ class RunSummary(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate again, print and write."""
-        module, record = rollout_module(pl_module), self.record
+        module, record = rollout_module(pl_module, self), self.record
         record.after = self._evaluate(trainer, module)
         self._describe(trainer, module)
         record.state = "finished"
@@ -296,24 +295,10 @@ def held_out_rows(trainer: Trainer, count: int) -> Rows:
     loader = trainer.val_dataloaders if data is None else data.val_dataloader()
     if isinstance(loader, (list, tuple)):
         loader = loader[0] if loader else None
-    rows: Rows = []
-    for batch in loader or []:
-        if len(rows) >= count:
-            break
-        rows.extend(batch)
-    return rows[:count]
+    return list(islice(chain.from_iterable(loader or ()), count))
 
 
 def _samples(cache: str, scores: Scores, count: int) -> list[dict[str, Any]]:
     """The first completions with their rewards, in plain values for JSON."""
     chosen = zip(scores.rows, scores.completions, scores.first[:, 0].tolist(), strict=True)
-    return [
-        {
-            "cache": cache,
-            "reward": reward,
-            "prompt": shortened(prompt_text(row["prompt"]), LONGEST_TEXT),
-            "completion": shortened(text, LONGEST_TEXT),
-            "answer": None if row.get("answer") is None else shortened(str(row["answer"]), LONGEST_TEXT),
-        }
-        for row, text, reward in list(chosen)[:count]
-    ]
+    return [{"cache": cache, "reward": reward, **kept_texts(row, text)} for row, text, reward in islice(chosen, count)]

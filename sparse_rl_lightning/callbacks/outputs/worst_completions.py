@@ -88,9 +88,7 @@ def described(
     entry: dict[str, Any] = {
         "rollout": scored.index,
         "index": index,
-        "prompt": shortened(prompt_text(row["prompt"]), LONGEST_TEXT),
-        "completion": shortened(scored.completions[index], LONGEST_TEXT),
-        "answer": None if row.get("answer") is None else shortened(str(row["answer"]), LONGEST_TEXT),
+        **kept_texts(row, scored.completions[index]),
         "reward": None if rollout.rewards is None else _finite(float(rollout.rewards[index])),
         "length": int(mask.sum()),
         "finished": bool(rollout.finished[index]),
@@ -104,6 +102,16 @@ def described(
         token = [] if tokenizer is None else tokenizer.decode([int(rollout.sequences[index, place])])
         entry["token"] = shortened(str(token), 100) if token else ""
     return entry
+
+
+def kept_texts(row: dict[str, Any], completion: str) -> dict[str, str | None]:
+    """The prompt, completion and answer that a report shows, without the middle of long ones."""
+    answer = row.get("answer")
+    return {
+        "prompt": shortened(prompt_text(row["prompt"]), LONGEST_TEXT),
+        "completion": shortened(completion, LONGEST_TEXT),
+        "answer": None if answer is None else shortened(str(answer), LONGEST_TEXT),
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -36,7 +36,7 @@ CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and relate
 
 
 @dataclass
-class Rows:
+class StepRows:
     """The slot of each row of a batch; the rows after those in use pad the batch."""
 
     slots: Tensor  # (R,) int64, -1 for padding: argument of the ops
@@ -44,7 +44,7 @@ class Rows:
     used: list[int]  # the slots without padding, known to the host
 
     @classmethod
-    def of(cls, slots: list[int], count: int, num_slots: int, device: torch.device) -> Rows:
+    def of(cls, slots: list[int], count: int, num_slots: int, device: torch.device) -> StepRows:
         """Create rows for these slots, padded to ``count``."""
         padding = count - len(slots)
         return cls(
@@ -61,7 +61,7 @@ def bucket(count: int, on_gpu: bool) -> int:
     return BUCKETS[bisect_left(BUCKETS, count)]
 
 
-Step: TypeAlias = Callable[[Rows], None]
+Step: TypeAlias = Callable[[StepRows], None]
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ class Engine:
         """Fill slots with prompts; see :func:`~sparse_rl_lightning.rollout.engine.prefill.prefill`."""
         return prefill(self.cache, self.decoder, self.compression, prompts, max_tokens)
 
-    def decode(self, rows: Rows) -> None:
+    def decode(self, rows: StepRows) -> None:
         """Feed each slot its last token and draw the next, from a CUDA graph if possible."""
         if self._graphs is None:
             self.step(rows)
         else:
             self._graphs.run(self.step, rows)
 
-    def step(self, rows: Rows) -> None:
+    def step(self, rows: StepRows) -> None:
         """Run one decode step: feed a token, draw the next, log it.
 
         Full slots are compressed afterwards by the host, which knows all lengths.
@@ -197,10 +197,10 @@ class StepGraphs:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.num_slots, self.device = num_slots, device
         self.enabled = True
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepRows]] = {}
         self._pool: Any = None  # memory shared by all graphs
 
-    def run(self, step: Step, rows: Rows) -> None:
+    def run(self, step: Step, rows: StepRows) -> None:
         """Run one decode step for these rows."""
         count = len(rows.slots)
         if self.enabled and count not in self._graphs:
@@ -222,7 +222,7 @@ class StepGraphs:
                 captured is run eagerly from now on.
         """
         device = self.device
-        rows = Rows.of([], count, self.num_slots, device)
+        rows = StepRows.of([], count, self.num_slots, device)
         with _without_autocast_cache():  # casts of weights must be in the graph
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))

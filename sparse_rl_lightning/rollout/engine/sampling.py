@@ -72,6 +72,7 @@ class SamplingParams:
         for name, (fine, meaning) in allowed.items():
             if not fine:
                 raise UserError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         check_seed(self.seed)
 
     def for_drawing(self) -> SamplingParams:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout.engine.engine import Engine, Rows, bucket
+from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
 from sparse_rl_lightning.rollout.engine.prefill import Prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, assemble
@@ -89,7 +89,7 @@ class Scheduler:
         self.free = list(range(num_slots))[::-1]
         self.parked: dict[int, ParkedPrompt] = {}  # by prompt number
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
-        self._rows: Rows | None = None  # rows of the slots in use, until these change
+        self._rows: StepRows | None = None  # rows of the slots in use, until these change
 
     # ---------------------------------------------------------------- input and output
 
@@ -246,7 +246,7 @@ class Scheduler:
         if self._rows is None:
             device = self.engine.end_ids.device
             count = bucket(len(self.running), device.type == "cuda")
-            self._rows = Rows.of(sorted(self.running), count, self.cache.size.num_slots, device)
+            self._rows = StepRows.of(sorted(self.running), count, self.cache.size.num_slots, device)
         # the rows stay the same until a sequence is admitted or closed
         self.engine.decode(self._rows)
         self.num_steps += 1
@@ -257,6 +257,7 @@ class Scheduler:
             one.room -= 1
             if one.room == 0:
                 full.append(slot)
+                # as it will be after the compression, which runs next
                 one.evicted = trigger.evicted(one.num_fed, one.evicted)
                 one.room = trigger.room(one.num_fed, one.evicted)
         return sorted(full)
@@ -297,7 +298,8 @@ class Scheduler:
             # what a sequence drew past its end is discarded, so it may be broken
             if broken[slot] <= min(end, one.num_fed):
                 bad[one.sequence] = broken[slot] - one.prompt_length
-            # token `end` is drawn by the step that feeds token `end` - 1; after a broken one the error below follows
+            # token `end` is drawn by the step that feeds token `end` - 1; a broken one anywhere raises below, so that
+            # nothing is closed
             if one.num_fed < end or bad:
                 continue
             number, sample = divmod(one.sequence, self.params.num_generations)
