@@ -1,4 +1,4 @@
-"""Compile every CUDA source for every architecture and look at what the compiler says; no GPU is needed.
+"""Compile every CUDA source for every architecture and check the compiler's report; no GPU is needed.
 
 Prints a table of kernels with registers and shared memory. Fails on any warning, on register spills and on stack
 frames. Where there is no nvcc it says so and succeeds.
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Kernel:
-    """What ptxas says about one kernel on one architecture."""
+    """The report of ptxas about one kernel on one architecture."""
 
     source: str
     name: str
@@ -65,7 +65,7 @@ def kernels(source: str, log: str) -> list[Kernel]:
 
 
 def readable(names: list[str]) -> list[str]:
-    """Without the mangling, if the binutils are there, and without namespaces."""
+    """The name without mangling, if the binutils are there, and without namespaces."""
     try:
         done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -75,7 +75,7 @@ def readable(names: list[str]) -> list[str]:
 
 
 def table(found: list[Kernel]) -> str:
-    """One line per kernel and architecture."""
+    """Format one line per kernel and architecture."""
     names = readable([kernel.name for kernel in found])
     lines = [f"{'kernel':<44} {'sm':>3} {'registers':>9} {'shared':>7} {'stack':>6} {'spilled':>8}"]
     for name, kernel in zip(names, found, strict=True):
@@ -88,7 +88,7 @@ def table(found: list[Kernel]) -> str:
 
 
 def main() -> int:
-    """Compile, print, judge."""
+    """Compile, print, and judge."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
     home = setup["find_cuda_home"]()
     if home is None:

@@ -1,4 +1,4 @@
-// An empty Python module: Python finds and packages the library by it; loading it runs the registrations of the ops.
+// An empty Python module, by which Python finds and packages the library; loading it registers the ops.
 
 #include <Python.h>
 

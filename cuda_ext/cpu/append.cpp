@@ -40,7 +40,7 @@ void append_row(const Append<T>& op, int64_t b) {
   }
   for (int64_t h = 0; h < op.heads.num_heads; ++h) {
     const int64_t i = op.heads.index(b, h), source = (b * op.heads.num_heads + h) * op.dim;
-    if (op.lengths[i] >= op.capacities[i]) continue;  // a slot listed twice: checked before, full since
+    if (op.lengths[i] >= op.capacities[i]) continue;  // a slot listed twice: checked before, full by now
     const int64_t at = op.heads.offsets[i] + op.lengths[i]++;
     rotate(op.key + source, op.key_pool + at * op.dim, angles, op.dim);
     std::memcpy(static_cast<void*>(op.value_pool + at * op.dim), op.value + source, bytes);

@@ -1,4 +1,4 @@
-// What the op headers ask of the CPU kernels, whose structs derive from it: which pools they take, and the C++ type.
+// What the op headers need from the CPU kernels, whose structs derive from it: supported pools, and the C++ type.
 #pragma once
 
 #include "heads.h"
@@ -7,13 +7,13 @@
 namespace sparse_rl {
 
 struct Cpu {
-  // Call `run` with a zero of the C++ type behind `dtype`.
+  // Call `run` with a zero of the C++ type of `dtype`.
   template <class Run>
   static void dispatch(ScalarType dtype, Run run) {
     SPARSE_RL_DISPATCH(dtype, run);
   }
 
-  // The same with the type of the queries and that of the pools, which differ nowhere here.
+  // The same with the types of the queries and the pools, which never differ here.
   template <class Run>
   static void dispatch(ScalarType stored, ScalarType, Run run) {
     dispatch(stored, [&](auto zero) { run(zero, zero); });
@@ -25,7 +25,7 @@ struct Cpu {
   }
 };
 
-// unit(b, h) for every row and KV head, in parallel, at least `grain` of them in a thread.
+// Call unit(b, h) for every row and KV head, in parallel, at least `grain` of them in a thread.
 template <class Unit>
 void for_heads(int64_t num_rows, int64_t num_heads, Unit unit, int64_t grain = 1) {
   torch::stable::parallel_for(0, num_rows * num_heads, grain, [&](int64_t begin, int64_t end) {

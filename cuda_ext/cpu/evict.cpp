@@ -1,7 +1,7 @@
 // evict: keep the best entries of each head in their order, record when the others died.
 //
-// In place the survivors close ranks: an entry never moves up, so one pass from the front overwrites only what was
-// read. With a source they are copied from there.
+// In place the survivors close up at the front: an entry never moves to a later row, so one pass from the front
+// overwrites only entries that were read. With a source they are copied from there.
 
 #include "backend.h"
 #include "choice.h"
@@ -38,7 +38,7 @@ struct Unit {
     std::memmove(pool + (base + to) * bytes, source + (from + first) * bytes, (end - first) * bytes);
   }
 
-  // Entries [first, end) of the source become entries `to` and on.
+  // Entries [first, end) of the source become entries `to` and following.
   void move(int64_t first, int64_t end, int64_t to) const {
     if (first == end || (op.in_place() && first == to)) return;
     copy(op.key_pool, op.in_place() ? op.key_pool : op.source_keys, op.row_bytes, first, end, to);
@@ -52,7 +52,7 @@ struct Unit {
     }
   }
 
-  // Returns whether all positions fitted the death record.
+  // Returns whether all positions fit into the death record.
   bool run() const {
     const int32_t* positions = op.in_place() ? op.position_pool + base : nullptr;
     Choice choice{op.scores + row * op.num_entries, positions, length, op.budgets[row], op.num_sinks, op.window};

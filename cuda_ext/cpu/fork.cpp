@@ -1,4 +1,4 @@
-// fork: copy everything a slot holds to other slots, all layers at once; only live entries are moved.
+// fork: copy the content of a slot to other slots, all layers at once; only live entries are moved.
 
 #include "backend.h"
 #include "fork.h"

@@ -1,8 +1,8 @@
-// key_redundancy: R-KV's mean cosine to the other keys, the last similar neighbor of every key spared.
+// key_redundancy: R-KV's mean cosine to the other keys, without the last similar neighbor of every key.
 //
-// All but the spared entries are linear in the keys: sum_i cos(i, j) = k_j . (sum_i k_i - k_j) for unit keys. Only the
-// search for each row's last similar column is pairwise. It walks over blocks of columns from the last one on; a row
-// leaves the list of pending rows at its first hit, and the walk ends with the list.
+// All but the entries set to zero are linear in the keys: sum_i cos(i, j) = k_j . (sum_i k_i - k_j) for unit keys. Only
+// the search for each row's last similar column is pairwise. It goes over blocks of columns from the last one on; a row
+// leaves the list of pending rows at its first hit, and the search ends with the list.
 
 #include "backend.h"
 #include "dots.h"
@@ -30,7 +30,7 @@ SPARSE_RL_CLONES void inverse_norms(const T* keys, int64_t count, int64_t dim, f
   }
 }
 
-// out = sum_j keys[j] * norm[j], then out_j = cos with everything = (keys[j] . sum) * norm[j] - |keys[j]|^2 norm[j]^2
+// out = sum_j keys[j] * norm[j], then out_j = sum of cosines = (keys[j] . sum) * norm[j] - |keys[j]|^2 norm[j]^2
 template <class T>
 SPARSE_RL_CLONES void linear_part(const T* keys, int64_t count, int64_t dim, const float* norm, float* out) {
   alignas(64) float sum[kMaxHeadDim];
@@ -143,7 +143,7 @@ struct Unit {
           if (c >= 0) {
             row[start + c] -= mine[c];
           } else if (start == 0) {
-            row[0] -= mine[0];  // the published code: a row without a similar column spares its first
+            row[0] -= mine[0];  // as in the published code, a row without a similar column sets its first entry to zero
           } else {
             pending[kept++] = own;
           }

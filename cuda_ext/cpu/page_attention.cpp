@@ -1,6 +1,6 @@
-// page_attention: one query token per slot over the entries of some pages, page lists as select_pages makes them.
+// page_attention: one query token per slot over the entries of some pages, given by the lists of select_pages.
 //
-// Entries are taken in tiles as large as those of decode_attention, so that with all pages listed the bits are the same.
+// Tiles are as large as those of decode_attention, so that with all pages listed the bits are the same.
 
 #include "attend.h"
 #include "backend.h"
@@ -23,7 +23,7 @@ struct Pages {
   bool done() const { return page == width || list[page] < 0; }
   int64_t next() const { return list[page] * page_size + taken; }
 
-  // At most `room` entries, those of adjacent pages together.
+  // At most `room` entries; those of adjacent pages together.
   Piece take(int64_t room) {
     Piece piece{next(), 0};
     while (piece.count < room && !done() && next() == piece.start + piece.count) {

@@ -1,4 +1,4 @@
-// select_pages: which pages a new token reads.
+// select_pages: the choice of the pages that a new token reads.
 
 #include "backend.h"
 #include "choice.h"
@@ -10,7 +10,7 @@
 namespace sparse_rl {
 namespace {
 
-// Query heads of a group as rows for dots, split into what meets the first and the second vector of a page.
+// Query heads of a group as rows for dots, split into the factors of the first and the second vector of a page.
 struct Wanted {
   alignas(64) float first[kRows * kMaxHeadDim] = {}, second[kRows * kMaxHeadDim] = {};
   int rows = 0;
@@ -24,7 +24,7 @@ struct Unit {
     pack_query(query, wanted.rows++, op.kept.dim, wanted.first);
   }
 
-  // Positive elements meet the largest key elements, negative ones the smallest.
+  // Positive elements are multiplied by the largest key elements, negative ones by the smallest.
   void split(Wanted& wanted) const {
     const int64_t end = padded(op.kept.dim) * kRows;
     for (int64_t i = 0; op.kept.num_vectors == 2 && i < end; ++i) {
@@ -33,7 +33,7 @@ struct Unit {
     }
   }
 
-  // scores[page] = the largest product of the rows, or that and what stands there.
+  // scores[page] = the largest product of the rows, or the maximum of that and the previous value.
   void score(int64_t i, int64_t first, int64_t last, const Wanted& wanted, float factor, bool fresh, float* scores)
       const {
     float tile[kRows * kTile], other[kRows * kTile];

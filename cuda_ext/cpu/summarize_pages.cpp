@@ -1,4 +1,4 @@
-// summarize_pages: the vectors kept of every page of a slot.
+// summarize_pages: vectors that summarize every page of a slot.
 
 #include "backend.h"
 #include "summarize_pages.h"

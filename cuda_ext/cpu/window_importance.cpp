@@ -16,7 +16,7 @@ namespace {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// total[j] += softmax(logits)[j] over `count` logits, which it overwrites; nothing to see adds nothing.
+// total[j] += softmax(logits)[j] over `count` logits, which it overwrites; a query that sees nothing adds nothing.
 SPARSE_RL_CLONES void add_softmax(float* logits, int64_t count, float* total) {
   float largest = kNothing;
 #pragma omp simd reduction(max : largest)

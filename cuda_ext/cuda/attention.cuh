@@ -1,4 +1,4 @@
-// What the kernels of decode_attention and page_attention share: which entries they read, the online softmax, and the
+// Shared by the kernels of decode_attention and page_attention: the entries to read, the online softmax, and the
 // merging of a block's parts.
 #pragma once
 
@@ -9,7 +9,7 @@ namespace sparse_rl {
 
 constexpr int kHeads = 8;  // query heads per pass over the entries
 
-// The entries that are read of one head: all, or those of the pages of a list. Both tell what the j-th of them is, -1
+// The entries of one head to read: all, or those of the listed pages. Both return the index of the j-th of them, -1
 // for none; from `count` on there are none.
 template <bool Paged>
 struct Reading {
@@ -58,7 +58,7 @@ struct Reading<true> {
 struct Softmax {
   float largest, sum;
 
-  // Turn logits into exp(logit - largest so far); returns what earlier sums must be multiplied by.
+  // Turn logits into exp(logit - largest so far); returns the factor of earlier sums.
   template <int Count, class Spread>
   SPARSE_RL_DEVICE float add(float (&logits)[Count], Spread spread) {
     float top = logits[0];
@@ -74,7 +74,7 @@ struct Softmax {
   }
 };
 
-// What the parts of a block (warps, or halves of warps) know about the heads, and the sums they add up in turn.
+// State of a block's parts (warps, or halves of warps) for each head, and the sums that they add up in turn.
 template <int Parts, int Width>
 struct Merge {
   Softmax softmax[Parts][kHeads];
@@ -114,7 +114,7 @@ struct Merge {
   }
 };
 
-// A row's 16 bytes at element `at`, zeros where there is nothing.
+// A row's 16 bytes at element `at`, zeros beyond the end.
 template <class T>
 SPARSE_RL_DEVICE uint4 load_if(bool there, const T* row, int at) {
   return there ? load16(row + at) : make_uint4(0, 0, 0, 0);

@@ -1,4 +1,4 @@
-// Which kernel attends: tensor cores for 16-bit queries, plain FMAs for float32 and for heads too large for registers.
+// Choice of the kernel: tensor cores for 16-bit queries, plain FMAs for float32 and for heads too large for registers.
 #pragma once
 
 #include "attention_plain.cuh"

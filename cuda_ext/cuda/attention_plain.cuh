@@ -39,7 +39,7 @@ struct Strip {
     }
   }
 
-  // `entry` says where the k-th of the four stands, -1 for none.
+  // `entry` returns the index of the k-th of the four, -1 for none.
   template <class Entry>
   SPARSE_RL_DEVICE void dots(const P* keys, Entry entry, int dim, float (&logits)[Heads_][Keys]) const {
 #pragma unroll
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) 
       int entries[Keys];
 #pragma unroll
       for (int k = 0; k < Keys; ++k) entries[k] = Paged ? reading.at(start + k * Groups) : 0;
-      const auto entry = [&](int k) {  // looked up once; without a list it is cheaper to ask again than to remember
+      const auto entry = [&](int k) {  // looked up once; without a list recomputing is cheaper than storing
         return Paged ? entries[k] : reading.at(start + k * Groups);
       };
       float logits[Heads_][Keys], factors[Heads_];

@@ -13,7 +13,7 @@ SPARSE_RL_DEVICE uint32_t pack(float low, float high) {
   return static_cast<uint32_t>(narrow<T>(low).x) | static_cast<uint32_t>(narrow<T>(high).x) << 16;
 }
 
-// Eight neighboring elements as they lie in memory, zeros where there is nothing: float8 takes half the registers.
+// Eight neighboring elements as stored in memory, zeros beyond the end: float8 takes half the registers.
 template <class P>
 SPARSE_RL_DEVICE auto load_eight(bool there, const P* row, int at) {
   if constexpr (std::is_same_v<P, Float8>) {
@@ -37,13 +37,13 @@ SPARSE_RL_DEVICE uint4 words(uint2 v) {
       pack<T>(low[0], low[1]), pack<T>(low[2], low[3]), pack<T>(high[0], high[1]), pack<T>(high[2], high[3]));
 }
 
-// K and V take no way through shared memory. Products may take the elements of a head, and the entries, in any order as
-// long as both factors agree, so every lane simply loads eight neighboring elements and feeds them wherever its
-// registers stand.
+// K and V do not go through shared memory. Products may take the elements of a head, and the entries, in any order as
+// long as both factors agree, so every lane simply loads eight neighboring elements and uses them in the order of its
+// registers.
 // A warp takes 16 entries at a time:
 // logits (8 heads, 16 entries) = Q (8 heads, D) K^T: lane 4r + q loads elements 32i + 8q.. of query r and of entry r;
 // sums^T (D, 8 heads) += V^T (D, 16 entries) P^T: lane 4r + q loads elements 64i + 8r.. of entries 2q, 2q + 1 (+ 8) and
-// pairs them up; the logits of these entries are just those the first product left in this lane.
+// pairs them up; the logits of exactly these entries are in this lane after the first product.
 template <class T, class P, int Chunks>
 struct Tile {
   using Eight = decltype(load_eight<P>(true, nullptr, 0));
@@ -62,7 +62,7 @@ struct Tile {
     for (int i = 0; i < 16 * Chunks; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0;
   }
 
-  // logits[n * 2 + k]: query head r with entry 8n + 2q + k of the tile; `entry` says where it stands, -1 for none.
+  // logits[n * 2 + k]: query head r with entry 8n + 2q + k of the tile; `entry` returns its index, -1 for none.
   template <class Entry>
   SPARSE_RL_DEVICE void dots(const P* keys, Entry entry, int dim, float (&logits)[4]) const {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 8;
@@ -90,7 +90,7 @@ struct Tile {
     }
   }
 
-  // entries[k]: where entry 2q + k % 2 + k / 2 * 8 of the tile stands, -1 for none.
+  // entries[k]: index of entry 2q + k % 2 + k / 2 * 8 of the tile, -1 for none.
   SPARSE_RL_DEVICE void add_values(
       const P* values, const int (&entries)[4], int dim, const float (&shares)[4], float factor) {
     const int lane = threadIdx.x % 32, row = lane / 4 * 8, head = lane % 4 * 2;

@@ -1,4 +1,4 @@
-// Deterministic top-k by radix selection in one block: which entries of one head stay. The CPU's twin is choice.h.
+// Deterministic top-k by radix selection in one block: which entries of one head stay. The CPU version is choice.h.
 #pragma once
 
 #include "device.cuh"
@@ -12,7 +12,7 @@ SPARSE_RL_DEVICE uint32_t rank_key(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Per warp, how many threads said yes; the number of yeses in the threads before this one, and in all.
+// The number of threads with true in each warp, before this thread, and in all.
 struct Count {
   int before, all;
 };
@@ -31,7 +31,7 @@ SPARSE_RL_DEVICE Count count_block(bool yes, int (&per_warp)[kWarps]) {
   return count;
 }
 
-// What decides whether entry j stays: pinned entries come first, then the best scores, ties to the lowest index. When
+// Decides whether entry j stays: pinned entries come first, then the best scores, ties to the lowest index. If
 // more are pinned than the budget allows, scores decide among the pinned. The same in all threads of a block.
 struct Choice {
   const float* scores;
@@ -80,7 +80,7 @@ struct Choice {
     ties = places > 0 ? places : 0;
   }
 
-  // The bin in which the places run out when they are given away from the highest bin on, and what is left for it.
+  // The bin in which the places run out, assigned from the highest bin on, and the number of places left for it.
   SPARSE_RL_DEVICE static void find_bin(int places, Shared& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = shared.bins[threadIdx.x];
     int from_here = own;  // entries in this thread's bin and all higher ones

@@ -1,7 +1,7 @@
-// What all CUDA kernels share: types, 16-byte loads, sums over a warp, launching on torch's stream.
+// Shared by all CUDA kernels: types, 16-byte loads, sums over a warp, launching on torch's stream.
 //
 // A kernel takes one struct by value. Nothing here allocates or waits, so every launch can be captured in a CUDA graph.
-// <platform.cuh> is CUDA itself; tests take the one of ../emulation, which runs the same sources on a CPU.
+// <platform.cuh> is CUDA itself; tests use the one of ../emulation, which runs the same sources on a CPU.
 #pragma once
 
 #include "heads.h"
@@ -82,12 +82,12 @@ SPARSE_RL_DEVICE float warp_max(float x) {
   return x;
 }
 
-// The factor that sums relative to `before` must get to be relative to `now`; nothing so far is worth nothing.
+// The factor from sums relative to `before` to sums relative to `now`; 0 if there is nothing so far.
 SPARSE_RL_DEVICE float rescale(float before, float now) {
   return before == now ? 1.0f : before == kNothing ? 0.0f : expf(before - now);
 }
 
-// A kernel cannot raise: it leaves out what cannot be done and says so, once, where the host will look. The first stays.
+// A kernel cannot raise: it skips what cannot be done and reports it once, to the host. The first report stays.
 SPARSE_RL_DEVICE void complain(const Report& report, Fault fault, int64_t slot) {
   constexpr int64_t kMost = (1 << 23) - 1;
   if (!report.word) return;
@@ -96,7 +96,7 @@ SPARSE_RL_DEVICE void complain(const Report& report, Fault fault, int64_t slot) 
   atomicCAS(report.word, 0, word);
 }
 
-// Live entries of one head. Rows to skip, and numbers that no pool can hold, have no entries.
+// Live entries of one head. Rows to skip, and numbers that no pool can have, have no entries.
 struct Run {
   int64_t slot, head, start;  // slot is -1 for a row to skip
   int length;
@@ -136,9 +136,9 @@ inline void check_aligned(const char* name, const void* p) {
       ".clone()");
 }
 
-// What the op headers ask of the CUDA kernels, whose structs derive from it: which pools they take, and the C++ type.
+// What the op headers need from the CUDA kernels, whose structs derive from it: supported pools, and the C++ type.
 struct Device {
-  // Call `run` with a zero of the C++ type behind `dtype`.
+  // Call `run` with a zero of the C++ type of `dtype`.
   template <class Run>
   static void dispatch(ScalarType dtype, Run run) {
     switch (dtype) {
@@ -152,7 +152,7 @@ struct Device {
     }
   }
 
-  // The same with zeros of the type of the queries and of that of the pools, which differ where pools are float8.
+  // The same with zeros of the types of the queries and the pools, which differ if pools are float8.
   template <class Run>
   static void dispatch(ScalarType stored, ScalarType computed, Run run) {
     if (stored == ScalarType::Float8_e4m3fn) {

@@ -1,7 +1,8 @@
 // evict: keep the best entries of each head in their order, record when the others died.
 //
-// One block per (layer, row, KV head) walks over the entries in chunks of 256. In place an entry never moves up, so a
-// batch of rows is loaded by all threads, and after a barrier stored: it overwrites only what has been read.
+// One block per (layer, row, KV head) goes over the entries in chunks of 256. In place an entry never moves to a
+// later row, so a batch of rows is loaded by all threads, and after a barrier stored: it overwrites only entries that
+// were read.
 
 #include "choice.cuh"
 #include "evict.h"
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) evict_kernel(Eviction op) {
   const auto rows = static_cast<unsigned>(op.num_rows), heads = static_cast<unsigned>(op.num_heads);
   const int64_t layer = blockIdx.x / heads / rows, b = blockIdx.x / heads % rows, h = blockIdx.x % heads;
   const int64_t slot = op.slots[b], row = blockIdx.x;
-  const bool first = threadIdx.x == 0;  // who complains
+  const bool first = threadIdx.x == 0;  // reports errors
   if (slot == -1) return;
   if (slot < 0 || slot >= op.num_slots) {
     if (first) complain(op.report, Fault::slot, slot);

@@ -1,6 +1,6 @@
-// Pools of float8_e4m3fn: numbers of eight bits, read as floats and written rounded; nothing computes in them.
+// Pools of float8_e4m3fn: numbers of eight bits, read as floats and written rounded; nothing is computed in them.
 //
-// From compute capability 8.9 on there is an instruction for reading. Older GPUs take the bits apart, as the emulation
+// From compute capability 8.9 on there is an instruction for reading. Older GPUs decode the bits, as the emulation
 // does.
 #pragma once
 
@@ -50,7 +50,7 @@ SPARSE_RL_DEVICE void load_floats(const Float8* p, float (&x)[Width]) {
   }
 }
 
-// What a pool keeps of a number: the nearest one, +-448 for those beyond; NaN stays.
+// The stored value of a number: the nearest one, +-448 for those beyond; NaN stays.
 template <class P, class T>
 SPARSE_RL_DEVICE P stored(T x) {
   if constexpr (std::is_same_v<P, T>) {

@@ -1,6 +1,6 @@
-// fork: copy everything a slot holds to other slots, all layers at once; only live entries are moved.
+// fork: copy the content of a slot to other slots, all layers at once; only live entries are moved.
 //
-// One block per (layer, pair, KV head); the ring of a (layer, slot) is shared out among its heads.
+// One block per (layer, pair, KV head); the ring of a (layer, slot) is divided among its heads.
 
 #include "device.cuh"
 #include "fork.h"
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, 1) fork_kernel(Fork op) {
   const auto pairs = static_cast<unsigned>(op.num_pairs), heads = static_cast<unsigned>(op.num_heads);
   const int64_t layer = blockIdx.x / pairs, pair = blockIdx.x % pairs, h = blockIdx.y;
   const int64_t source = op.sources[pair], destination = op.destinations[pair];
-  const bool first = threadIdx.x == 0;  // who complains
+  const bool first = threadIdx.x == 0;  // reports errors
   if (source < -1 || destination < -1 || source >= op.num_slots || destination >= op.num_slots) {
     if (first) complain(op.report, Fault::slot, destination);
     return;

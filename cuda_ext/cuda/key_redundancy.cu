@@ -1,8 +1,8 @@
-// key_redundancy: R-KV's mean cosine to the other keys, the last similar neighbor of every key spared.
+// key_redundancy: R-KV's mean cosine to the other keys, without the last similar neighbor of every key.
 //
-// One block per (row, KV head). All but the spared entries are linear in the keys: sum_i cos(i, j) =
-// k_j . (sum_i k_i - k_j) for unit keys. Only the search for each row's last similar column is pairwise: it walks over
-// tiles of 64 columns from the last one on; a row leaves the list of pending rows at its first hit, and the walk ends
+// One block per (row, KV head). All but the entries set to zero are linear in the keys: sum_i cos(i, j) =
+// k_j . (sum_i k_i - k_j) for unit keys. Only the search for each row's last similar column is pairwise: it goes over
+// tiles of 64 columns from the last one on; a row leaves the list of pending rows at its first hit, and the search ends
 // with the list. The cosines taken from a column are summed in the order of the rows.
 
 #include "key_redundancy.h"
@@ -154,7 +154,7 @@ struct Unit {
         hit.take(column, cosine);
       }
       if (Square::column() != 0) continue;
-      // the published code: a row without a similar column spares its first
+      // as in the published code, a row without a similar column sets its first entry to zero
       if (own >= 0 && start == 0) hit.take(0, first);
       search.hit_column[slot] = hit.column;
       search.hit_cosine[slot] = hit.cosine;

@@ -1,6 +1,6 @@
-// page_attention: one query token per slot over the entries of some pages, page lists as select_pages makes them.
+// page_attention: one query token per slot over the entries of some pages, given by the lists of select_pages.
 //
-// The kernels are those of decode_attention; only where the j-th entry stands is looked up in the list.
+// The kernels are those of decode_attention; only the index of the j-th entry is looked up in the list.
 
 #include "attention_launch.cuh"
 #include "page_attention.h"

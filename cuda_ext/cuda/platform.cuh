@@ -1,4 +1,4 @@
-// CUDA itself, found by the include path: ../emulation/platform.cuh takes its place in tests on a CPU.
+// CUDA itself, found by the include path: ../emulation/platform.cuh replaces it in tests on a CPU.
 #pragma once
 
 #include "checks.h"

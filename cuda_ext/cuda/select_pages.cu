@@ -1,7 +1,7 @@
-// select_pages: which pages a new token reads.
+// select_pages: the choice of the pages that a new token reads.
 //
-// One block per (row, KV head) scores the pages that compete, a group of lanes to a page, and picks by radix selection
-// as eviction does.
+// One block per (row, KV head) scores the pages that compete, a group of lanes per page, and selects by radix selection
+// as in eviction.
 
 #include "choice.cuh"
 #include "select_pages.h"
@@ -9,7 +9,7 @@
 namespace sparse_rl {
 namespace {
 
-// What meets the first and the second vector of a page: the query, or its positive and its negative elements. One query
+// Factors of the first and the second vector of a page: the query, or its positive and its negative elements. One query
 // head, or the mean over all heads of the group.
 template <class T>
 SPARSE_RL_DEVICE void fill_wanted(
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_pages_kernel(Selection<T> 
   for (int64_t i = threadIdx.x; i < op.kept.num_pages; i += kThreads) scores[i] = 0;
   for (int64_t i = threadIdx.x; i < op.width; i += kThreads) pages[i] = -1;
   const Report& report = op.heads.report;
-  const bool one = threadIdx.x == 0;  // who complains
+  const bool one = threadIdx.x == 0;  // reports errors
   if (slot == -1) return;
   if (slot < 0 || slot >= op.heads.num_slots) {
     if (one) complain(report, Fault::slot, slot);

@@ -1,4 +1,4 @@
-// summarize_pages: the vectors kept of every page of a slot. Blocks of a (row, KV head) share its pages out.
+// summarize_pages: vectors that summarize every page of a slot. Blocks of a (row, KV head) divide its pages.
 
 #include "device.cuh"
 #include "summarize_pages.h"

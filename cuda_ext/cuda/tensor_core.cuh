@@ -1,4 +1,4 @@
-// One multiplication on tensor cores, mma.m16n8k16, and where its numbers stand.
+// One multiplication on tensor cores, mma.m16n8k16, and the layout of its registers.
 //
 // c (16, 8) += a (16, 16) b (16, 8); lane 4 r + q of a warp, r from 0 to 7 and q from 0 to 3, holds
 //

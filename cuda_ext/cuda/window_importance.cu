@@ -12,7 +12,7 @@ namespace {
 constexpr int kRows = 16, kColumns = kThreads;
 using Flat = Product<kRows, kColumns>;
 
-// What one block works on.
+// The work of one block.
 template <class T>
 struct Unit {
   const Importance<T>& op;

@@ -1,4 +1,4 @@
-"""Build a copy of the package in which the CUDA kernels, emulated, take the place of the CPU kernels.
+"""Build a copy of the package in which the emulated CUDA kernels replace the CPU kernels.
 
 Called by ``make cuda-emulate``, with the folder to build in.
 """

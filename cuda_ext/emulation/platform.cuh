@@ -1,8 +1,8 @@
 // Enough of CUDA's language to run the kernels on a CPU, one block after another, every thread a coroutine.
 //
 // For tests only: it finds wrong arithmetic, wrong indices and, by running the threads of a block in another order at
-// every launch, sometimes warp by warp as far as each gets alone, results that hang on a missing barrier. It says
-// nothing about speed.
+// every launch, sometimes warp by warp as far as each gets alone, results that depend on a missing barrier. It does
+// not measure speed.
 #pragma once
 
 #include "checks.h"
@@ -54,7 +54,7 @@ struct Fiber {
   void* stack_pointer = nullptr;
   std::vector<char> stack;
   bool done = false;
-  const Barrier* barrier = nullptr;  // what it waits at, since which round
+  const Barrier* barrier = nullptr;  // the barrier that it waits at, and since which round
   unsigned round = 0;
 
   bool can_run() const { return !done && (!barrier || barrier->rounds != round); }
@@ -66,7 +66,7 @@ struct State {
   unsigned current = 0, launches = 0;
   Barrier block;
   std::vector<Barrier> warps;
-  std::vector<uint32_t> mail;  // words that the lanes of a warp show each other
+  std::vector<uint32_t> mail;  // words that the lanes of a warp exchange
   void (*body)(const void*) = nullptr;
   const void* argument = nullptr;
 };
@@ -134,7 +134,7 @@ inline void start(Fiber& fiber) {
   fiber.stack_pointer = words;
 }
 
-// Until it waits; whether it could run at all.
+// Run until it waits; returns whether it could run at all.
 inline bool run_thread(unsigned t) {
   if (!state.fibers[t].can_run()) return false;
   state.current = t;
@@ -188,7 +188,7 @@ void launch(Kernel kernel, dim3 grid, unsigned threads, const Args& args) {
   }
 }
 
-// Every lane shows up to 16 words; `read(lane)` gives those of another one.
+// Every lane publishes up to 16 words; `read(lane)` returns those of another one.
 template <class Read>
 auto exchange(const uint32_t* words, int count, Read read) {
   uint32_t* mail = state.mail.data() + state.current / kWarp * kWarp * 16;

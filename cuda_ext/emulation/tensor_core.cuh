@@ -1,4 +1,4 @@
-// The multiplication of ../cuda/tensor_core.cuh, whose picture shows the layout, in loops: the lanes show each other
+// The multiplication of ../cuda/tensor_core.cuh, which has a picture of the layout, in loops: the lanes exchange
 // their words.
 #pragma once
 

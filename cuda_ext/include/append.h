@@ -1,11 +1,11 @@
-// append as torch calls it: arguments, their check, and what a kernel gets of them.
+// append as torch calls it: its arguments, their check, and the struct for a kernel.
 #pragma once
 
 #include "heads.h"
 
 namespace sparse_rl {
 
-// T computes, P is kept in the pools.
+// T is the compute type, P the type of the pools.
 template <class T, class P = T>
 struct Append {
   T* query;                // (B, Hq, D), rotated in place

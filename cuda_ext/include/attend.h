@@ -1,5 +1,5 @@
-// Attention of one query token over tiles of keys and values, softmax kept online: what the CPU kernels of
-// decode_attention and page_attention share.
+// Attention of one query token over tiles of keys and values, with an online softmax: shared by the CPU kernels of
+// decode_attention and page_attention.
 #pragma once
 
 #include "dots.h"
@@ -20,8 +20,8 @@ struct Softmax {
   Softmax() { std::fill(largest, largest + kRows, kNothing); }
 };
 
-// Turn a tile of logits (see dot_tile) into exp(logit - largest so far); `rescale` is what earlier sums must be
-// multiplied by. A vector holds several keys, Stride rows of each.
+// Turn a tile of logits (see dot_tile) into exp(logit - largest so far); `rescale` is the factor of earlier sums.
+// A vector has several keys, Stride rows of each.
 template <int Rows>
 SPARSE_RL_CLONES void add_tile(float* logits, int64_t count, Softmax& state, float* rescale) {
   constexpr int Stride = key_stride(Rows);
@@ -86,7 +86,7 @@ SPARSE_RL_CLONES void add_values(
   }
 }
 
-// A finished row: its result is written, its log-sum-exp returned. A row without entries gives zeros and -inf.
+// Finish a row: write its result, return its log-sum-exp. A row without entries gives zeros and -inf.
 template <class T>
 float finish_row(float largest, float sum, const float* sums, int64_t dim, T* out) {
   pack_row_any(sums, sum > 0 ? 1 / sum : sum, dim, out);

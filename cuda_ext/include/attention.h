@@ -1,11 +1,11 @@
-// What the kernels of decode_attention and page_attention get.
+// The struct for the kernels of decode_attention and page_attention.
 #pragma once
 
 #include "heads.h"
 
 namespace sparse_rl {
 
-// T computes, P is the type of the pools.
+// T is the compute type, P the type of the pools.
 template <class T, class P = T>
 struct Attention {
   const T* query;

@@ -1,4 +1,4 @@
-// Refusing bad arguments with a sentence instead of a crash. Used by the header of every op.
+// Checks that refuse bad arguments with a message instead of a crash. Used by the header of every op.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -17,7 +17,7 @@ namespace sparse_rl {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline constexpr int64_t kAnySize = -1;      // a size that check_tensor does not look at
+inline constexpr int64_t kAnySize = -1;      // a size that check_tensor ignores
 inline constexpr int64_t kMaxHeadDim = 512;  // bounds the stack buffers of the CPU kernels
 
 inline std::string shape_text(const int64_t* sizes, size_t count) {
@@ -41,8 +41,8 @@ inline const char* dtype_text(ScalarType dtype) {
   }
 }
 
-// The text of a string argument. Deletes the handle: a parameter of type std::string would do the same but for a copy
-// that the conversion of torch 2.13 loses at every call.
+// The text of a string argument. Deletes the handle: a parameter of type std::string would do the same except for a
+// copy that the conversion of torch 2.13 leaks at every call.
 inline std::string take_string(StringHandle handle) {
   size_t length = 0;
   const char* data = nullptr;
@@ -53,7 +53,7 @@ inline std::string take_string(StringHandle handle) {
   return text;
 }
 
-// Whether the elements follow each other in the dimensions from `first` on.
+// Whether the elements are contiguous in the dimensions from `first` on.
 inline bool is_dense(const Tensor& t, int64_t first) {
   int64_t expected = 1;
   for (int64_t i = t.dim() - 1; i >= first; expected *= t.size(i--)) {
@@ -100,7 +100,7 @@ T* pointer(const std::optional<Tensor>& t) {
   return t.has_value() ? pointer<T>(*t) : nullptr;
 }
 
-// What queries, new keys and values come in: the pools' own type, with float8 pools the given tensor's.
+// The type of queries, new keys and values: the pools' own type, with float8 pools the given tensor's.
 inline ScalarType computing_type(ScalarType stored, const Tensor& given) {
   return stored == ScalarType::Float8_e4m3fn ? given.scalar_type() : stored;
 }

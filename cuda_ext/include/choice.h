@@ -15,8 +15,8 @@ inline uint32_t rank_key(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// What decides whether entry j of a head stays: pinned entries come first, then the best scores, ties to the lowest
-// index. When more are pinned than the budget allows, scores decide among the pinned.
+// Decides whether entry j of a head stays: pinned entries come first, then the best scores, ties to the lowest
+// index. If more are pinned than the budget allows, scores decide among the pinned.
 struct Choice {
   const float* scores;
   const int32_t* positions;  // null: entry j has position j

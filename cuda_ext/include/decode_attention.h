@@ -1,4 +1,4 @@
-// decode_attention as torch calls it: arguments and their check.
+// decode_attention as torch calls it: its arguments and their check.
 #pragma once
 
 #include "attention.h"

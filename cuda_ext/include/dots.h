@@ -10,7 +10,7 @@ inline constexpr int kTile = 128;  // keys per call
 inline constexpr int kLine = 64;  // bytes of a cache line
 inline constexpr int kAhead = 16;  // keys from the one read to the one fetched
 
-// Up to eight query rows as floats, block by block: the r-th row's n-th block of 32 stands at (n * kRows + r) * kBlock,
+// Up to eight query rows as floats, block by block: the r-th row's n-th block of 32 is at (n * kRows + r) * kBlock,
 // so that the inner loop reads all rows through one pointer.
 template <class T>
 SPARSE_RL_CLONES void pack_query(const T* row, int r, int64_t dim, float* queries) {
@@ -40,10 +40,10 @@ SPARSE_RL_INLINE void add_block(const Vec* a, const Vec* b, const float* queries
 
 // out[j * key_stride(Rows) + r] = scale * queries[r] . keys[j], for a tile of at most kTile keys.
 //
-// Rows is a compile-time constant so that all accumulators stay in registers; several keys are taken at once, so that
-// about sixteen sums are in flight. The keys are fetched a little ahead, because the processor does not see one stream
-// in them; `ahead`, if given, is memory of the size of the tile that is needed next and fetched meanwhile.
-// `after` is what is fetched instead of the keys behind this one, where they are not the next to be read.
+// Rows is a compile-time constant so that all accumulators stay in registers; several keys are processed at once, so
+// that about sixteen sums are in flight. The keys are prefetched a little ahead, because the processor does not see one
+// stream in them; `ahead`, if given, is the memory of the next tile, which is prefetched meanwhile.
+// `after` is prefetched instead of the keys behind this one, if those are not the next to be read.
 template <class T, int Rows>
 SPARSE_RL_CLONES void dot_tile(
     const T* keys, int64_t count, int64_t dim, const float* queries, float scale, float* out, const T* ahead,

@@ -1,11 +1,11 @@
-// evict as torch calls it: arguments, their check, and what a kernel gets.
+// evict as torch calls it: its arguments, their check, and the struct for a kernel.
 #pragma once
 
 #include "heads.h"
 
 namespace sparse_rl {
 
-// Pools are bytes, whatever they mean.
+// Pools are bytes of any type.
 struct Eviction {
   const float* scores;     // (L, B, H, N)
   const int32_t* budgets;  // (L, B, H)
@@ -18,7 +18,7 @@ struct Eviction {
   int64_t num_tokens;
   char* state_pool;     // running state, null for none
   int64_t state_bytes;  // per entry
-  // where the entries come from, null for in place
+  // source of the entries, null for in place
   const char *source_keys, *source_values;
   const int64_t* source_offsets;  // (L, B, H)
   const int32_t* source_lengths;  // (L, B, H)

@@ -1,4 +1,4 @@
-// fork as torch calls it: arguments, their check, and what a kernel gets of them: bytes, whatever they mean.
+// fork as torch calls it: its arguments, their check, and the struct for a kernel, with pools as bytes of any type.
 #pragma once
 
 #include "heads.h"

@@ -1,4 +1,4 @@
-// Where each head of each slot lives in the flat pools, and the bounds checks the CPU kernels make before they start.
+// The place of each head of each slot in the flat pools, and the bounds checks that CPU kernels make before they start.
 //
 // Tensors of state are indexed by slot: offsets, capacities, lengths (S, H), or (L, S, H) in ops on all layers.
 // Inputs and outputs of a call are indexed by row b of `slots` (B); slots[b] = -1 marks a row to skip.
@@ -6,7 +6,7 @@
 
 #include "checks.h"
 
-// Functions that kernels call, on whichever side they run.
+// Functions that kernels call, on either side.
 #ifdef __CUDACC__
 #define SPARSE_RL_DEVICE __device__ __forceinline__
 #else
@@ -15,7 +15,7 @@
 
 namespace sparse_rl {
 
-// What a kernel that cannot complain writes into the word `errors`, as ops/faults.py reads it.
+// The word `errors` that a kernel writes because it cannot raise, as ops/faults.py reads it.
 enum class Op : int32_t {
   append = 1, decode_attention, window_importance, key_redundancy, evict, fork, summarize_pages, select_pages,
   page_attention
@@ -58,7 +58,7 @@ inline Heads check_heads(
   return heads;
 }
 
-// The heads of a strided (S, H, N, ...) tensor, of which the entries follow each other, and how many are live.
+// The heads of a strided (S, H, N, ...) tensor, each with contiguous entries, and their numbers of live entries.
 template <class T>
 struct HeadView {
   const T* data;
@@ -86,7 +86,7 @@ struct Layers {
   int64_t num_layers, num_slots, num_heads;
 };
 
-// Of an op on all layers.
+// For an op on all layers.
 inline Layers check_layers(const Tensor& offsets, const Tensor& key_pool) {
   STD_TORCH_CHECK(
       offsets.dim() == 3, "offsets must be (layers, slots, KV heads), got ", offsets.dim(), " dimensions");

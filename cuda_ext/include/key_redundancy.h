@@ -1,4 +1,4 @@
-// key_redundancy as torch calls it: arguments, their check, and what a kernel gets.
+// key_redundancy as torch calls it: its arguments, their check, and the struct for a kernel.
 #pragma once
 
 #include "heads.h"

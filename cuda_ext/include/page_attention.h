@@ -1,4 +1,4 @@
-// page_attention as torch calls it: arguments and their check.
+// page_attention as torch calls it: its arguments and their check.
 #pragma once
 
 #include "attention.h"

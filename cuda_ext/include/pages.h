@@ -1,17 +1,17 @@
-// What the ops on pages share: the vectors kept of every page.
+// Shared by the ops on pages: the vectors of every page.
 #pragma once
 
 #include "heads.h"
 
 namespace sparse_rl {
 
-// Vectors that are kept of pages, (S, H, C, P, D): the means (C = 1), or the largest and the smallest elements (C = 2).
+// The vectors of pages, (S, H, C, P, D): the means (C = 1), or the largest and the smallest elements (C = 2).
 template <class T>
 struct Kept {
   T* data;
   int64_t num_vectors, num_pages, dim;
 
-  // Of the i-th (slot, head): the c-th vector of a page.
+  // The c-th vector of a page of the i-th (slot, head).
   SPARSE_RL_DEVICE T* at(int64_t i, int64_t c, int64_t page) const {
     return data + ((i * num_vectors + c) * num_pages + page) * dim;
   }

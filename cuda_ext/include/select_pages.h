@@ -1,4 +1,4 @@
-// select_pages as torch calls it: arguments, their check, and what a kernel gets.
+// select_pages as torch calls it: its arguments, their check, and the struct for a kernel.
 #pragma once
 
 #include "pages.h"

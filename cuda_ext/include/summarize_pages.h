@@ -1,4 +1,4 @@
-// summarize_pages as torch calls it: arguments, their check, and what a kernel gets.
+// summarize_pages as torch calls it: its arguments, their check, and the struct for a kernel.
 #pragma once
 
 #include "pages.h"
@@ -13,7 +13,7 @@ struct Summary {
   bool newest_only;
   Heads heads;
 
-  // The pages of a head of `length` entries to look at: complete ones, or the one the newest entry has completed.
+  // The pages to summarize of a head of `length` entries: complete ones, or the one the newest entry has completed.
   SPARSE_RL_DEVICE int64_t end(int64_t length) const { return length / page_size; }
   SPARSE_RL_DEVICE int64_t begin(int64_t length) const {
     if (!newest_only) return 0;

@@ -2,8 +2,8 @@
 //
 // A function marked SPARSE_RL_CLONES is compiled for AVX-512, AVX2 and plain x86-64; the loader picks one at start.
 // Rows are read in blocks of 32 elements as two vectors. The block of a float32 row is (first 16, last 16); that of a
-// bfloat16 row is (even, odd elements), because one load, a shift and a mask then make 32 floats. Dot products do not
-// care about the order as long as both sides share it; `order` tells where an element goes.
+// bfloat16 row is (even, odd elements), because one load, a shift and a mask then give 32 floats. Dot products do not
+// depend on the order as long as both sides share it; `order` maps an element to its place.
 #pragma once
 
 #include "checks.h"
@@ -60,7 +60,7 @@ SPARSE_RL_INLINE void load_block(const BFloat16* p, Vec& a, Vec& b) {
   b = bits_to_float(both & 0xFFFF0000u);
 }
 
-// The last dim % 32 elements of a row, zeros behind them.
+// The last dim % 32 elements of a row, followed by zeros.
 template <class T>
 SPARSE_RL_INLINE void load_tail(const T* p, int64_t count, Vec& a, Vec& b) {
   alignas(64) T block[kBlock] = {};
@@ -97,7 +97,7 @@ SPARSE_RL_INLINE void unpack_row(const T* row, int64_t dim, float* out) {
 #endif
 
 // Sums of the lanes of eight vectors at once, times a factor. Each step adds the halves of two vectors: one shuffle
-// brings together what crosses over, a blend what stays.
+// collects the lanes that change sides, a blend those that stay.
 SPARSE_RL_INLINE void sum_lanes(const Vec* v, float factor, float* out) {
 #ifdef SPARSE_RL_SHUFFLE
   Vec p[4], q[2];
@@ -116,7 +116,7 @@ SPARSE_RL_INLINE void sum_lanes(const Vec* v, float factor, float* out) {
   Vec r = __builtin_shufflevector(q[0], q[1], 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) +
           __builtin_shufflevector(q[0], q[1], 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
   r += __builtin_shufflevector(r, r, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  // the sums of 0, 4, 2, 6, 1, 5, 3, 7 now stand in every second lane
+  // the sums of 0, 4, 2, 6, 1, 5, 3, 7 are now in every second lane
   auto s = __builtin_shufflevector(r, r, 0, 8, 4, 12, 2, 10, 6, 14) * factor;
   std::memcpy(out, &s, 8 * sizeof(float));
 #else
@@ -212,7 +212,7 @@ T* data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// Call `run` with a zero of the C++ type behind `dtype`.
+// Call `run` with a zero of the C++ type of `dtype`.
 #define SPARSE_RL_DISPATCH(dtype, run)                                                                  \
   switch (dtype) {                                                                                      \
     case ScalarType::Float: run(float{}); break;                                                        \

@@ -1,4 +1,4 @@
-// window_importance as torch calls it: arguments, their check, and what a kernel gets.
+// window_importance as torch calls it: its arguments, their check, and the struct for a kernel.
 #pragma once
 
 #include "heads.h"
@@ -9,7 +9,7 @@ struct Pooling {
   enum Kind { kNone, kMax, kAverage } kind;
   int half;
 
-  // Of entry j of `count`. The average counts missing neighbors as zeros.
+  // The pooled value of entry j of `count`. The average counts missing neighbors as zeros.
   SPARSE_RL_DEVICE float at(const float* values, int count, int j) const {
     if (kind == kNone) return values[j];
     const int first = j > half ? j - half : 0, last = j + half < count ? j + half : count - 1;

@@ -56,7 +56,7 @@ SCHEMAS = {
         Tensor keys, Tensor lengths, float threshold, Tensor(a!) redundancy, Tensor(b!) scratch) -> ()""",
     # In this order: what is kept (scores to window), the slots (slots, seen), their place (offsets,
     # capacities), the memory (key_pool to lengths), what else changes (death, state_pool). With the four tensors of a
-    # source, entries are copied from there and entry i has position i; without them they move up in place.
+    # source, entries are copied from there and entry i has position i; without them they close up in place.
     "evict": """(
         Tensor scores, Tensor budgets, int num_sinks, int window, Tensor slots, Tensor seen, Tensor offsets,
         Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths,

@@ -59,7 +59,7 @@ def rank_entries(scores: Tensor, classes: Tensor) -> Tensor:
 
 
 def compaction_order(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Find where each kept entry comes from when the survivors of a row move up without changing order.
+    """Find where each kept entry comes from when the survivors of a row close up without changing order.
 
     Args:
         keep: Mask (..., N), bool, of the kept entries.
