@@ -207,3 +207,8 @@ def test_bad_options_are_refused() -> None:
         importance_weights(RATIOS, RATIO_MASK, "token")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clip_min=2"):
         importance_weights(RATIOS, RATIO_MASK, clip_min=2, clip_max=1)
+
+
+def test_statistics_of_huge_ratios_do_not_overflow() -> None:
+    found = mismatch_statistics(torch.tensor([[200.0, -300.0, 0.0]]), torch.ones(1, 3, dtype=torch.bool))
+    assert {name for name, value in found.items() if not bool(torch.as_tensor(value).isfinite().all())} == set()
