@@ -161,7 +161,7 @@ class SlotCache:
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
         self.arenas = Arenas(self.pools) if size.per_head else None
-        # running numbers: per entry beside the pools, per head beside the lengths; most compressors have none
+        # running numbers: per entry next to the pools, per head next to the lengths; most compressors have none
         rows, fields = len(self.key_pool), len(size.state_fields)
         self.state_pool = torch.zeros(rows, fields, dtype=torch.float32, device=device) if fields else None
         width = sum(count for _, count in size.head_state_fields)

@@ -1,4 +1,4 @@
-"""RolloutCallback: hooks around a rollout, beside Lightning's own."""
+"""RolloutCallback: hooks around a rollout, in addition to Lightning's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RolloutCallback(Callback):
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Called when a rollout has its dense log-probs, rewards and advantages, before the first loss.
 
-        Edit ``scored.rollout.keep`` and ``scored.rollout.weights`` by multiplying, so that callbacks add up.
+        Edit ``scored.rollout.keep`` and ``scored.rollout.weights`` by multiplying, so that callbacks combine.
         """
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:

@@ -29,7 +29,7 @@ class RolloutModule(Protocol):
     policy: PreTrainedModel
     """The policy, loaded when the fit starts."""
     generator: Generator
-    """Draws; lengths and ``top_logprobs`` of ``sampling`` may change between rollouts, budgets by ``raise_budget``."""
+    """Generator; lengths and ``top_logprobs`` may change between rollouts, budgets by ``raise_budget``."""
     rewards: Rewards
     learner: Learner
     loss: GRPOLoss
@@ -85,11 +85,11 @@ class RolloutModule(Protocol):
 
 
 def rollout_module(module: LightningModule, owner: object) -> RolloutModule:
-    """The module, if it rolls out.
+    """Return the module if it rolls out.
 
     Args:
-        module: The module that a hook of Lightning got.
-        owner: Callback that asks, for the error.
+        module: Module passed to a hook of Lightning.
+        owner: Callback that needs the module, for the error.
 
     Raises:
         ValueError: If it does not.

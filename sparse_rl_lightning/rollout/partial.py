@@ -158,7 +158,7 @@ def check_storable(rows: Rows) -> None:
     """Check that rows fit into a checkpoint: only text, numbers, lists and dictionaries.
 
     Raises:
-        ValueError: If a column holds something else.
+        ValueError: If a column has other values.
     """
     for row in rows:
         for name, value in row.items():

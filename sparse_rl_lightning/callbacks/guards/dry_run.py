@@ -183,8 +183,9 @@ class _Enough(Exception):
 class WorstCase:
     """Full slots with the longest training prompt, and a micro-batch of nothing but longest sequences.
 
-    module: Module to fit, attached to its trainer.
-    num_prompts: Number of prompts per rollout.
+    Args:
+        module: Module to fit, attached to its trainer.
+        num_prompts: Number of prompts per rollout.
     """
 
     def __init__(self, module: RolloutModule, num_prompts: int) -> None:
@@ -240,7 +241,7 @@ class WorstCase:
         module, part = self.module, self._longest_sequences()
         with module.trainer.precision_plugin.train_step_context():
             part.ref_logprobs = module.reference_logprobs(part)
-            # no collective: where memory is short on one rank only, the others do not wait for it
+            # no collective: if memory is short on one rank only, the others do not wait for it
             own = module.loss.denominators(part, self.sampling.max_completion_length)
             output = module.micro_batch_loss(part, own)
         output.loss.backward()  # type: ignore[no-untyped-call]

@@ -89,7 +89,7 @@ class Decoder:
         geometry: Sizes and compute type of the model.
 
     Raises:
-        ValueError: If a module that is walked by hand has a replaced ``forward``, or a weight holds NaN.
+        ValueError: If a module that is walked by hand has a replaced ``forward``, or a weight is NaN.
     """
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
@@ -164,7 +164,7 @@ class Decoder:
         """Update the copies of weights after an optimizer step.
 
         Raises:
-            ValueError: If a weight holds NaN.
+            ValueError: If a weight is NaN.
         """
         _check_weights(self.model)
         for projection in self._projections:
@@ -227,7 +227,7 @@ def _check_weights(model: PreTrainedModel) -> None:
     """Refuse NaN by name: attention may turn NaN queries and keys into finite but meaningless numbers.
 
     Raises:
-        ValueError: If a weight holds NaN.
+        ValueError: If a weight is NaN.
     """
     weights = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and p.itemsize > 1}
     sums = torch.stack([weight.sum().isnan() for weight in weights.values()])  # one wait for the device

@@ -157,7 +157,7 @@ def plan_slots(
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """The memory available to new tensors on this device; what torch holds in reserve there counts as free.
+    """The memory available to new tensors on this device; torch's own reserve there counts as free.
 
     Raises:
         ValueError: If the operating system does not report it.

@@ -251,7 +251,7 @@ class Scheduler:
         self.engine.decode(self._rows)
         self.num_steps += 1
         trigger, full = self.engine.compression.trigger, []
-        # the device is not asked: the host counts along, and knows what the compression that follows will leave
+        # no read from the device: the host counts along, and knows what the compression that follows will leave
         for slot, one in self.running.items():
             one.num_fed += 1
             one.room -= 1
