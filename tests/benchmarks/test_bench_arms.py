@@ -90,7 +90,7 @@ def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["rollouts"] for row in course["evaluations"]] == [0, 1, 2]
     assert len(course["clipped"]) == 4
     assert len(course["unused"]) == 2
-    assert 0 <= course["splits"][0]["mismatch_split/kernel/kl_k3"] < 1e-6
+    assert 0 <= course["splits"][0]["mismatch_split/rounding/kl_k3"] < 1e-6
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert run(4) == page
     assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing ran again

@@ -17,7 +17,7 @@ from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.records import ScoredRollout
 
-PARTS = ("kernel", "compression")
+PARTS = ("rounding", "compression")
 KEYS = {f"mismatch_split/{part}/{name}" for part in PARTS for name in ("kl_k1", "kl_k3", "ratio_p05")}
 
 
@@ -46,9 +46,9 @@ def test_in_float32_all_of_it_is_compression(kind: Any) -> None:
     trainer = fit(kind(steps_per_generation=2), 1, [MismatchSplit(), recorder])
     values = metrics(trainer)
     assert values.keys() >= KEYS
-    assert abs(values["mismatch_split/kernel/kl_k1"]) < 1e-5
-    assert 0 <= values["mismatch_split/kernel/kl_k3"] < 1e-8
-    assert abs(values["mismatch_split/kernel/ratio_p05"] - 1) < 1e-4
+    assert abs(values["mismatch_split/rounding/kl_k1"]) < 1e-5
+    assert 0 <= values["mismatch_split/rounding/kl_k3"] < 1e-8
+    assert abs(values["mismatch_split/rounding/ratio_p05"] - 1) < 1e-4
     assert values["mismatch_split/compression/kl_k3"] > 1e-4
     assert values["mismatch_split/compression/ratio_p05"] < 0.99
     if kind is sparse_module:  # no noise: compression is what the whole mismatch is
@@ -65,8 +65,8 @@ def test_noise_is_measured_and_warned_about_once() -> None:
     assert sum("MismatchSplit" in str(warning.message) for warning in w) == 1
     values = metrics(trainer)
     # half of the ratios are e^-0.5, half e^0.5, but for sequences of odd length
-    assert values["mismatch_split/kernel/kl_k3"] == pytest.approx(math.cosh(0.5) - 1, rel=0.15)
-    assert values["mismatch_split/kernel/ratio_p05"] == pytest.approx(math.exp(-0.5), rel=1e-4)
+    assert values["mismatch_split/rounding/kl_k3"] == pytest.approx(math.cosh(0.5) - 1, rel=0.15)
+    assert values["mismatch_split/rounding/ratio_p05"] == pytest.approx(math.exp(-0.5), rel=1e-4)
     assert values["mismatch_split/compression/kl_k3"] < 0.1
 
 

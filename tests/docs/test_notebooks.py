@@ -95,7 +95,7 @@ def check_what_was_evicted(notebook: nbformat.NotebookNode, printed: str) -> Non
     assert float(mean) < 1e-5
     assert float(largest) < 2e-4
     assert float(dense) > 1e-2
-    assert numbers_after("mismatch_split/kernel/kl_k3", printed)[0] < 1e-8
+    assert numbers_after("mismatch_split/rounding/kl_k3", printed)[0] < 1e-8
     assert numbers_after("mismatch_split/compression/kl_k3", printed)[0] > 1e-3
     views = shown(notebook, "text/html")
     assert len(views) == 10

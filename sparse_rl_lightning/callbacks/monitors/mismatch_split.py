@@ -65,12 +65,12 @@ class MismatchSplit(RolloutCallback):
         self._warn(split)
 
     def _warn(self, split: dict[str, Tensor]) -> None:
-        kernel, compression = (float(split[f"mismatch_split/{part}/kl_k3"]) for part in ("kernel", "compression"))
-        if kernel <= self.tolerance * compression or kernel < ROUNDING or self._warned:
+        rounding, compression = (float(split[f"mismatch_split/{part}/kl_k3"]) for part in ("rounding", "compression"))
+        if rounding <= self.tolerance * compression or rounding < ROUNDING or self._warned:
             return
         self._warned = True
         rank_zero_warn(
-            f"MismatchSplit: rounding moves the sampler by k3 = {kernel:.2g} nats per token, compression by "
+            f"MismatchSplit: rounding moves the sampler by k3 = {rounding:.2g} nats per token, compression by "
             f"{compression:.2g}: more than the share of {self.tolerance:g} that tolerance allows. Corrections act on "
             "both. Use ReplayGRPO with replay_objective='dense', which keeps rounding out of the ratio, or more "
             "precise weights or KV memory."
@@ -94,7 +94,7 @@ def mismatch_split(module: RolloutModule, rollout: Rollout) -> dict[str, Tensor]
         replay = torch.cat([module.replayed(part)[0] for part in parts])
         dense = torch.cat([learner.dense(policy, part)[0] for part in parts])
     split = {}
-    for name, new, old in (("kernel", replay, rollout.sampler_logprobs), ("compression", dense, replay)):
+    for name, new, old in (("rounding", replay, rollout.sampler_logprobs), ("compression", dense, replay)):
         mask = rollout.completion_mask
         statistics = mismatch_statistics(consistency_log_ratio(new, old, mask), mask)
         split.update({f"mismatch_split/{name}/{short}": statistics[long] for long, short in NAMES.items()})
