@@ -15,13 +15,13 @@ from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.logprobs import replay_statistics
-from sparse_rl_lightning.retrieval.logprobs import RetrievalLogprobs, retrieval_logprobs
+from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
 from sparse_rl_lightning.retrievers import Retriever
 
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """Memory and precision of the learner's forward passes; none of it changes the loss beyond rounding.
+    """Options of the learner's forward passes: memory, precision, rescoring and dropout.
 
     Args:
         micro_batch_tokens: Token limit of a forward pass. Null cuts a rollout into micro-batches of equally many
@@ -110,15 +110,10 @@ class Learner:
         def compute(part: Rollout) -> tuple[Tensor, Tensor]:
             if self.retriever is None:
                 return replay_statistics(policy, part, *self._head)
-            found = self.retrieved(policy, part)
+            found = retrieval_logprobs(policy, part, self.retriever, *self._head)
             return found.logprobs, found.entropy
 
         return self._in_parts(compute, part)
-
-    def retrieved(self, policy: PreTrainedModel, part: Rollout) -> RetrievalLogprobs:
-        """Log-probs under pages that are chosen again, and their differences from the recorded ones; in one part."""
-        assert self.retriever is not None
-        return retrieval_logprobs(policy, part, self.retriever, *self._head)
 
     def acceptance(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Lower and upper bound (B, T) of the acceptance at the completion tokens, without gradient.

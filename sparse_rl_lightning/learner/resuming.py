@@ -86,7 +86,7 @@ def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
         )
 
 
-def forward(schedule: LRScheduler | None, steps: int) -> None:
+def advance(schedule: LRScheduler | None, steps: int) -> None:
     """Advance a schedule that was just created by ``steps`` steps, with its optimizer's settings."""
     if schedule is None:
         return

@@ -27,9 +27,9 @@ from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.resuming import (
     KEY,
     Configured,
+    advance,
     check_optimizer,
     check_parts,
-    forward,
     schedule_change,
     take_over,
 )
@@ -232,7 +232,7 @@ class PolicyModule(LightningModule):
             return
         (steps, changes), self._resumed = self._resumed, None
         optimizer, schedule = self._configured()
-        forward(schedule, steps)
+        advance(schedule, steps)
         changes = take_over(self.trainer.optimizers[0], optimizer) + changes
         if schedule is not None:
             self.trainer.lr_scheduler_configs[0].scheduler.load_state_dict(schedule.state_dict())

@@ -232,6 +232,8 @@ class RolloutSession:
         }
 
     def _check_settings(self, state: dict[str, Any]) -> None:
+        if "groups" not in state:
+            raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
         own, was = self._settings(), state["settings"]
         names = list(own) if state["slots"] else ["num_generations"]
         changed = [f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name]]
