@@ -10,8 +10,8 @@ import torch
 
 from sparse_rl_lightning.calibration.shapes import Hardware
 from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
-from sparse_rl_lightning.testing import tiny_model
 
 SIZES = {"cpu": (2**26, 1024), "cuda": (2**31, 8192)}  # bytes to read, width of the square matrices
 STEPS = 64  # decode steps that are timed

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 
 # A module imports from its own row or from rows below, never from above. "" is the package's __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("testing",),  # for users: no other part imports it
     ("", "__main__", "cli"),
     ("modules",),
     ("callbacks",),
@@ -24,7 +25,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("learner",),
     ("calibration",),
-    ("testing",),
     ("rollout",),
     ("retrieval",),
     ("cache",),
