@@ -170,7 +170,7 @@ def documented_presets() -> list[list[Any]]:
 
 @pytest.mark.parametrize("callback", [SparsityAwareRejection(), ImportanceReweighting()])
 def test_corrections_need_the_dense_log_probs(callback: Any, trainer: Trainer) -> None:
-    with pytest.raises(ValueError, match=r"was not rescored. Set model\.rescore to true"):
+    with pytest.raises(ValueError, match=r"was not rescored. Set model\.learner\.rescore to true"):
         edit(callback, scored_rollout(rescored=False), trainer)
 
 

@@ -76,7 +76,7 @@ def test_a_wrapper_and_a_budget_rule_from_the_shell(folder: Path) -> None:
         "--model.compressor.compressors.budget_rule.layers.beta=1.5",
     ]  # fmt: skip
     values = with_compressor({"class_path": "KNorm", "init_args": {"budget": 20}}, fast_dev_run=True)
-    rule = main(["validate", "--config", write(values), *arguments]).model.compressor.budget_rule
+    rule = main(["validate", "--config", write(values), *arguments]).model.generator.compressor.budget_rule
     assert isinstance(rule, Adaptive)
     assert rule.floor == 9
     assert isinstance(rule.layers, Pyramid)
