@@ -216,7 +216,7 @@ def reward_raises(folder: Path, dice: random.Random, one: Setting, kind: str = "
     """The reward function raises on some samples."""
     write_config(
         folder,
-        {"reward_funcs": f"{faulty.__name__}.{kind}", "reward_timeout": 2.0},
+        {"reward_funcs": f"{faulty.__name__}.{kind}", "rollout": {"reward_timeout": 2.0}},
         callbacks=[faulty.spelled("CountFailures")],
     )
     (folder / "salt").write_text(str(dice.random()))
