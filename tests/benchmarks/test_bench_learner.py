@@ -21,7 +21,8 @@ def test_chunks_need_the_least_memory() -> None:
     """In bytes, at sizes where the ways are tens of megabytes apart and a process's own ups and downs are not."""
     sizes = learner.Sizes(vocabulary=20_000, tokens=1024, width=256, chunk=64, threads=1)
     logits, head = 4 * sizes.vocabulary * sizes.tokens, 4 * sizes.vocabulary * sizes.width
-    peaks = {way: learner.measure(way, sizes).peak for way in learner.WAYS}
+    # the least of three: what the allocator keeps of a process's freed memory differs from run to run
+    peaks = {way: min(learner.measure(way, sizes).peak for _ in range(3)) for way in learner.WAYS}
     assert peaks["plain"] > 2 * logits
     # a chunk's gradient of the head stands beside the sum of them: what the other way adds up in place
     assert peaks["checkpointed"] > peaks["chunked"] + head / 2
