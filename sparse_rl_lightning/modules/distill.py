@@ -131,15 +131,15 @@ class DistillSparse(SparseGRPO):
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Switch the adapter off, also where an exception in the backward pass left it on."""
+        """Switch the adapter off and leave it so; an interrupted backward pass may have left it on."""
         self.policy.disable_adapters()
         yield
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits (B, T, V) of the dense policy, for trying things out."""
         self.configure_model()
-        with self.adapter_off():
-            return super().forward(input_ids)
+        self.policy.disable_adapters()
+        return super().forward(input_ids)
 
     def on_after_backward(self) -> None:
         """Switch the adapter off, which a checkpointed backward pass still needed."""
@@ -192,10 +192,10 @@ class DistillSparse(SparseGRPO):
         for parameters, trained in ((self._own, not self.trains_adapter), (self._adapter_own, self.trains_adapter)):
             for parameter in parameters:
                 parameter.requires_grad_(trained)
-        with self.adapter_off():
-            if self.trains_adapter:
-                return self.adapter_loss(part, denominators)
-            return super().micro_batch_loss(part, denominators)
+        self.policy.disable_adapters()  # an interrupted backward pass may have left it on
+        if self.trains_adapter:
+            return self.adapter_loss(part, denominators)
+        return super().micro_batch_loss(part, denominators)
 
     def adapter_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The sparse policy's loss; leaves the adapter on, for the backward pass."""

@@ -41,21 +41,26 @@ class Rewards:
         timeout: float | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        self.functions = list(functions) if isinstance(functions, Sequence) else [functions]
-        if not self.functions:
+        functions = list(functions) if isinstance(functions, Sequence) else [functions]
+        if not functions:
             raise UserError("reward_funcs is empty: at least one reward function is needed.")
-        self.weights = [1.0] * len(self.functions) if weights is None else list(weights)
-        if len(self.weights) != len(self.functions):
+        self.weights = [1.0] * len(functions) if weights is None else list(weights)
+        if len(self.weights) != len(functions):
             raise UserError(
-                f"reward_weights has {len(self.weights)} numbers for {len(self.functions)} reward_funcs: "
+                f"reward_weights has {len(self.weights)} numbers for {len(functions)} reward_funcs: "
                 "give one number per function."
             )
         for place, weight in enumerate(self.weights):
             check_number(f"reward_weights[{place}]", weight)
-        named = zip(self.functions, reward_names(self.functions), strict=True)
+        named = zip(functions, reward_names(functions), strict=True)
         self.guards = [GuardedReward(function, timeout, name) for function, name in named]
         self._warn = warn
         self._warned: set[tuple[str, str]] = set()
+
+    @property
+    def functions(self) -> list[RewardFunction]:
+        """The reward functions, in the order of the weights."""
+        return [guard.function for guard in self.guards]
 
     def check(self, rows: Rows) -> None:
         """Refuse functions that the rows' columns do not fit, before anything is drawn.
