@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 from collections.abc import Mapping
@@ -30,6 +31,20 @@ def gather_to_zero(value: Any, world_size: int) -> list[Any]:
     values: list[Any] | None = [None] * world_size if is_zero else None
     torch.distributed.gather_object(value, values)
     return values or []
+
+
+def end_group_at_exit() -> None:
+    """Have the process group destroyed when the process ends, before the interpreter takes its modules apart.
+
+    Lightning does so for NCCL only. Threads of gloo that are still there then abort a process that has finished well.
+    """
+    atexit.unregister(_end_group)
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def mean_over_ranks(metrics: Mapping[str, Tensor | float], world_size: int) -> Mapping[str, Tensor | float]:

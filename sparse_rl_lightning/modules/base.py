@@ -21,7 +21,7 @@ from sparse_rl_lightning.callbacks.guards.last_save import LastSave
 from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
-from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy
+from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.resuming import (
@@ -125,6 +125,8 @@ class PolicyModule(LightningModule):
             ValueError: If a number that the trainer does not check itself is out of range.
         """
         self._resumed = None  # from an earlier fit without any step
+        if self.trainer.world_size > 1:
+            end_group_at_exit()
         check_number("trainer.accumulate_grad_batches", self.trainer.accumulate_grad_batches, least=1)
         if self.trainer.gradient_clip_val is not None:
             check_number("trainer.gradient_clip_val", self.trainer.gradient_clip_val)
