@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice
 
 ScaleRewards = Literal["group", "batch", "none"]
 
@@ -39,14 +39,13 @@ def group_advantages(
         ValueError: If a group has fewer than 2 samples, the batch is not made of whole groups, or
             ``scale_rewards`` is unknown.
     """
-    if scale_rewards not in get_args(ScaleRewards):
-        raise UserError(f"scale_rewards must be one of {get_args(ScaleRewards)}, got scale_rewards={scale_rewards!r}.")
+    check_choice("scale_rewards", scale_rewards, ScaleRewards)
     groups = _groups(rewards, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
-        advantages = advantages / (_nanstd(groups) + eps)
+        advantages = advantages / (nan_deviation(groups) + eps)
     elif scale_rewards == "batch":
-        advantages = advantages / (_nanstd(groups.reshape(1, -1)) + eps)
+        advantages = advantages / (nan_deviation(groups.reshape(1, -1)) + eps)
     counted = ~groups.isnan() & _informative(groups).unsqueeze(1)
     return torch.where(counted, advantages, 0.0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
 
@@ -86,6 +85,13 @@ def most_informative(rewards: Tensor, num_generations: int, num_prompts: int) ->
     return (groups[:, None] * num_generations + members).flatten()
 
 
+def nan_deviation(rows: Tensor) -> Tensor:
+    """Bessel-corrected deviation (rows, 1) of the values that are not NaN, 0 for fewer than two of them."""
+    squares = (rows - rows.nanmean(dim=1, keepdim=True)) ** 2
+    count = (~rows.isnan()).sum(dim=1, keepdim=True)
+    return (squares.nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+
+
 def _groups(rewards: Tensor, num_generations: int) -> Tensor:
     """The rewards as (prompts, num_generations) float64."""
     if num_generations < 2:
@@ -107,10 +113,3 @@ def _informative(groups: Tensor) -> Tensor:
     lowest = groups.masked_fill(missing, torch.inf).amin(dim=1)
     size = groups.nan_to_num(nan=0.0).abs().amax(dim=1)
     return highest - lowest > _FLOAT_NOISE * size
-
-
-def _nanstd(rows: Tensor) -> Tensor:
-    """Bessel-corrected deviation (rows, 1) of the values that are not NaN, 0 for fewer than two of them."""
-    squares = (rows - rows.nanmean(dim=1, keepdim=True)) ** 2
-    count = (~rows.isnan()).sum(dim=1, keepdim=True)
-    return (squares.nansum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()

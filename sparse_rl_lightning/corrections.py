@@ -16,12 +16,13 @@ defaults. The authors' code also drops single tokens and divides the weights by 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 
 WeightMode = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
@@ -108,8 +109,7 @@ def mask_sequences(
     Raises:
         ValueError: If the interval is empty or the level unknown.
     """
-    if level not in get_args(SequenceLevel):
-        raise UserError(f"level must be one of {get_args(SequenceLevel)}, got level={level!r}.")
+    check_choice("level", level, SequenceLevel)
     whole = _of_sequences(torch.where(mask, log_ratio, 0.0), mask, level)
     return mask_tokens(whole, torch.ones_like(whole, dtype=torch.bool), low, high).squeeze(1)
 
@@ -252,9 +252,9 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+@cache  # settings that have passed are not checked again
 def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
-    if mode not in get_args(WeightMode):
-        raise UserError(f"mode must be one of {get_args(WeightMode)}, got mode={mode!r}.")
+    check_choice("mode", mode, WeightMode)
     if clip_min is not None:
         check_number("clip_min", clip_min, least=0)
     if clip_max is not None:

@@ -57,7 +57,7 @@ def check_choice(name: str, value: object, choices: Any, owner: str = "") -> Non
     """Refuse a value that is none of a ``Literal``'s.
 
     Args:
-        name: Name of the argument.
+        name: Name of the argument; what follows its last dot is repeated before the value.
         value: Value that was given for it.
         choices: The ``Literal``.
         owner: Class whose argument it is, where the name alone does not tell.
@@ -68,7 +68,8 @@ def check_choice(name: str, value: object, choices: Any, owner: str = "") -> Non
     allowed = get_args(choices)
     if value not in allowed:
         owner = f"{owner}: " if owner else ""
-        raise UserError(f"{owner}{name} must be one of {', '.join(allowed)}, got {name}={value!r}.")
+        given = f"{name.rpartition('.')[2]}={value!r}"
+        raise UserError(f"{owner}{name} must be one of {', '.join(allowed)}, got {given}.")
 
 
 def check_seed(value: object, name: str = "seed") -> None:

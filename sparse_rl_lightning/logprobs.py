@@ -182,14 +182,16 @@ def token_logprobs(
     if not _is_plain_linear(lm_head):
         return _checkpointed(lm_head, hidden, targets, temperature, chunk_size, head_in_float32, scaling)
 
-    def found_by(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else _product_dtype(hidden)
-        found: tuple[Tensor, Tensor] = ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+    dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else _product_dtype(hidden)
+    found: tuple[Tensor, Tensor] = in_one_call(
+        lm_head,
+        lambda hidden, targets: ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, lm_head.weight, lm_head.bias, targets, temperature, chunk_size, dtype, scaling
-        )
-        return found
-
-    return in_one_call(lm_head, found_by, hidden, targets)
+        ),
+        hidden,
+        targets,
+    )
+    return found
 
 
 def _check_mask(sequences: Tensor, mask: Tensor) -> None:

@@ -29,13 +29,14 @@ penalty holds for rejected tokens too (preset "paper", whose denominator "all" d
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import MAX_LOG_RATIO
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.records import LossOutput
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo"]
@@ -92,8 +93,10 @@ def policy_loss(
     _check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, keep=keep, weights=weights)
     _check_shapes(mask[:, 0], advantages=advantages)
     check_options(loss_type, importance_sampling_level, epsilon, epsilon_high, delta)
-    kept = _kept(mask, keep)
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask, importance_sampling_level)
+    kept = mask if keep is None else mask & keep
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    if importance_sampling_level == "sequence":  # (B, 1) from here on
+        log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
     metrics = _clip_metrics(log_ratio.detach().exp(), advantages, mask, loss_type, epsilon, epsilon_high)
     metrics["kept_fraction"] = kept.sum() / mask.sum().clamp(min=1)
 
@@ -126,7 +129,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: 
     Raises:
         ValueError: If ``estimator`` is unknown or shapes differ.
     """
-    _check_choice("estimator", estimator, get_args(KLEstimator))
+    check_choice("estimator", estimator, KLEstimator)
     _check_shapes(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     difference = torch.where(mask, ref_logprobs - logprobs, 0.0)
     if estimator == "k1":
@@ -164,10 +167,12 @@ def aggregate(
         ValueError: If an option is unknown, dr_grpo has no length, or shapes differ.
     """
     _check_shapes(mask, per_token=per_token, keep=keep)
-    kept = _kept(mask, keep)
-    own_items = count_items(mask, kept, loss_type, denominator)
+    _check_family(loss_type, denominator)
+    kept = mask if keep is None else mask & keep
     items = torch.as_tensor(
-        own_items if num_items is None else num_items, dtype=per_token.dtype, device=per_token.device
+        count_items(mask, kept, loss_type, denominator) if num_items is None else num_items,
+        dtype=per_token.dtype,
+        device=per_token.device,
     )
     terms = torch.where(kept, per_token, 0.0)
     if loss_type == "grpo":
@@ -197,27 +202,14 @@ def count_items(
     Raises:
         ValueError: If an option is unknown.
     """
-    _check_choice("loss_type", loss_type, get_args(LossType))
-    _check_choice("denominator", denominator, get_args(Denominator))
-    kept = _kept(mask, keep)
+    _check_family(loss_type, denominator)
+    kept = mask if keep is None else mask & keep
     alive = kept.any(dim=1)
     if loss_type in ("grpo", "dr_grpo"):
         return (alive if denominator == "kept" else torch.ones_like(alive)).sum()
     if denominator == "kept_tokens":
         return torch.where(alive, kept.sum(dim=1), mask.sum(dim=1)).sum()
     return (kept if denominator == "kept" else mask).sum()
-
-
-def _kept(mask: Tensor, keep: Tensor | None) -> Tensor:
-    return mask if keep is None else mask & keep
-
-
-def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: ImportanceSamplingLevel) -> Tensor:
-    """The logarithm of w, (B, T) for the token level, (B, 1) for the sequence level."""
-    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    if level == "token":
-        return log_ratio
-    return log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def _clipped(
@@ -251,14 +243,17 @@ def _clip_metrics(
     }
 
 
+@cache
 def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: float | None, delta: float | None) -> None:
     """Refuse options of :func:`policy_loss` that are unknown, out of range or do not fit each other.
+
+    Options that have passed are remembered: a training step does not check its settings again.
 
     Raises:
         ValueError: If one of them is.
     """
-    _check_choice("loss_type", loss_type, get_args(LossType))
-    _check_choice("importance_sampling_level", level, get_args(ImportanceSamplingLevel))
+    check_choice("loss_type", loss_type, LossType)
+    check_choice("importance_sampling_level", level, ImportanceSamplingLevel)
     check_number("epsilon", epsilon, least=0)
     if epsilon_high is not None:
         check_number("epsilon_high", epsilon_high, least=0)
@@ -270,9 +265,10 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
         raise UserError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
 
 
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{name} must be one of {allowed}, got {name}={value!r}.")
+@cache
+def _check_family(loss_type: str, denominator: str) -> None:
+    check_choice("loss_type", loss_type, LossType)
+    check_choice("denominator", denominator, Denominator)
 
 
 def _check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:

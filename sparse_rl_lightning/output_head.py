@@ -180,8 +180,10 @@ class ChunkedLogprobs(torch.autograd.Function):
                 gradient = gradient.to(ctx.dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] = gradient @ head[0]
-                if grad_weight is not None:
-                    _add_product(grad_weight, gradient.T, states)
+                if grad_weight is not None and grad_weight.dtype == gradient.dtype:
+                    grad_weight.addmm_(gradient.T, states)  # without a copy
+                elif grad_weight is not None:
+                    grad_weight += gradient.T @ states
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
@@ -241,14 +243,6 @@ def _of_logits(
             slope.add_(grad_logprobs)
         gradient = logs.exp_().mul_(slope).neg_()
     return gradient if grad_logprobs is None else gradient.scatter_add_(1, targets, grad_logprobs)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, without a copy where the types agree."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

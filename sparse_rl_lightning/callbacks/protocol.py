@@ -39,6 +39,8 @@ class RolloutModule(Protocol):
     block: RolloutBlock | None
     """The rollout that is trained on."""
     num_rollouts: int
+    steps_per_generation: int
+    """Number of micro-batches in a rollout."""
 
     @property
     def trainer(self) -> Trainer:

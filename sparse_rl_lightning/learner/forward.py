@@ -66,14 +66,12 @@ class Learner:
         options: Options for memory and precision.
         temperature: Divisor of the logits, the sampler's.
         retriever: Retriever of the sampler, None if it reads everything.
-        steps_per_generation: Number of micro-batches of a rollout, which rescoring processes one by one.
         replays: Whether the learner attends as the sampler did, instead of densely.
     """
 
     options: LearnerOptions
     temperature: float = 1.0
     retriever: Retriever | None = None
-    steps_per_generation: int = 1
     replays: bool = False
 
     def prepare(self, policy: PreTrainedModel) -> None:
@@ -94,11 +92,9 @@ class Learner:
 
     def dense(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) under the full cache."""
-
-        def compute(part: Rollout) -> tuple[Tensor, Tensor]:
-            return sequence_logprobs(policy, part.sequences, part.completion_mask, *self._head)
-
-        return self._in_parts(compute, part)
+        return self._in_parts(
+            lambda part: sequence_logprobs(policy, part.sequences, part.completion_mask, *self._head), part
+        )
 
     def replayed(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) as the sampler saw the sequences: under its evictions, or retrieving.
@@ -106,14 +102,10 @@ class Learner:
         Raises:
             ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.replay.replay_logprobs`.
         """
-
-        def compute(part: Rollout) -> tuple[Tensor, Tensor]:
-            if self.retriever is None:
-                return replay_statistics(policy, part, *self._head)
-            found = retrieval_logprobs(policy, part, self.retriever, *self._head)
-            return found.logprobs, found.entropy
-
-        return self._in_parts(compute, part)
+        retriever = self.retriever
+        if retriever is None:
+            return self._in_parts(lambda part: replay_statistics(policy, part, *self._head), part)
+        return self._in_parts(lambda part: retrieval_logprobs(policy, part, retriever, *self._head), part)
 
     def acceptance(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Lower and upper bound (B, T) of the acceptance at the completion tokens, without gradient.
@@ -124,11 +116,11 @@ class Learner:
         return self._in_parts(lambda part: rollout_acceptance(policy, part, *self._head), part)
 
     @torch.no_grad()
-    def rescored(self, policy: PreTrainedModel, rollout: Rollout, replayed: bool = False) -> Tensor:
-        """Log-probs (B, T) of a whole rollout without dropout or gradient, with the code and the parts of training."""
+    def rescored(self, policy: PreTrainedModel, parts: list[Rollout], replayed: bool = False) -> Tensor:
+        """Log-probs (B, T) of a whole rollout in the parts of training, without dropout or gradient."""
         compute = self.replayed if replayed else self.logprobs
         with eval_mode(policy):  # no dropout, like the sampler
-            return torch.cat([compute(policy, part)[0] for part in rollout.parts(self.steps_per_generation)])
+            return torch.cat([compute(policy, part)[0] for part in parts])
 
     @property
     def _head(self) -> tuple[float, int, bool]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sparse_rl_lightning.corrections import normalize_weights, off_policy_sequences
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.losses import (
     Denominator,
     ImportanceSamplingLevel,
@@ -29,6 +29,9 @@ from sparse_rl_lightning.losses import (
     policy_loss,
 )
 from sparse_rl_lightning.records import LossOutput, Rollout
+
+KLTokens = Literal["completion", "kept"]
+OffPolicyReference = Literal["old", "sampler"]
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,10 @@ class GRPOLoss:
     denominator: Denominator = "all"
     beta: float = 0.0
     kl_estimator: KLEstimator = "k3"
-    kl_on: Literal["completion", "kept"] = "completion"
+    kl_on: KLTokens = "completion"
     mask_truncated_completions: bool = False
     off_policy_delta: float | None = None
-    off_policy_reference: Literal["old", "sampler"] = "old"
+    off_policy_reference: OffPolicyReference = "old"
 
     def __post_init__(self) -> None:
         check_number("loss.beta", self.beta, least=0)
@@ -97,13 +100,10 @@ class GRPOLoss:
             raise UserError(f"loss.{error}") from error
         if self.off_policy_delta is not None:
             check_number("loss.off_policy_delta", self.off_policy_delta, least=0)
-        choices = {
-            "denominator": get_args(Denominator), "kl_estimator": get_args(KLEstimator),
-            "kl_on": ("completion", "kept"), "off_policy_reference": ("old", "sampler"),
-        }  # fmt: skip
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise UserError(f"loss.{name} must be one of {allowed}, got {name}={getattr(self, name)!r}.")
+        check_choice("loss.denominator", self.denominator, Denominator)
+        check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
+        check_choice("loss.kl_on", self.kl_on, KLTokens)
+        check_choice("loss.off_policy_reference", self.off_policy_reference, OffPolicyReference)
 
     def denominators(self, window: Rollout, max_completion_length: int | None = None) -> Denominators:
         """The divisors of one optimizer step.

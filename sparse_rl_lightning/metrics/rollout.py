@@ -59,7 +59,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.advantages import informative_groups
+from sparse_rl_lightning.advantages import informative_groups, nan_deviation
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.metrics.repetition import repetition_rates
 from sparse_rl_lightning.records import Rollout, ScoredRollout
@@ -74,10 +74,11 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
     Returns:
         Scalars by name. The names depend on which fields the rollout has, never on its values.
     """
-    rollout = scored.rollout
-    metrics: dict[str, Tensor | float] = {**_completions(rollout), **_rewards(scored), **_rejection(rollout)}
+    rollout, mask = scored.rollout, scored.rollout.completion_mask
+    keep = mask if rollout.keep is None else rollout.keep
+    metrics: dict[str, Tensor | float] = {**_completions(rollout), **_rewards(scored)}
+    metrics |= {"rejection_rate": rejection_rate(keep, mask), "token_mask_rate": token_mask_rate(keep, mask)}
     if rollout.old_logprobs is not None:
-        mask = rollout.completion_mask
         log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)
         metrics.update(mismatch_statistics(log_ratio, mask))
     if rollout.kv is not None:
@@ -149,25 +150,12 @@ def _rewards(scored: ScoredRollout) -> dict[str, Tensor]:
     metrics = {f"rewards/{name}": torch.tensor(count) for name, count in scored.reward_counters.items()}
     for name, values in {name: values.to(device) for name, values in scored.reward_table.items()}.items():
         metrics[f"rewards/{name}/mean"] = values.nanmean()
-        metrics[f"rewards/{name}/std"] = _nanstd(values[None])[0]
+        metrics[f"rewards/{name}/std"] = nan_deviation(values[None]).squeeze()
     metrics |= {f"rewards/{name}/failed": torch.tensor(float(n)) for name, n in scored.reward_failures.items()}
     rewards, generations = scored.rollout.rewards, scored.num_generations
     if rewards is not None:
         metrics["reward"] = rewards.nanmean()
     if rewards is not None and generations > 1:
-        metrics["reward_std"] = _nanstd(rewards.view(-1, generations)).mean()
+        metrics["reward_std"] = nan_deviation(rewards.view(-1, generations)).mean()
         metrics["frac_reward_zero_std"] = 1 - informative_groups(rewards, generations).float().mean()
     return metrics
-
-
-def _rejection(rollout: Rollout) -> dict[str, Tensor]:
-    mask = rollout.completion_mask
-    keep = mask if rollout.keep is None else rollout.keep
-    return {"rejection_rate": rejection_rate(keep, mask), "token_mask_rate": token_mask_rate(keep, mask)}
-
-
-def _nanstd(rows: Tensor) -> Tensor:
-    """Bessel-corrected deviation (rows,) of the values that are not NaN, 0 for fewer than two of them."""
-    squares = (rows - rows.nanmean(dim=1, keepdim=True)) ** 2
-    count = (~torch.isnan(rows)).sum(dim=1)
-    return (squares.nansum(dim=1) / (count - 1).clamp(min=1)).sqrt()

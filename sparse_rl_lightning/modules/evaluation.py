@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import (
@@ -43,7 +43,6 @@ from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
-from sparse_rl_lightning.rewards.math.checker import known_convention
 from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.text import prompt_text, say
 
@@ -105,7 +104,8 @@ class Evaluation(PolicyModule):
             check_number(f"{where}.num_generations", params.num_generations, most=MAX_SAMPLES)
         self.generator = Generator(FullKV(), self.sampling, rollout)
         self.checker = MathChecker(check_workers)
-        self.answers = known_convention(answers)
+        check_choice("answers", answers, Convention)
+        self.answers: Convention = answers
         self.batch_size = batch_size
         self.results: list[BenchmarkResult] = []
         self._problems: list[Problems] = []  # problems of the test loader, encoded once

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
@@ -46,11 +46,7 @@ class ReplayGRPO(SparseGRPO):
         self, *args: Any, replay_objective: ReplayObjective = "sparse", alpha: float = 0.5, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if replay_objective not in get_args(ReplayObjective):
-            raise UserError(
-                f"replay_objective must be one of {get_args(ReplayObjective)}, got "
-                f"replay_objective={replay_objective!r}."
-            )
+        check_choice("replay_objective", replay_objective, ReplayObjective)
         retriever = self.generator.retriever
         if retriever is not None:
             raise UserError(
@@ -100,7 +96,8 @@ class ReplayGRPO(SparseGRPO):
 def replay_old(module: SparseGRPO, scored: ScoredRollout) -> None:
     """Compute log-probs of the sparse policy before the update, with the learner's own kernels."""
     start = time.perf_counter()
-    scored.rollout.replay_logprobs = module.learner.rescored(module.policy, scored.rollout, replayed=True)
+    parts = scored.rollout.parts(module.steps_per_generation)
+    scored.rollout.replay_logprobs = module.learner.rescored(module.policy, parts, replayed=True)
     scored.seconds["replay"] = time.perf_counter() - start
 
 

@@ -110,7 +110,7 @@ class SparseGRPO(PolicyModule):
         self.generator = Generator(compressor, sampling, rollout, retriever, steps_per_generation, rank_zero_info)
         self.generator.version = partial(getattr, self, "global_step")  # no lambda: copies and pickles ask themselves
         self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn)
-        self.learner = Learner(learner, sampling.temperature, retriever, steps_per_generation)
+        self.learner = Learner(learner, sampling.temperature, retriever)
         self.loss = loss
         self.block: RolloutBlock | None = None
         self.num_rollouts = 0
@@ -170,7 +170,7 @@ class SparseGRPO(PolicyModule):
         """Compute log-probs of the trained policy (dense, or replayed) with the learner's code and micro-batches."""
         start, rollout = time.perf_counter(), scored.rollout
         if self.learner.options.rescore:
-            rollout.old_logprobs = self.learner.rescored(self.policy, rollout)
+            rollout.old_logprobs = self.learner.rescored(self.policy, rollout.parts(self.steps_per_generation))
         if self._reference:
             self._score_by_reference(rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start

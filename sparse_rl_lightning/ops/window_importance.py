@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from functools import cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.ops.checks import check_numbers
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import accumulation_dtype, dense_heads, live_entries
@@ -76,11 +77,11 @@ def window_importance(
     return importance
 
 
+@cache  # options that have passed are not checked again
 def _check_options(window: int, group: str, query: str, pooling: str, kernel_size: int) -> None:
-    options = (("group_reduction", group, GroupReduction), ("query_reduction", query, QueryReduction))
-    for name, value, allowed in (*options, ("pooling", pooling, Pooling)):
-        if value not in get_args(allowed):
-            raise UserError(f"{name} must be one of {', '.join(get_args(allowed))}, got {name}={value!r}.")
+    check_choice("group_reduction", group, GroupReduction)
+    check_choice("query_reduction", query, QueryReduction)
+    check_choice("pooling", pooling, Pooling)
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise UserError(f"kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
     if window < 0:

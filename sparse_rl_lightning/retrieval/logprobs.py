@@ -7,7 +7,7 @@ Because of rounding, near-ties are occasionally decided differently.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,8 +21,7 @@ from sparse_rl_lightning.retrieval.attention import RETRIEVAL, LearnerPages
 from sparse_rl_lightning.retrievers import Retriever
 
 
-@dataclass(frozen=True)
-class RetrievalLogprobs:
+class RetrievalLogprobs(NamedTuple):
     """The result of a pass under retrieval, with gradient through attention but not through the choice of pages."""
 
     logprobs: Tensor  # (B, T), 0 outside the completions
@@ -60,7 +59,7 @@ def retrieval_logprobs(
     check_window(model, rollout.sequences.shape[1])
     pages = LearnerPages(rollout.prompt_lengths, retriever, num_layers=int(model.config.num_hidden_layers))
     with attention_implementation(model, RETRIEVAL):
-        logprobs, entropy = sequence_logprobs(
+        found = sequence_logprobs(
             model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32, retrieval=pages
         )
-    return RetrievalLogprobs(logprobs, entropy)
+    return RetrievalLogprobs(*found)

@@ -11,10 +11,11 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
+from sparse_rl_lightning.errors import check_choice
 from sparse_rl_lightning.rewards.base import counting
 from sparse_rl_lightning.rewards.expression import evaluate_expression
 from sparse_rl_lightning.rewards.math import TAIL, MathChecker, answer_kind, extract_boxed, find_last_box
-from sparse_rl_lightning.rewards.math.checker import Convention, known_convention
+from sparse_rl_lightning.rewards.math.checker import Convention
 
 _MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
 """Characters allowed after the final box: the end of a formula and of a sentence."""
@@ -37,7 +38,8 @@ class MathReward:
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, answers: Convention = "strict") -> None:
         self.checker = MathChecker(num_workers, timeout)
-        self.answers = known_convention(answers)
+        check_choice("answers", answers, Convention)
+        self.answers = answers
 
     def __call__(
         self,

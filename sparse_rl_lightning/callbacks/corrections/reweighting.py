@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -11,7 +11,7 @@ from torch import Tensor
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
 from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.corrections import WeightMode, importance_weights, normalize_weights
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.records import ScoredRollout
 
 Normalization = Literal["none", "batch", "micro_batch"]
@@ -60,8 +60,7 @@ class ImportanceReweighting(CorrectionCallback):
     ) -> None:
         super().__init__()
         importance_weights(*NO_TOKENS, mode, clip_min, clip_max)
-        if normalize not in get_args(Normalization):
-            raise UserError(f"normalize must be one of {get_args(Normalization)}, got normalize={normalize!r}.")
+        check_choice("normalize", normalize, Normalization)
         if normalize_clip_max is not None:
             check_number("normalize_clip_max", normalize_clip_max, above=0)
             if normalize == "none":

@@ -97,7 +97,7 @@ def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None
             _try(
                 module, f"update on {case.micro_batch} sequences of {case.length:,} tokens",
                 case.update,
-                f"Raise model.steps_per_generation (now {module.learner.steps_per_generation}) and with it "
+                f"Raise model.steps_per_generation (now {module.steps_per_generation}) and with it "
                 f"trainer.accumulate_grad_batches ({trainer.accumulate_grad_batches}), lower "
                 f"model.learner.micro_batch_tokens ({module.learner.options.micro_batch_tokens or 'null'}) or "
                 f"model.sampling.max_completion_length ({case.sampling.max_completion_length}), or set "

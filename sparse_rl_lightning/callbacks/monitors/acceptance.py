@@ -205,7 +205,7 @@ def acceptance_of(module: RolloutModule, rollout: Rollout) -> tuple[Tensor, Tens
     Raises:
         ValueError: If the rollout has no such tokens.
     """
-    policy, parts = module.policy, rollout.parts(module.learner.steps_per_generation)
+    policy, parts = module.policy, rollout.parts(module.steps_per_generation)
     with eval_mode(policy):
         pairs = [module.learner.acceptance(policy, part) for part in parts]
     lower, upper = (torch.cat(bounds) for bounds in zip(*pairs, strict=True))

@@ -89,7 +89,7 @@ def mismatch_split(module: RolloutModule, rollout: Rollout) -> dict[str, Tensor]
         The six scalars under the names in :class:`MismatchSplit`.
     """
     policy, learner = module.policy, module.learner
-    parts = rollout.parts(learner.steps_per_generation)
+    parts = rollout.parts(module.steps_per_generation)
     with eval_mode(policy):
         replay = torch.cat([module.replayed(part)[0] for part in parts])
         dense = torch.cat([learner.dense(policy, part)[0] for part in parts])

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math.boxes import extract_boxed, is_within_limits
 from sparse_rl_lightning.rewards.math.compare import Comparison, Pair, read_atom
 from sparse_rl_lightning.rewards.math.lenient import LenientComparison, extract_answer
@@ -27,18 +26,6 @@ AnswerKind: TypeAlias = Literal["number", "expression", "parts", "text", "unchec
 CONVENTIONS: tuple[Convention, ...] = ("strict", "lenient")
 
 _FAILURES = {"unparsed": "unparsed", "timeout": "timeouts", "crash": "crashes"}
-
-
-def known_convention(answers: str) -> Convention:
-    """The convention with the given name.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    for convention in CONVENTIONS:
-        if answers == convention:
-            return convention
-    raise UserError(f"answers must be one of {', '.join(CONVENTIONS)}, got answers={answers!r}.")
 
 
 class MathChecker:
