@@ -26,7 +26,7 @@ from benchmarks.ops.retrieval import retrieval_rows
 from benchmarks.ops.timing import SHAPES, Bench, Call, Row, comparison
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
-from sparse_rl_lightning.ops.selection import compaction_order, select_entries
+from sparse_rl_lightning.ops.evict import compaction_order, select_entries
 
 PARTS = ("attention", "redundancy", "eviction", "retrieval")
 

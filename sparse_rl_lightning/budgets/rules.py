@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_number
-from sparse_rl_lightning.ops.selection import rank_entries
+from sparse_rl_lightning.ops.evict import rank_entries
 
 
 class BudgetRule:

@@ -20,8 +20,7 @@ from torch import Tensor
 from sparse_rl_lightning.cache.running_state import columns, entry_numbers, follow_step, head_columns
 from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache, as_range
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.float8 import to_computed
-from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.ops.pools import gather_heads, to_computed
 from sparse_rl_lightning.records import LayerState
 
 ENDLESS = torch.iinfo(torch.int64).max

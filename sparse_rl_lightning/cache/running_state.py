@@ -16,8 +16,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.cache.slots import SlotCache, as_range
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.float8 import to_computed, to_stored
-from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
+from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads, to_computed, to_stored
 from sparse_rl_lightning.records import StateUpdate
 
 BLOCK_NUMBERS = {"cpu": 2**19}  # size of a block of a prompt, which stays in a CPU's cache

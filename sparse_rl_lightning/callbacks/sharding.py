@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.sharding import ShadowPolicy, is_sharded, own_bytes
 from sparse_rl_lightning.records import ScoredRollout

@@ -32,8 +32,7 @@ from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.checks import default_end_token_ids
-from sparse_rl_lightning.rollout.prompts import encode_prompts
+from sparse_rl_lightning.rollout.prompts import default_end_token_ids, encode_prompts
 from sparse_rl_lightning.text import say
 
 HARDWARE = "hardware.json"

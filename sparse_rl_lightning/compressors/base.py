@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.selection import pinned_entries, select_entries
+from sparse_rl_lightning.ops.evict import pinned_entries, select_entries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 

@@ -10,8 +10,7 @@ from sparse_rl_lightning.metrics.accuracy import (
     mean_accuracy,
     pass_at_k,
 )
-from sparse_rl_lightning.metrics.repetition import repetition_rates
-from sparse_rl_lightning.metrics.rollout import rejection_rate, rollout_metrics, token_mask_rate
+from sparse_rl_lightning.metrics.rollout import rejection_rate, repetition_rates, rollout_metrics, token_mask_rate
 
 __all__ = [
     "Accuracy",

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_numbers, check_runs
-from sparse_rl_lightning.ops.float8 import to_stored
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools
+from sparse_rl_lightning.ops.pools import KVPools, to_stored
 
 
 def append(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.float8 import COMPUTING, FLOAT8
-from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.ops.pools import COMPUTING, FLOAT8, accumulation_dtype
 from sparse_rl_lightning.ops.schemas import ON_ALL_LAYERS, SCHEMAS, SHAPES, STRIDED
 
 PARAMETERS = {

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sparse_rl_lightning.ops.checks import check_arguments
-from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 NAMESPACE = "sparse_rl"

@@ -18,7 +18,7 @@ SHAPES = {
     # Sizes and type of every tensor, in all ops. L layers (only in ops on all layers), S slots, B rows of a call, H KV
     # heads, Hq query heads, D head size, R rows of the pools, N entries, T tokens of a sequence, A recent queries,
     # r rotated elements, P pages, C vectors kept of a page, K pages read. `query` is the type of queries, new keys and
-    # new values, `pool` that of the pools: the same or float8_e4m3fn (ops/float8.py). `sum` is float32, or float64
+    # new values, `pool` that of the pools: the same or float8_e4m3fn (ops/pools.py). `sum` is float32, or float64
     # for float64.
     "key_pool": "R D pool", "value_pool": "R D pool", "position_pool": "R int32", "state_pool": "R f float32",
     "offsets": "L S H int64", "capacities": "L S H int32", "lengths": "L S H int32",

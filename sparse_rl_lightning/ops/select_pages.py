@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_numbers, check_slots
+from sparse_rl_lightning.ops.evict import rank_entries
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype
-from sparse_rl_lightning.ops.selection import rank_entries
 from sparse_rl_lightning.ops.summarize_pages import check_pages
 
 PageReduction = Literal["mean", "max"]

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_runs
-from sparse_rl_lightning.ops.float8 import FLOAT8
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype
+from sparse_rl_lightning.ops.pools import FLOAT8, KVPools, accumulation_dtype
 
 
 def summarize_pages(

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.output_head import output_head
 from sparse_rl_lightning.policies.replaced import check_reachable
 

@@ -1,4 +1,4 @@
-"""Modes of a policy: frozen, without dropout, and temporary evaluation."""
+"""Modes of a policy: frozen, without dropout, temporary evaluation, and drawing."""
 
 from __future__ import annotations
 
@@ -35,3 +35,20 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def drawing(model: PreTrainedModel) -> Iterator[None]:
+    """Context for drawing sequences: no gradients, no dropout, float32 as the default type, and reusable memory.
+
+    Tensors allocated under ``inference_mode`` could not be written by the next call, and half precision or float64 as
+    torch's default type (Lightning's ``bf16-true``, ``64-true``) would become the type of sums and of quotients of
+    integers.
+    """
+    default = torch.get_default_dtype()
+    with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)

@@ -16,13 +16,12 @@ from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
 from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.checks import check_prompts
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import RolloutOptions
 from sparse_rl_lightning.rollout.partial import PartialRollouts, check_storable, state_bytes
-from sparse_rl_lightning.rollout.prompts import encode_prompts
+from sparse_rl_lightning.rollout.prompts import check_prompts, encode_prompts
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
 logger = logging.getLogger(__name__)

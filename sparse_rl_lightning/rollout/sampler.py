@@ -14,22 +14,18 @@ from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.checks import (
-    check_end_tokens,
-    check_prompts,
-    default_end_token_ids,
-    drawing,
-)
 from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, StopStrings, steps_per_look
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.prompts import check_end_tokens, check_prompts, default_end_token_ids
 
 logger = logging.getLogger(__name__)
 

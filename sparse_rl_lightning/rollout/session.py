@@ -11,13 +11,14 @@ from typing import Any
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout, tensors_to
-from sparse_rl_lightning.rollout.checks import check_prompts, drawing
 from sparse_rl_lightning.rollout.engine.engine import Engine
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, VersionedLogs
+from sparse_rl_lightning.rollout.prompts import check_prompts
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
 _COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")

@@ -17,8 +17,8 @@ from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.policies.geometry import CacheGeometry, check_window
+from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout.checks import drawing
 from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler

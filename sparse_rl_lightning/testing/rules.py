@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.combined import Combined
-from sparse_rl_lightning.ops.selection import pinned_entries
+from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, Pyramid, Uniform
 from sparse_rl_lightning.compressors import StreamingLLM
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.selection import pinned_entries
+from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.records import LayerState
 from sparse_rl_lightning.testing import random_layer
 

@@ -16,9 +16,9 @@ from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import H2O, Combined, Compressor, SnapKV
 from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.checks import drawing
 from sparse_rl_lightning.testing import check_compressor, tiny_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "compressors.md"

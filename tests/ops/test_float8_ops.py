@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
-from sparse_rl_lightning.ops.float8 import COMPUTING, FLOAT8, to_stored
+from sparse_rl_lightning.ops.pools import COMPUTING, FLOAT8, to_stored
 from sparse_rl_lightning.records import NEVER
 
 Way = Callable[[str], Callable[..., None]]

@@ -20,7 +20,7 @@ from tiny_grpo import Recorder, fit, likes_a, module
 
 from sparse_rl_lightning.rewards import MathReward, check_rewards, compute_rewards, process, reward_names
 from sparse_rl_lightning.rewards.base import reward_batch
-from sparse_rl_lightning.rewards.guarded import LOST, GuardedReward
+from sparse_rl_lightning.rewards.scoring import LOST, GuardedReward
 
 ENOUGH = 120.0  # seconds, for what answers at once
 BOTH = pytest.mark.parametrize("timeout", [None, ENOUGH], ids=["in this process", "in its own"])
@@ -245,7 +245,7 @@ def test_what_a_function_starts_is_ended_with_it(tmp_path: Path) -> None:
 
 DYING = """
 import os, re, signal
-from sparse_rl_lightning.rewards.guarded import GuardedReward
+from sparse_rl_lightning.rewards.scoring import GuardedReward
 from sparse_rl_lightning.rewards.base import reward_batch
 
 def reward(completions, **_):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
-from sparse_rl_lightning.ops.float8 import FLOAT8
+from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
+from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
 from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting, Normalization
-from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.records import ScoredRollout
 
 

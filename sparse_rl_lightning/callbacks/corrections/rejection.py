@@ -8,8 +8,8 @@ from typing import Literal
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
-from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.corrections import mask_sequences, mask_tokens, reject_sequences
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import ScoredRollout

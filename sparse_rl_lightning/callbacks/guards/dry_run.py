@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.cache.compression import Trigger
-from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.callbacks.base import RolloutModule, rollout_module
 from sparse_rl_lightning.data.sampler import rows_of
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.training_state import random_state, restore_random_state

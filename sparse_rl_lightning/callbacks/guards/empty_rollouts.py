@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
-from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, warn_of_run
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 

@@ -11,10 +11,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import Budgeted
-from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module, warn_of_run
 from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
-from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.metrics import rejection_rate

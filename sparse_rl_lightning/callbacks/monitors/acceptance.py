@@ -11,8 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from sparse_rl_lightning.acceptance import BIN_SIZE, NUM_BINS, AcceptanceTail, sampled_acceptance, tail_target
-from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout

@@ -7,8 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.modes import eval_mode

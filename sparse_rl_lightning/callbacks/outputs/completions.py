@@ -12,9 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
 from sparse_rl_lightning.callbacks.expendable import Expendable
-from sparse_rl_lightning.callbacks.protocol import RolloutModule
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.files import append, own_folder, writable_folder, write_parquet
 from sparse_rl_lightning.records import ScoredRollout

@@ -11,8 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import Rows, ScoredRollout

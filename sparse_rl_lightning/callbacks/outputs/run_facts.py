@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from sparse_rl_lightning.callbacks.protocol import RolloutModule
+from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.rewards import reward_names
 from sparse_rl_lightning.text import shortened
 

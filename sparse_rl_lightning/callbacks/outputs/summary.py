@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.outputs.run_facts import (
@@ -26,7 +26,6 @@ from sparse_rl_lightning.callbacks.outputs.run_facts import (
     versions,
 )
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts
-from sparse_rl_lightning.callbacks.protocol import RolloutModule, rollout_module
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
 from sparse_rl_lightning.files import writable_folder, write_whole

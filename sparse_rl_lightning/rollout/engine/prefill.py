@@ -19,7 +19,7 @@ from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
 from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.ops.append import rotate
-from sparse_rl_lightning.ops.float8 import to_stored
+from sparse_rl_lightning.ops.pools import to_stored
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparse_rl_lightning.ops.selection import compaction_order, select_entries
+from sparse_rl_lightning.ops.evict import compaction_order, select_entries
 
 
 def kept_indices(
