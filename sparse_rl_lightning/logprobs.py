@@ -7,7 +7,7 @@ never all at once: the head runs on ``chunk_size`` tokens at a time, in the forw
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,8 +25,8 @@ from sparse_rl_lightning.output_head import (
     logprobs_of_logits,
     output_head,
 )
-from sparse_rl_lightning.policies.replaced import check_reachable, is_replaced
-from sparse_rl_lightning.policies.sharding import has_own_hooks, in_one_call
+from sparse_rl_lightning.policies.replaced import check_reachable, is_plain_linear
+from sparse_rl_lightning.policies.sharding import in_one_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,7 +110,7 @@ def logprobs_at(
         raise UserError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
     hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
     lm_head, scaling = output_head(model), LogitScaling.of(model.config)
-    plain = _is_plain_linear(lm_head)
+    plain = is_plain_linear(lm_head)
 
     def found_by(hidden: Tensor, ids: Tensor) -> Tensor:
         product_of = _head(lm_head, plain, head_in_float32)
@@ -179,7 +179,7 @@ def token_logprobs(
             ``nn.Linear``.
     """
     _check_settings(temperature, chunk_size)
-    if not _is_plain_linear(lm_head):
+    if not is_plain_linear(lm_head):
         return _checkpointed(lm_head, hidden, targets, temperature, chunk_size, head_in_float32, scaling)
 
     dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else _product_dtype(hidden)
@@ -204,6 +204,7 @@ def _check_mask(sequences: Tensor, mask: Tensor) -> None:
         raise UserError("mask[:, 0] must be False: the first token of a sequence has no probability.")
 
 
+@cache  # settings that have passed are not checked again
 def _check_settings(temperature: float, chunk_size: int) -> None:
     if temperature <= 0:
         raise UserError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")
@@ -232,11 +233,6 @@ def _checkpointed(
         return logprobs, entropy
 
     return in_one_call(lm_head, found_by, hidden, targets)
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling the module is one product with its weight and nothing else."""
-    return type(module) is nn.Linear and not has_own_hooks(module) and not is_replaced(module)
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:

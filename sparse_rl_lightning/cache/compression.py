@@ -234,13 +234,17 @@ def _state(
 ) -> LayerState:  # fmt: skip
     g, own, size = cache.geometry, as_range(slots), cache.size
     keys, values = (to_computed(t, g.query_dtype) for t in (keys, values))
+    last = cache.seen[own][:, None] - 1
+    ring = torch.arange(size.num_queries, device=last.device)
+    # each place of the query ring has the newest position that is the place modulo the ring's size, -1 for none yet
+    query_positions = (last - (last - ring) % max(size.num_queries, 1)).clamp(min=-1)
     tokens = cache.tokens[own].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
     return LayerState(
         keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
         # positions of free memory are arbitrary, so they are clamped before the lookup
         token_ids=tokens.gather(2, positions.clamp(0, tokens.shape[2] - 1)),
         prompt_lengths=cache.prompt_lengths[own], queries=cache.queries[layer, own],
-        query_positions=_ring_positions(cache, own), sequence_keys=cache.sequence_keys[own],
+        query_positions=query_positions, sequence_keys=cache.sequence_keys[own],
         prompt_keys=cache.prompt_keys[own],
         layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
         state={} if numbers is None else columns(numbers, size.state_fields),
@@ -264,11 +268,3 @@ def _padded(numbers: list[Tensor]) -> Tensor:
     """Stack (P) times (H, T, C) to (P, H, N, C)."""
     longest = max(own.shape[1] for own in numbers)
     return torch.stack([F.pad(own, (0, 0, 0, longest - own.shape[1])) for own in numbers])
-
-
-def _ring_positions(cache: SlotCache, own: slice | list[int]) -> Tensor:
-    """The token (S, A) that each place of the query ring refers to, -1 for none yet."""
-    last = cache.seen[own][:, None] - 1
-    ring = torch.arange(cache.size.num_queries, device=last.device)
-    # place r has the newest position that is r modulo the ring's size
-    return (last - (last - ring) % max(cache.size.num_queries, 1)).clamp(min=-1)

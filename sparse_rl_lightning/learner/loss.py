@@ -139,13 +139,16 @@ class GRPOLoss:
         mask, length, divisor = self.mask(part), denominators.max_completion_length, denominators.policy
         if divisor is None:  # before off-policy masking, which changes no divisor
             divisor = count_items(mask, part.keep, self.loss_type, self.denominator)
+        weights = part.weights
+        if weights is not None and part.weight_reference is not None:
+            weights = normalize_weights(weights, part.weight_reference, mask)
         output = policy_loss(
             logprobs,
             part.old_logprobs,
             part.advantages,
             mask,
             keep=self._keep(part, mask, logprobs),
-            weights=self._weights(part, mask),
+            weights=weights,
             loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
             epsilon=self.epsilon,
@@ -180,8 +183,3 @@ class GRPOLoss:
         assert part.advantages is not None
         near = off_policy_sequences(logprobs, reference, part.advantages, mask, self.off_policy_delta)[:, None]
         return mask & near if part.keep is None else part.keep & near
-
-    def _weights(self, part: Rollout, mask: Tensor) -> Tensor | None:
-        if part.weights is None or part.weight_reference is None:
-            return part.weights
-        return normalize_weights(part.weights, part.weight_reference, mask)

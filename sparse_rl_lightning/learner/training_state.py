@@ -72,13 +72,9 @@ class TrainingState:
         """Keep a checkpoint's block and random state until the first batch."""
         self._block, self._random = state["block"], state["random_state"]
 
-    def take_block(self) -> dict[str, Any] | None:
-        """The checkpoint's block, once."""
-        block, self._block = self._block, None
-        return block
-
-    def take_random(self) -> None:
-        """Restore the checkpoint's random state, once."""
+    def resume(self) -> dict[str, Any] | None:
+        """Restore the checkpoint's random state and return its block, once."""
         if self._random is not None:
             restore_random_state(self._random)
-            self._random = None
+        block, self._block, self._random = self._block, None, None
+        return block

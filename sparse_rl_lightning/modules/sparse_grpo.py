@@ -337,12 +337,11 @@ class SparseGRPO(PolicyModule):
 
     def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:
         """Restore block and random state after a resume, only now, because loading the data used random numbers."""
-        state = self.training_state.take_block()
+        state = self.training_state.resume()
         if state is not None:
             plan = self.plan(len(state["rollout"]["sequences"]) // self._group_size)
             self.block = RolloutBlock.from_state(plan, state, self.generator.sampling.seed, self.denominators)
             self.block.rollout = self.block.rollout.to(self.device)
-        self.training_state.take_random()
         if self._reference and self.block is not None and self.block.rollout.ref_logprobs is None:
             self._score_by_reference(self.block.rollout)  # resumed from a run without a reference policy
 

@@ -59,6 +59,8 @@ class CacheGeometry:
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an nn.Module attribute
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         return cls(
             num_layers=config.num_hidden_layers,
             num_heads=num_heads,
@@ -67,8 +69,8 @@ class CacheGeometry:
             scale=decoder.layers[0].self_attn.scaling,
             inv_freq=decoder.rotary_emb.inv_freq,
             attention_scaling=decoder.rotary_emb.attention_scaling,
-            dtype=_compute_dtype(weight),
-            kv_dtype=kv_dtype or _compute_dtype(weight),
+            dtype=dtype,
+            kv_dtype=kv_dtype or dtype,
             device=weight.device,
         )
 
@@ -120,13 +122,6 @@ def context_length(config: Any) -> int | None:
     return own if kind == "llama3" and original < own else max(own, int(original * factor))
 
 
-def sliding_window(config: Any) -> int | None:
-    """The number of tokens that a query sees at most in sliding layers, itself included; None without such layers."""
-    types = getattr(config, "layer_types", None)
-    slides = getattr(config, "use_sliding_window", True) if types is None else "sliding_attention" in types
-    return getattr(config, "sliding_window", None) if slides else None
-
-
 def check_window(model: PreTrainedModel, longest: int) -> None:
     """Refuse sequences that a sliding window would cut: eviction and replay support full attention only.
 
@@ -137,16 +132,12 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
     Raises:
         ValueError: If it exceeds the model's sliding window.
     """
-    window = sliding_window(model.config)
+    types = getattr(model.config, "layer_types", None)
+    slides = getattr(model.config, "use_sliding_window", True) if types is None else "sliding_attention" in types
+    window: int | None = getattr(model.config, "sliding_window", None) if slides else None
     if window is not None and longest > window:
         raise UserError(
             f"{type(model).__name__} uses sliding-window attention (sliding_window={window}), and sequences of up to "
             f"{longest} tokens exceed the window: only full attention can be evicted from. Keep prompt and completion "
             "within the window, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
         )
-
-
-def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """The type that keys and values come in: the weights' type, or autocast's when it is on."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

@@ -32,6 +32,14 @@ def is_changed(module: nn.Module) -> bool:
     return any(one._forward_hooks or one._forward_pre_hooks for one in both) or is_replaced(module)
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling the module is one product with its weight and nothing else; hooks of ZeRO-3 do not count."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [hook for hooks in kinds for hook in hooks.values()]
+    has_own = any(not getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks)
+    return type(module) is nn.Linear and not has_own and not is_replaced(module)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile(module)`` was made from, or the module itself if it is not compiled."""
     return module._modules.get("_orig_mod") or module

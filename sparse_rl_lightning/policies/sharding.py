@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.replaced import is_replaced, refusal
+from sparse_rl_lightning.policies.replaced import is_plain_linear, is_replaced, refusal
 
 _Found = TypeVar("_Found")
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
@@ -72,25 +72,17 @@ def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Ten
     """
     if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         return function(*inputs)
-    if type(module) is not nn.Linear or has_own_hooks(module) or is_replaced(module):
+    if not is_plain_linear(module):
         raise UserError(
             f"The policy's output head is a {type(module).__name__} with hooks or a forward of its own: ZeRO-3 knows "
             "plain nn.Linear heads only. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
         )
-    module.forward = function  # type: ignore[assignment,method-assign]
+    module.forward = function
     try:
         found: _Found = module(*inputs)
     finally:
         del module.forward
     return found
-
-
-def has_own_hooks(module: nn.Module) -> bool:
-    """Whether calling the module calls hooks other than ZeRO-3's."""
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(
-        not getattr(hook, "__module__", "").startswith("deepspeed.") for hooks in kinds for hook in hooks.values()
-    )
 
 
 def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -65,6 +65,7 @@ class Rewards:
         self.guards = [GuardedReward(function, timeout, name) for function, name in named]
         self._warn = warn
         self._warned: set[tuple[str, str]] = set()
+        self._fitting: list[str] = []  # columns that the functions were found to fit
 
     @property
     def functions(self) -> list[RewardFunction]:
@@ -77,7 +78,10 @@ class Rewards:
         Raises:
             ValueError: If a function does not fit.
         """
-        check_rewards(self.functions, columns_of(rows))
+        columns = columns_of(rows)
+        if columns != self._fitting:  # the same in most rollouts
+            check_rewards(self.functions, columns)
+            self._fitting = columns
 
     def __call__(self, scored: ScoredRollout) -> Tensor:
         """(B,) weighted sums of the functions' rewards; each function's own values go into the reward table."""

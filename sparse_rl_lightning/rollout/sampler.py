@@ -194,7 +194,7 @@ class RolloutSampler:
             if before is None or plan.why != before.why:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
-            g, size, params.for_drawing(), self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, plan
+            g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, plan
         )
 
     def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from bisect import bisect_right
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, LengthSchedule, Pyramid
-from sparse_rl_lightning.cache.compression import Trigger
-from sparse_rl_lightning.compressors import H2O, RKV, TOVA, Compressor, KNorm, SnapKV, StreamingLLM
+from sparse_rl_lightning.compressors import H2O, RKV, TOVA, Compressor, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
@@ -144,30 +142,6 @@ def test_compressions_come_when_the_rule_says_and_keep_its_budget(schedule: Leng
         lost_any = {length for length, held in want.items() if held < length}
         assert found <= lost_any
         assert len(found) > 2
-
-
-@pytest.mark.filterwarnings("ignore:.*shrinks with length")
-def test_trigger_and_a_walk_token_by_token_agree() -> None:
-    """Layers of different budgets, from any start: the closed form against feeding one token at a time."""
-    for schedule, beta, prompt in itertools.product((RISING, LEAPING, SHRINKING), (1, 2), (1, 8, 13, 14, 29, 60)):
-        rule = Pyramid(beta)
-        trigger = Trigger(KNorm(schedule, **SIZES, budget_rule=rule), 3)
-        layers = [rule.layer_budgets(budget, 3, 4) for budget in schedule.budgets]
-        at = lambda t, layers=layers, s=schedule: layers[bisect_right(s.starts, t) - 1]  # noqa: E731
-        evicted = trigger.evicted_from_prompt(prompt)
-        held = [b if prompt >= b + 5 else prompt for b in at(prompt)]
-        assert [prompt - lost for lost in evicted] == held
-        fed = prompt
-        for _ in range(8):
-            room = trigger.room(fed, evicted)
-            for step in range(1, room + 1):
-                full = any(h + step >= b + 5 for h, b in zip(held, at(fed + step), strict=True))
-                assert full == (step == room)
-                assert all(h + step <= c for h, c in zip(held, trigger.capacities(prompt, 0), strict=True))
-            fed += room
-            held = [min(h + room, b) for h, b in zip(held, at(fed), strict=True)]
-            evicted = trigger.evicted(fed, evicted)
-            assert [fed - lost for lost in evicted] == held
 
 
 def test_nothing_is_evicted_while_the_budget_grows_fast_enough() -> None:

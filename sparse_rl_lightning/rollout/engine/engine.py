@@ -27,7 +27,6 @@ from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
-from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw, occurring
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
@@ -128,10 +127,6 @@ class Engine:
         del self.decoder, self._graphs  # free copies of weights before new ones are made
         self.decoder = Decoder(model, geometry)
         self._graphs = self._new_graphs()
-
-    def prefill(self, prompts: list[Prefill], max_tokens: int) -> Iterator[tuple[Prefill, Tensor, int]]:
-        """Fill slots with prompts; see :func:`~sparse_rl_lightning.rollout.engine.prefill.prefill`."""
-        return prefill(self.cache, self.decoder, self.compression, prompts, max_tokens)
 
     def decode(self, rows: StepRows) -> None:
         """Feed each slot its last token and draw the next, from a CUDA graph if possible."""

@@ -8,7 +8,7 @@ time, so a pack stages one layer; a prompt in chunks stages all layers until its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -95,27 +95,18 @@ def _forward(decoder: Decoder, tokens: list[int], positions: Tensor, attend: _Pa
     return decoder(ids, F.pad(positions, (0, padding)), attend)
 
 
-@dataclass
 class _Pack:
     """Attention over several whole prompts, each causal within itself; each layer goes into the slots at once."""
 
-    cache: SlotCache
-    decoder: Decoder
-    compression: Compression
-    prompts: list[Prefill]
-    staged_bytes: int = 0
-    lengths: Tensor = field(init=False)  # (P,)
-    starts: Tensor = field(init=False)  # (P,)
-    positions: Tensor = field(init=False)  # (rows,)
-
-    def __post_init__(self) -> None:
-        device = self.cache.tokens.device
-        self.lengths = torch.tensor([len(p.tokens) for p in self.prompts], device=device)
-        self.starts = self.lengths.cumsum(0) - self.lengths
-        self.positions = torch.cat([torch.arange(len(p.tokens), device=device) for p in self.prompts])
-        slots = torch.tensor([p.slot for p in self.prompts], device=device).repeat_interleave(self.lengths)
+    def __init__(self, cache: SlotCache, decoder: Decoder, compression: Compression, prompts: list[Prefill]) -> None:
+        self.cache, self.decoder, self.compression, self.prompts = cache, decoder, compression, prompts
+        self.staged_bytes, device = 0, cache.tokens.device
+        self.lengths = torch.tensor([len(p.tokens) for p in prompts], device=device)  # (P,)
+        self.starts = self.lengths.cumsum(0) - self.lengths  # (P,)
+        self.positions = torch.cat([torch.arange(len(p.tokens), device=device) for p in prompts])  # (rows,)
+        slots = torch.tensor([p.slot for p in prompts], device=device).repeat_interleave(self.lengths)
         # tokens whose queries are still in the ring when the prompt ends
-        ring = self.cache.size.num_queries
+        ring = cache.size.num_queries
         recent = self.positions >= (self.lengths.repeat_interleave(self.lengths) - ring)
         self._recent = recent.nonzero().squeeze(1)
         self._ring = slots[recent], self.positions[recent] % max(ring, 1)
@@ -150,28 +141,18 @@ class _Pack:
         return out
 
 
-@dataclass
 class _Chunks:
     """Attention of one chunk of a long prompt over all chunks so far; keys and values are staged until the last one."""
 
-    cache: SlotCache
-    decoder: Decoder
-    compression: Compression
-    prompt: Prefill
-    start: int = 0
-    stop: int = 0
-
-    def __post_init__(self) -> None:
-        g = self.cache.geometry
-        shape = (g.num_layers, g.num_kv_heads, len(self.prompt.tokens), g.head_dim)
+    def __init__(self, cache: SlotCache, decoder: Decoder, compression: Compression, prompt: Prefill) -> None:
+        self.cache, self.decoder, self.compression, self.prompt = cache, decoder, compression, prompt
+        self.start = self.stop = 0  # the chunk
+        g = cache.geometry
+        shape = (g.num_layers, g.num_kv_heads, len(prompt.tokens), g.head_dim)
         self._keys = torch.zeros(shape, dtype=g.dtype, device=g.device)
         self._values = torch.zeros_like(self._keys)
-        self._state = [_no_numbers(self.cache, shape[2]) for _ in range(g.num_layers)]
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the keys and values of all layers."""
-        return self._keys.nbytes + self._values.nbytes
+        self._state = [_no_numbers(cache, shape[2]) for _ in range(g.num_layers)]
+        self.staged_bytes = self._keys.nbytes + self._values.nbytes
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
-from sparse_rl_lightning.rollout.engine.prefill import Prefill
+from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, assemble
 
@@ -209,9 +209,10 @@ class Scheduler:
                 self.running[slot].room, self.running[slot].evicted = parked.prefill.room, parked.prefill.evicted
                 # by length alone it ends at this index; an end token or a stop string may end it earlier
                 self.logs.begin(slot, self.running[slot].prompt_length + self.params.max_completion_length - 1)
-        places = self._tensor([slot for slots in admitted.values() for slot in slots])
+        device = self.engine.end_ids.device
+        places = torch.tensor([slot for slots in admitted.values() for slot in slots], device=device)
         # so far the slots have the prompt's key, which is the same for all samples; from now on each has its own
-        self.cache.sequence_keys[places] = self._tensor(keys)
+        self.cache.sequence_keys[places] = torch.tensor(keys, device=device)
         self.cache.note_held(places)
         # the logits of the prompt's last token give every sample its first one
         self.engine.draw(torch.stack(logits), places)
@@ -219,14 +220,15 @@ class Scheduler:
 
     def _prefill(self, admitted: dict[int, list[int]]) -> None:
         """Prefill prompts, each into the first of its slots; all are parked until their samples have slots."""
-        trigger, prompts, number_of = self.engine.compression.trigger, list[Prefill](), dict[int, int]()
+        engine, prompts, number_of = self.engine, list[Prefill](), dict[int, int]()
         for number, (slot, *_) in admitted.items():
             tokens, number_of[slot] = self.groups[number].prompt, number
             self.cache.begin(slot, tokens, prompt_key(self.params.seed, tokens))
-            prompts.append(Prefill.of(tokens, slot, trigger))
+            prompts.append(Prefill.of(tokens, slot, engine.compression.trigger))
         parked_bytes = sum(parked.nbytes for parked in self.parked.values())
         try:
-            for prompt, logits, staged in self.engine.prefill(prompts, self.max_prefill_tokens):
+            read = prefill(self.cache, engine.decoder, engine.compression, prompts, self.max_prefill_tokens)
+            for prompt, logits, staged in read:
                 number = number_of[prompt.slot]
                 # the slot's content is copied only if samples of this prompt are left without a slot
                 content = self.cache.save(prompt.slot) if self.groups[number].num_waiting else {}
@@ -332,9 +334,6 @@ class Scheduler:
         stopped = self.stop.find(self.cache.tokens[slot], one.prompt_length, fresh, last)
         one.searched = last + 1
         return (end, by_token) if stopped is None else (stopped, True)
-
-    def _tensor(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.engine.end_ids.device)
 
 
 class StopStrings:

@@ -207,7 +207,7 @@ def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_by
     fed, prompt = (lengths - 1).float(), prompt_lengths.float()
     read = [one.read_integral for one in finished if one.read_integral is not None]
     evictions = [one.evictions for one in finished if one.evictions is not None]
-    logs = {name: _pad([one.logs[name] for one in finished]) for name in finished[0].logs}
+    logs = {n: pad_sequence([one.logs[n] for one in finished], batch_first=True) for n in finished[0].logs}
     has_top = logs["topk_ids"].numel() > 0
     usage = KVUsage(
         stored=torch.stack([one.stored for one in finished]),
@@ -220,7 +220,7 @@ def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_by
         read_integral=torch.stack(read) if read else None,
     )
     return Rollout(
-        sequences=_pad([one.tokens for one in finished]),
+        sequences=pad_sequence([one.tokens for one in finished], batch_first=True),
         prompt_lengths=prompt_lengths,
         completion_mask=(index >= prompt_lengths[:, None]) & (index < lengths[:, None]),
         finished=torch.tensor([one.by_token for one in finished], device=device),
@@ -239,7 +239,3 @@ def _completion(row: Tensor, prompt_length: int) -> Tensor:
     row = row.clone()
     row[:prompt_length] = 0
     return row
-
-
-def _pad(rows: list[Tensor]) -> Tensor:
-    return pad_sequence(rows, batch_first=True)

@@ -1,0 +1,41 @@
+"""Trigger: the lengths at which slots are compressed, against feeding one token at a time."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+
+import pytest
+
+from sparse_rl_lightning.budgets import LengthSchedule, Pyramid
+from sparse_rl_lightning.cache.compression import Trigger
+from sparse_rl_lightning.compressors import KNorm
+
+RISING = LengthSchedule([0, 18, 30, 55], [9, 12, 17, 25])
+LEAPING = LengthSchedule([0, 24, 40], [8, 30, 34])  # by more than the buffer: a while without eviction
+SHRINKING = LengthSchedule([0, 20, 33, 50], [15, 10, 22, 9])
+SIZES = {"buffer": 5, "num_sinks": 1, "window": 3}
+
+
+@pytest.mark.filterwarnings("ignore:.*shrinks with length")
+def test_trigger_and_a_walk_token_by_token_agree() -> None:
+    """Layers of different budgets, from any start: the closed form against feeding one token at a time."""
+    for schedule, beta, prompt in itertools.product((RISING, LEAPING, SHRINKING), (1, 2), (1, 8, 13, 14, 29, 60)):
+        rule = Pyramid(beta)
+        trigger = Trigger(KNorm(schedule, **SIZES, budget_rule=rule), 3)
+        layers = [rule.layer_budgets(budget, 3, 4) for budget in schedule.budgets]
+        at = lambda t, layers=layers, s=schedule: layers[bisect_right(s.starts, t) - 1]  # noqa: E731
+        evicted = trigger.evicted_from_prompt(prompt)
+        held = [b if prompt >= b + 5 else prompt for b in at(prompt)]
+        assert [prompt - lost for lost in evicted] == held
+        fed = prompt
+        for _ in range(8):
+            room = trigger.room(fed, evicted)
+            for step in range(1, room + 1):
+                full = any(h + step >= b + 5 for h, b in zip(held, at(fed + step), strict=True))
+                assert full == (step == room)
+                assert all(h + step <= c for h, c in zip(held, trigger.capacities(prompt, 0), strict=True))
+            fed += room
+            held = [min(h + room, b) for h, b in zip(held, at(fed), strict=True)]
+            evicted = trigger.evicted(fed, evicted)
+            assert [fed - lost for lost in evicted] == held
