@@ -70,10 +70,11 @@ class Trigger:
         held = 0 if self.compress_prompt else prompt_length
         return [max(budget, held) + self.buffer for budget in self.budgets(prompt_length)]
 
-    def evicted_from_prompt(self, prompt_length: int) -> tuple[int, ...]:
-        """The number of tokens (L) of a new prompt that are evicted at its end."""
+    def after_prompt(self, prompt_length: int) -> tuple[tuple[int, ...], int]:
+        """The number of tokens (L) of a new prompt that are evicted at its end, and the room of its slot then."""
         pairs = zip(self.limits(prompt_length), self.budgets(prompt_length), strict=True)
-        return tuple(prompt_length - budget if prompt_length >= limit else 0 for limit, budget in pairs)
+        evicted = tuple(prompt_length - budget if prompt_length >= limit else 0 for limit, budget in pairs)
+        return evicted, self.room(prompt_length, evicted, floor=0 if self.compress_prompt else prompt_length)
 
     def evicted(self, length: int, before: Sequence[int]) -> tuple[int, ...]:
         """The number of tokens (L) that a sequence has lost after a compression at ``length``.
@@ -85,18 +86,16 @@ class Trigger:
         # a budget that grew leaves a layer below it: nothing is evicted there, and what was lost stays lost
         return tuple(max(b, length - own) for b, own in zip(before, self.budgets(length), strict=True))
 
-    def room(self, length: int, evicted: Sequence[int], prompt_length: int | None = None) -> int:
+    def room(self, length: int, evicted: Sequence[int], floor: int = 0) -> int:
         """The number of tokens that may be fed to a slot before it must be compressed.
 
         Args:
             length: Number of tokens fed so far.
             evicted: Number of tokens (L) lost so far.
-            prompt_length: Length of the prompt if the sequence has not been compressed since its prefill: a prompt that
-                is stored whole has the buffer to itself before the first compression.
+            floor: Least budget: a prompt that is stored whole has the buffer to itself before the first compression.
         """
         if not self.evicts:
             return ENDLESS
-        floor = 0 if prompt_length is None or self.compress_prompt else prompt_length
         layers = set(zip(evicted, self._by_layer, strict=True))  # most layers are alike
         return min(self._full_at(length, lost, own, floor) for lost, own in layers) - length
 

@@ -173,13 +173,14 @@ def entries_read(method: Method, work: Work, num_layers: int) -> Tensor:
     if not method.evicts:
         return lengths
     trigger = Trigger(method, num_layers)
-    lost = trigger.evicted_from_prompt(work.prompt)
-    fed, end, first = work.prompt, work.prompt + work.length, True
+    lost, room = trigger.after_prompt(work.prompt)
+    fed, end = work.prompt, work.prompt + work.length
     while fed < end:
-        room = min(trigger.room(fed, lost, work.prompt if first else None), end - fed)
-        lengths[fed - work.prompt : fed - work.prompt + room] -= sum(lost) / num_layers
-        fed, first = fed + room, False
+        steps = min(room, end - fed)
+        lengths[fed - work.prompt : fed - work.prompt + steps] -= sum(lost) / num_layers
+        fed += steps
         lost = trigger.evicted(fed, lost)
+        room = trigger.room(fed, lost)
     return lengths
 
 

@@ -233,9 +233,8 @@ class RolloutSampler:
         if not self.compressor.evicts or self._warned:
             return
         trigger, completion = scheduler.engine.compression.trigger, scheduler.params.max_completion_length
-        lost = {length: trigger.evicted_from_prompt(length) for length in lengths}
-        room = [0 if any(own) else trigger.room(length, own, prompt_length=length) for length, own in lost.items()]
-        if min(room) >= completion:
+        after = [trigger.after_prompt(length) for length in set(lengths)]
+        if min(0 if any(lost) else room for lost, room in after) >= completion:
             self._warned = True
             capacity = min(trigger.capacities(max(lengths), max(lengths)))
             warnings.warn(

@@ -25,7 +25,7 @@ def test_trigger_and_a_walk_token_by_token_agree() -> None:
         trigger = Trigger(KNorm(schedule, **SIZES, budget_rule=rule), 3)
         layers = [rule.layer_budgets(budget, 3, 4) for budget in schedule.budgets]
         at = lambda t, layers=layers, s=schedule: layers[bisect_right(s.starts, t) - 1]  # noqa: E731
-        evicted = trigger.evicted_from_prompt(prompt)
+        evicted, _ = trigger.after_prompt(prompt)
         held = [b if prompt >= b + 5 else prompt for b in at(prompt)]
         assert [prompt - lost for lost in evicted] == held
         fed = prompt

@@ -209,8 +209,7 @@ class WorstCase:
         compressor = self.module.generator.compressor
         if not compressor.evicts:
             return DECODE_STEPS
-        trigger, length = Trigger(compressor, self.geometry.num_layers), len(self.prompt)
-        return trigger.room(length, trigger.evicted_from_prompt(length), prompt_length=length)
+        return Trigger(compressor, self.geometry.num_layers).after_prompt(len(self.prompt))[1]
 
     def rollout(self) -> None:
         """Read the longest prompt into every slot, decode up to the first compression, and allocate a rollout's data.

@@ -36,8 +36,7 @@ class Prefill:
     @classmethod
     def of(cls, tokens: list[int], slot: int, trigger: Trigger) -> Prefill:
         """Create a prompt with the lengths of a compressor's trigger."""
-        evicted = trigger.evicted_from_prompt(len(tokens))
-        room = trigger.room(len(tokens), evicted, prompt_length=len(tokens))
+        evicted, room = trigger.after_prompt(len(tokens))
         return cls(tokens, slot, trigger.limits(len(tokens)), evicted, room)
 
 
