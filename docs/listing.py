@@ -87,8 +87,8 @@ GROUPS: list[Group] = [
     ),
     (
         "Data",
-        "`data.class_path`.",
-        [data.ArithmeticTasks, data.JsonlPrompts, data.MathBenchmarks],
+        "`data.class_path`. All of them have the keys of `PromptDataModule`, the base of a data module of your own.",
+        [data.PromptDataModule, data.ArithmeticTasks, data.JsonlPrompts, data.MathBenchmarks],
     ),
     (
         "Rewards",

@@ -15,7 +15,7 @@ from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
 from sparse_rl_lightning.data.templates import PromptFormat, render
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
 from sparse_rl_lightning.rollout.prompts import valid_unicode
 
@@ -54,10 +54,8 @@ class MathBenchmarks(PromptDataModule):
         train: Source of the training prompts, null for GSM8K's training part.
         max_rows: Number of rows of each benchmark to test on, from the first. None takes all.
         val_benchmarks: Names of the benchmarks to validate on.
-        prompts_per_rollout: Prompts per rollout and rank.
-        val_batch_size: Prompts per validation batch.
         max_val_prompts: Number of rows of each benchmark to validate on, from the first. None takes all.
-        seed: Seed of the order of the training prompts.
+        **blocks: Further arguments of PromptDataModule.
 
     Raises:
         ValueError: If a benchmark or format is unknown, or a number out of range. Reading raises it for a missing or
@@ -73,12 +71,10 @@ class MathBenchmarks(PromptDataModule):
         train: PromptDataModule | None = None,
         max_rows: int | None = None,
         val_benchmarks: Sequence[str] = ("math500",),
-        prompts_per_rollout: int = 16,
-        val_batch_size: int = 64,
         max_val_prompts: int | None = 64,
-        seed: int = 0,
+        **blocks: Any,
     ) -> None:
-        super().__init__(prompts_per_rollout, val_batch_size, max_val_prompts, seed)
+        super().__init__(max_val_prompts=max_val_prompts, **blocks)
         known = PUBLISHED | {name: own_benchmark(name, path) for name, path in (own or {}).items()}
         self._known = {GSM8K_TRAIN.name: GSM8K_TRAIN} | known
         self.benchmarks = list(known if benchmarks is None else benchmarks)
@@ -87,8 +83,8 @@ class MathBenchmarks(PromptDataModule):
             unknown = [name for name in names if name not in known]
             if unknown:
                 raise UserError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
-        if max_rows is not None and max_rows < 1:
-            raise UserError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
+        if max_rows is not None:
+            check_number("max_rows", max_rows, least=1, owner="MathBenchmarks")
         render("", prompt_format)  # raises for an unknown format
         self.folder = folder
         self.train = train

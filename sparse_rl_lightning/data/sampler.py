@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Rows
 
 
@@ -50,9 +50,8 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         seed: int = 0,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        for name, value in (("block_size", block_size), ("repeats", repeats)):
-            if value < 1:
-                raise UserError(f"{name} must be at least 1, got {name}={value}.")
+        check_number("block_size", block_size, least=1)
+        check_number("repeats", repeats, least=1)
         super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
         self.num_rows = len(dataset)
         self.block_size = block_size

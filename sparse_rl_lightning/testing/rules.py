@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,7 +29,37 @@ from sparse_rl_lightning.testing.layers import (
 )
 from sparse_rl_lightning.testing.updates import RandomPrompts
 
+Find: TypeAlias = Callable[[Compressor], str | None]
+"""Finds what is wrong with a compressor, None if nothing is."""
 
+
+@dataclass(frozen=True)
+class Rule:
+    """One promise of every compressor."""
+
+    name: str
+    change: str  # what to do if it is broken
+    find: Find
+
+
+RULES: list[Rule] = []
+"""The rules, in the order in which they are checked."""
+
+
+def _rule(change: str) -> Callable[[Find], Find]:
+    """Make a rule of a function, under the function's name."""
+
+    def add(find: Find) -> Find:
+        RULES.append(Rule(find.__name__.replace("_", " "), change, find))
+        return find
+
+    return add
+
+
+@_rule(
+    "Call super().__init__(budget, **sizes) in an own __init__; num_queries is a whole number and state_fields a "
+    "tuple of different names, head_state_fields(head_dim) a dictionary of names and whole numbers."
+)
 def declarations(compressor: Compressor) -> str | None:
     """The attributes that the cache reads must exist and have the right types."""
     for name in ("budget", "buffer", "num_sinks", "window", "budget_rule"):
@@ -51,6 +81,7 @@ def declarations(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule("Return one floating-point number per entry: (slots, KV heads, entries), the shape of layer.valid.")
 def shape(compressor: Compressor) -> str | None:
     """The score must be one floating-point number per entry."""
     layer = fill_free_memory(_layer(compressor), 0.0)
@@ -62,6 +93,7 @@ def shape(compressor: Compressor) -> str | None:
     return None if scores.is_floating_point() else f"score returned {scores.dtype}"
 
 
+@_rule("Guard divisions by zero and logarithms. +inf (must stay) and -inf (goes first) are allowed, NaN is not.")
 def numbers(compressor: Compressor) -> str | None:
     """Live entries must not score NaN, even if all keys and values are the same."""
     for layer in _layers(compressor):
@@ -74,16 +106,7 @@ def numbers(compressor: Compressor) -> str | None:
     return None
 
 
-def free_memory(compressor: Compressor) -> str | None:
-    """Scores must not depend on the content of free memory."""
-    for layer in _layers(compressor):
-        clean = _scores(compressor, fill_free_memory(layer, 0.0))
-        for garbage in (torch.nan, torch.inf, 1e30):
-            if difference := _difference(_scores(compressor, fill_free_memory(layer, garbage)), clean):
-                return f"with {garbage} in free memory, scores of live entries change: {difference}"
-    return None
-
-
+@_rule("Work on copies: the layer is the cache itself. Replace in-place operations (add_, x[...] = ...) of score.")
 def read_only(compressor: Compressor) -> str | None:
     """Scoring must not change the layer."""
     for layer in _layers(compressor):
@@ -98,6 +121,10 @@ def read_only(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Draw random numbers as a function of layer.sequence_keys, layer.layer_index and layer.positions, with "
+    "sparse_rl_lightning.ops.keyed_random.hash_uniform."
+)
 def determinism(compressor: Compressor) -> str | None:
     """Scores of the same layer must be the same, whatever was scored in between."""
     first, *others = _layers(compressor)
@@ -108,6 +135,10 @@ def determinism(compressor: Compressor) -> str | None:
     return difference and f"scoring the same layer again gave other numbers: {difference}"
 
 
+@_rule(
+    "One instance serves all layers, slots and ranks: set attributes in __init__ only. Numbers that add up over the "
+    "steps are named in state_fields and live in layer.state."
+)
 def no_state(compressor: Compressor) -> str | None:
     """Scoring must not change the instance."""
     before = copy.deepcopy(vars(compressor))
@@ -117,6 +148,24 @@ def no_state(compressor: Compressor) -> str | None:
     return changed and f"score changed {changed}"
 
 
+@_rule(
+    "Entries where layer.valid is False hold anything: mask them before every sum, mean, maximum or softmax over "
+    "entries, for example layer.keys.masked_fill(~layer.valid.unsqueeze(-1), 0), and divide by layer.lengths."
+)
+def free_memory(compressor: Compressor) -> str | None:
+    """Scores must not depend on the content of free memory."""
+    for layer in _layers(compressor):
+        clean = _scores(compressor, fill_free_memory(layer, 0.0))
+        for garbage in (torch.nan, torch.inf, 1e30):
+            if difference := _difference(_scores(compressor, fill_free_memory(layer, garbage)), clean):
+                return f"with {garbage} in free memory, scores of live entries change: {difference}"
+    return None
+
+
+@_rule(
+    "A score may not look at other slots or at its place among them: reduce over dimensions 1 and up, not over "
+    "dimension 0, and keep no random numbers per slot."
+)
 def batch_independence(compressor: Compressor) -> str | None:
     """Scores of a sequence must be the same alone, and in any slot."""
     for layer in _layers(compressor):
@@ -127,6 +176,10 @@ def batch_independence(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Count entries by layer.lengths or layer.valid, never by the size of a tensor: slots differ in length, and memory "
+    "behind the live entries may grow."
+)
 def ragged_lengths(compressor: Compressor) -> str | None:
     """Scores of a sequence must not depend on the amount of memory after its entries."""
     for layer in _layers(compressor):
@@ -143,6 +196,10 @@ def ragged_lengths(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Write score only. Sinks, window, ties and budgets are the base's: do not override select or plan_eviction, and "
+    "change no sizes after super().__init__."
+)
 def selection(compressor: Compressor) -> str | None:
     """Sinks, window and the best of the rest must be kept, as many as the budget allows."""
     if not compressor.evicts:
@@ -164,6 +221,7 @@ def selection(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule("Compute in float32, for example with layer.keys.float(): keys, values and queries come in the model's type.")
 def half_precision(compressor: Compressor) -> str | None:
     """Scores in half precision must be close to those of the same numbers in float32."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -180,6 +238,11 @@ def half_precision(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Write update.state[name] and update.head_state[name] in place in update_state (add_, mul_, copy_, scatter_), "
+    "with numbers of the same slot and head, and nothing else; name in state_fields and head_state_fields what the "
+    "cache is to keep."
+)
 def running_state(compressor: Compressor) -> str | None:
     """update_state must write its own numbers, slot by slot."""
     if not _has_state(compressor):
@@ -203,6 +266,11 @@ def running_state(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "A prompt comes in blocks, cut wherever memory allows: an update for Q tokens must do what Q updates for one do. "
+    "Weigh each token of a block by its own age (a decay to the power of the tokens behind it), count "
+    "update.positions.shape[1] tokens and not calls."
+)
 def reading(compressor: Compressor) -> str | None:
     """Running numbers must not depend on where a prompt is cut while it is read."""
     if not _has_state(compressor):
@@ -216,6 +284,7 @@ def reading(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule("Keep numbers, texts and tensors as attributes, no lambdas or open files: workers copy the compressor.")
 def copies(compressor: Compressor) -> str | None:
     """Copies must score alike."""
     layer = _layer(compressor)
@@ -230,6 +299,10 @@ def copies(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Eviction must be the only thing that a compressor does: the learner attends under the record of evictions, and "
+    "finds other log-probs if keys or values were changed as well."
+)
 def replay(compressor: Compressor) -> str | None:
     """The learner must reproduce the log-probs of a rollout under its record of evictions."""
     model = tiny_model(initializer_range=0.2, eos_token_id=None)
