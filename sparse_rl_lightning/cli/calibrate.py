@@ -121,9 +121,6 @@ def calibrate(
 def main(args: Sequence[str]) -> Calibration | None:
     """``sparse-rl calibrate --config FILE``, or ``--hardware [FILE]`` to measure the machine only.
 
-    Args:
-        args: Arguments after ``calibrate``.
-
     Raises:
         ValueError: For the reasons of :func:`calibrate`.
     """
@@ -181,14 +178,7 @@ def statistics(
 
 
 def statistics_main(args: Sequence[str]) -> None:
-    """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``.
-
-    Args:
-        args: Arguments after ``statistics``.
-
-    Raises:
-        ValueError: For the reasons of :func:`statistics`.
-    """
+    """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``; errors as of :func:`statistics`."""
     auto_cli(statistics, args=list(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
 
 
