@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -14,20 +13,20 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.combined import Combined
+from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.ops.selection import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing.layers import (
     HEAD_DIM,
-    PER_SLOT,
+    RandomPrompts,
     cast,
     fill_free_memory,
     random_layer,
     resize,
     take_slots,
 )
-from sparse_rl_lightning.testing.updates import RandomPrompts
 
 Find: TypeAlias = Callable[[Compressor], str | None]
 """Finds what is wrong with a compressor, None if nothing is."""
@@ -110,14 +109,10 @@ def numbers(compressor: Compressor) -> str | None:
 def read_only(compressor: Compressor) -> str | None:
     """Scoring must not change the layer."""
     for layer in _layers(compressor):
-        before = copy.deepcopy(layer)
+        before = _contents(layer)
         compressor.score(layer)
-        for name in PER_SLOT:
-            if not _equal(getattr(layer, name), getattr(before, name)):
-                return f"score changed layer.{name}"
-        for name in ("state", "head_state"):
-            if not _equal(dict(getattr(layer, name)), dict(getattr(before, name))):
-                return f"score changed layer.{name}"
+        if changed := _changed(layer, before):
+            return f"score changed {', '.join(f'layer.{name}' for name in changed)}"
     return None
 
 
@@ -141,11 +136,11 @@ def determinism(compressor: Compressor) -> str | None:
 )
 def no_state(compressor: Compressor) -> str | None:
     """Scoring must not change the instance."""
-    before = copy.deepcopy(vars(compressor))
+    before = _contents(compressor)
     for layer in _layers(compressor):
         compressor.score(layer)
     changed = _changed(compressor, before)
-    return changed and f"score changed {changed}"
+    return f"score changed {', '.join(f'self.{name}' for name in changed)}" if changed else None
 
 
 @_rule(
@@ -248,13 +243,12 @@ def running_state(compressor: Compressor) -> str | None:
     if not _has_state(compressor):
         return None
     prompts = RandomPrompts(compressor)
-    before, given = copy.deepcopy(vars(compressor)), copy.deepcopy(prompts.given)
+    before, given = _contents(compressor), _contents(prompts.given)
     together = prompts.read([RandomPrompts.LENGTH])
     if changed := _changed(compressor, before):
-        return f"update_state changed {changed}"
-    for name, tensor in prompts.given.items():
-        if not _equal(tensor, given[name]):
-            return f"update_state changed update.{name}"
+        return f"update_state changed {', '.join(f'self.{name}' for name in changed)}"
+    if changed := _changed(prompts.given, given):
+        return f"update_state changed {', '.join(f'update.{name}' for name in changed)}"
     for name, numbers in together.items():
         if bool(numbers.isnan().any()):
             return f"{name} is NaN after update_state, where it was 0 before its token came"
@@ -338,7 +332,7 @@ def _layers(compressor: Compressor, dtype: torch.dtype = torch.float32) -> Itera
 
 
 def _scores(compressor: Compressor, layer: LayerState) -> Tensor:
-    return _live(compressor.score(layer), layer)
+    return compressor.score(layer).masked_fill(~layer.valid, 0.0)
 
 
 def _pickled(compressor: Compressor) -> Compressor:
@@ -348,15 +342,16 @@ def _pickled(compressor: Compressor) -> Compressor:
     return duplicate
 
 
-def _changed(compressor: Compressor, before: dict[str, Any]) -> str | None:
-    """The attributes that have changed."""
-    after = vars(compressor)
-    names = [n for n in sorted(before.keys() | after.keys()) if not _equal(before.get(n), after.get(n))]
-    return ", ".join(f"self.{name}" for name in names) or None
+def _contents(thing: Any) -> dict[str, str]:
+    """A fingerprint of each attribute of an object, or of each value of a dictionary."""
+    return {
+        name: fingerprint(value=value) for name, value in (thing if isinstance(thing, dict) else vars(thing)).items()
+    }
 
 
-def _live(tensor: Tensor, layer: LayerState) -> Tensor:
-    return tensor.masked_fill(~layer.valid, 0.0)
+def _changed(thing: Any, before: dict[str, str]) -> list[str]:
+    """The names of what has changed since."""
+    return sorted({name for name, _ in before.items() ^ _contents(thing).items()})
 
 
 def _difference(a: Tensor, b: Tensor) -> str | None:
@@ -367,19 +362,3 @@ def _difference(a: Tensor, b: Tensor) -> str | None:
     return (
         f"{int(wrong.sum())} of {wrong.numel()}, for example {float(b[wrong][0]):.6g} became {float(a[wrong][0]):.6g}"
     )
-
-
-def _equal(a: Any, b: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether the content is the same; NaN equals NaN. Objects, including torch modules, are compared by attributes."""
-    if id(a) in seen:  # a part that contains the whole
-        return True
-    inner = seen | {id(a)}
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key], inner) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_equal(x, y, inner) for x, y in zip(a, b, strict=True))
-    if type(a) is type(b) and hasattr(a, "__dict__") and not isinstance(a, type | FunctionType):
-        return _equal(vars(a), vars(b), inner)
-    return bool(a == b)
