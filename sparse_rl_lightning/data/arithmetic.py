@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -127,10 +128,6 @@ def _sum(random: Random, num_terms: int, digits: int, symbol: str = "+") -> tupl
     return symbol.join(f"{term:0{digits}d}" for term in terms) + "=", steps, str(value)
 
 
-def _product(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
-    return _sum(random, num_terms, digits, symbol="*")
-
-
 def _modulo(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
     question, steps, total = _sum(random, num_terms, digits)
     modulus = random.randrange(2, 10**digits)
@@ -161,7 +158,7 @@ def _countdown(random: Random, num_terms: int, digits: int) -> tuple[str, list[s
 
 _GENERATORS: dict[str, Callable[[Random, int, int], tuple[str, list[str], str]]] = {
     "sum": _sum,
-    "product": _product,
+    "product": partial(_sum, symbol="*"),
     "modulo": _modulo,
     "reduction": _reduction,
     "countdown": _countdown,

@@ -109,7 +109,8 @@ class JsonlPrompts(PromptDataModule):
         rows, dropped = [], []
         for where, record in table:
             row = self._row(where, record)
-            if self.answer_column is None or self._is_usable(row["answer"]):
+            is_usable = row["answer"] and not (self.math_answers and answer_kind(row["answer"]) == "uncheckable")
+            if self.answer_column is None or is_usable:
                 rows.append(row)
             else:
                 dropped.append(where.removeprefix(f"{path}, "))
@@ -124,16 +125,9 @@ class JsonlPrompts(PromptDataModule):
             rank_zero_warn(message)
         return rows
 
-    def _is_usable(self, answer: str) -> bool:
-        return answer != "" and not (self.math_answers and answer_kind(answer) == "uncheckable")
-
     def _row(self, where: str, record: dict[str, Any]) -> Row:
-        columns = {
-            "prompt_column": self.prompt_column,
-            "answer_column": self.answer_column,
-            "solution_column": self.solution_column,
-        }
-        for argument, column in columns.items():
+        for argument in ("prompt_column", "answer_column", "solution_column"):
+            column = getattr(self, argument)
             if column is not None and column not in record:
                 raise UserError(
                     f"{where} has no column {column!r} ({argument}). Its columns are: {', '.join(map(repr, record))}."
