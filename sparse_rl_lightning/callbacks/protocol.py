@@ -85,11 +85,7 @@ class RolloutModule(Protocol):
 
 
 def rollout_module(module: LightningModule, owner: object) -> RolloutModule:
-    """Return the module if it rolls out.
-
-    Args:
-        module: Module passed to a hook of Lightning.
-        owner: Callback that needs the module, for the error.
+    """Return the module if it rolls out; ``owner`` is the callback that needs it.
 
     Raises:
         ValueError: If it does not.
