@@ -6,6 +6,7 @@ from typing import Any
 
 from sparse_rl_lightning import budgets, callbacks, compressors, data, modules, policies, retrievers, rewards
 from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
+from sparse_rl_lightning.calibration.table import Binning
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware, statistics
 from sparse_rl_lightning.distributed import deepspeed as strategies
 from sparse_rl_lightning.rollout import SamplingParams
@@ -86,8 +87,8 @@ GROUPS: list[Group] = [
     ),
     (
         "Data",
-        "`data.class_path`.",
-        [data.ArithmeticTasks, data.JsonlPrompts, data.MathBenchmarks],
+        "`data.class_path`. All of them have the keys of `PromptDataModule`, the base of a data module of your own.",
+        [data.PromptDataModule, data.ArithmeticTasks, data.JsonlPrompts, data.MathBenchmarks],
     ),
     (
         "Rewards",
@@ -105,7 +106,7 @@ GROUPS: list[Group] = [
         "Calibration",
         "The keys of `sparse-rl calibrate --config FILE`, of `sparse-rl calibrate --hardware` and of "
         "`sparse-rl statistics`.",
-        [calibrate, hardware, statistics],
+        [calibrate, Binning, hardware, statistics],
     ),
 ]
 

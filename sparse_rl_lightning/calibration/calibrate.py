@@ -44,16 +44,13 @@ class Calibration:
     @property
     def notes(self) -> list[str]:
         """Notes for the user: bins without data, targets that are missed."""
-        return [*self.choice.notes, *self._missed()]
-
-    def _missed(self) -> list[str]:
-        """Bins in which the schedule itself does worse than its budgets did alone."""
-        return [
+        missed = [  # the schedule itself may do worse than its budgets did alone
             f"lengths {number * self.bin_size} to {(number + 1) * self.bin_size - 1}: the schedule itself reaches "
             f"{found.tail:.4f} ({found.low:.4f} to {found.high:.4f}), below the target."
             for number, found in enumerate(self.check or [])
             if found is not None and found.tail < self.target
         ]
+        return [*self.choice.notes, *missed]
 
     def meets(self) -> list[list[bool]]:
         """For every bin, whether each budget of the table holds the target there.
@@ -113,16 +110,9 @@ def calibrate(
 ) -> Calibration:
     """Measure the tail of the acceptance at every budget and choose the cheapest for each length bin.
 
-    Args:
-        sweep: Policy, prompts and sampling parameters.
-        method: Compressor or retriever to sweep; its own budget is ignored.
-        budgets: Budgets to sweep.
-        binning: Bins of tokens and their statistics.
-        target: The 5th percentile to hold; default 0.86 scaled from Sparrow's ceiling to the measured one.
-        check: Draw once more under the chosen schedule, and measure its tail.
-        monotone: Whether budgets may not decrease with the length; None for compressors only. Evicted tokens do not
-            come back, so a bin that needs little would ruin the next.
-        progress: Callback for the progress of the sweep.
+    The method's own budget is ignored; other arguments as in ``sparse-rl calibrate``. Unless ``monotone`` is given,
+    budgets of compressors may not decrease with the length: evicted tokens do not come back, so a bin that needs little
+    would ruin the next.
 
     Raises:
         ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or no bin has

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from sparse_rl_lightning.calibration.shapes import Hardware
 from sparse_rl_lightning.compressors import FullKV
@@ -15,28 +15,6 @@ from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 
 SIZES = {"cpu": (2**26, 1024), "cuda": (2**31, 8192)}  # bytes to read, width of the square matrices
 STEPS = 64  # decode steps that are timed
-
-
-@dataclass(frozen=True)
-class _Stopwatch:
-    device: torch.device
-    repeats: int
-
-    def best(self, work: Callable[[], object]) -> float:
-        """The seconds of the fastest repetition, after a warm-up: other work on the machine can only slow it down."""
-        work()
-        seconds = []
-        for _ in range(self.repeats):
-            self._wait()
-            start = time.perf_counter()
-            work()
-            self._wait()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def measure_hardware(
@@ -54,22 +32,19 @@ def measure_hardware(
         repeats: Number of repetitions, of which the fastest counts.
     """
     device = torch.device(device)
-    watch, (size, width) = _Stopwatch(device, repeats), SIZES[device.type]
-    bandwidth = 2 * size / _copy_seconds(watch, size, dtype)  # read and written
-    flops = 2 * width**3 / _product_seconds(watch, width, dtype)
-    hardware = Hardware(bandwidth, flops)
-    return replace(hardware, step_overhead=_step_overhead(device, dtype, num_layers))
+    size, width = SIZES[device.type]
+    numbers = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+    # read and written
+    bandwidth = 2 * size / _seconds("copy.copy_(numbers)", repeats, numbers=numbers, copy=torch.empty_like(numbers))
+    left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    flops = 2 * width**3 / _seconds("left @ right", repeats, left=left, right=right)
+    return Hardware(bandwidth, flops, _step_overhead(device, dtype, num_layers))
 
 
-def _copy_seconds(watch: _Stopwatch, size: int, dtype: torch.dtype) -> float:
-    numbers = torch.zeros(size // dtype.itemsize, dtype=dtype, device=watch.device)
-    copy = torch.empty_like(numbers)
-    return watch.best(lambda: copy.copy_(numbers))
-
-
-def _product_seconds(watch: _Stopwatch, width: int, dtype: torch.dtype) -> float:
-    left, right = (torch.randn(width, width, device=watch.device).to(dtype) for _ in range(2))
-    return watch.best(lambda: left @ right)
+def _seconds(work: str, repeats: int, **given: Tensor) -> float:
+    """The seconds of the fastest repetition, after a warm-up: other work on the machine can only slow it down."""
+    timer = Timer(work, globals=given, num_threads=torch.get_num_threads())  # waits for a GPU
+    return min(timer.timeit(1).mean for _ in range(repeats))
 
 
 def _step_overhead(device: torch.device, dtype: torch.dtype, num_layers: int) -> float:

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 def draw(found: Calibration, path: Path, title: str = "") -> None:
     """Draw two panels side by side, as a PNG or in the format of the path's suffix.
 
-    Args:
-        found: The calibration.
-        path: File to write.
-        title: Title above the panels.
-
     Raises:
         ImportError: If matplotlib is not installed.
     """

@@ -43,17 +43,12 @@ class ModelShape:
             return cls(*SHAPES[model], weight_bytes, kv_bytes)
         config = getattr(model, "config", model)
         heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
-            config.num_hidden_layers,
-            config.hidden_size,
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            config.intermediate_size,
-            config.vocab_size,
-            weight_bytes,
-            kv_bytes,
-        )
+            config.num_hidden_layers, config.hidden_size, heads, kv_heads, head_dim, config.intermediate_size,
+            config.vocab_size, weight_bytes, kv_bytes,
+        )  # fmt: skip
 
     @property
     def weights_read(self) -> int:

@@ -76,10 +76,7 @@ class Sweep:
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
     def claim(self, method: Budgeted) -> None:
-        """Note in the folder which sweep it holds, or check that it is this one.
-
-        Args:
-            method: Method at any budget.
+        """Note in the folder which sweep it holds, of the method at any budget, or check that it is this one.
 
         Raises:
             ValueError: If it contains a sweep of another policy, method, prompts or settings.
@@ -98,12 +95,9 @@ class Sweep:
             )
 
     def acceptances(self, name: str, method: Budgeted, progress: Callable[[float], None] | None = None) -> Acceptances:
-        """Every token that is drawn under a method, read from files if there are any.
+        """Every token that is drawn under a method, read from the files of the folder ``name`` if there are any.
 
-        Args:
-            name: Name of the method's folder, such as ``budget_512``.
-            method: The method with its budget.
-            progress: Function to call with the share of the method's sequences that is done.
+        ``progress`` is called with the share of the method's sequences that is done.
 
         Raises:
             ValueError: If every completion consists of an end token only.
@@ -111,7 +105,7 @@ class Sweep:
         sampler = self._sampler(method)
         parts = []
         for part in range(self.num_parts):
-            path = self._file(name, part)
+            path = self.folder / name / f"part_{part:04d}.safetensors"
             if not path.exists():
                 found = self._draw(sampler, part, progress)
                 tensors = {key: tensor.contiguous() for key, tensor in vars(found).items()}
@@ -153,9 +147,6 @@ class Sweep:
             upper=upper[row, length].to("cpu", torch.float32),
             sequences=names[row.cpu()],
         )
-
-    def _file(self, name: str, part: int) -> Path:
-        return self.folder / name / f"part_{part:04d}.safetensors"
 
     def _fingerprint(self, method: Budgeted) -> dict[str, str]:
         """Settings that must be the same for parts to belong together."""

@@ -107,15 +107,9 @@ def cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | No
 
 
 def bootstrap(values: Tensor, owners: Tensor, resamples: int, seed: int) -> tuple[float, float]:
-    """95 % interval of the 5th percentile, from samples of whole sequences drawn with replacement.
+    """95 % interval of the 5th percentile of values (N,), from samples of whole sequences drawn with replacement.
 
-    Tokens within a sequence resemble each other, so whole sequences are drawn.
-
-    Args:
-        values: (N,) numbers.
-        owners: (N,) sequence of each number.
-        resamples: Number of samples.
-        seed: Seed of the draws.
+    Tokens within a sequence resemble each other, so the sequences (N,) that own the values are drawn.
     """
     order = values.argsort()
     ordered: NDArray[np.float32] = values[order].numpy()
@@ -133,14 +127,8 @@ def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: 
     """The cheapest budget that meets the target in every length bin.
 
     A bin for which no budget suffices gets the largest. A bin without data gets the budget of the next bin with data,
-    or of the last one if none follows.
-
-    Args:
-        table: Cells by budget, one per bin, None where there are too few tokens.
-        target: The 5th percentile to hold.
-        bin_size: Tokens per bin.
-        monotone: Whether no bin may get less than the one before it. For evicting caches: a bin in which little is
-            needed would evict what the next one needs.
+    or of the last one if none follows. With ``monotone`` no bin gets less than the one before it, as evicting caches
+    need.
 
     Raises:
         ValueError: If no bin has data.

@@ -8,14 +8,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 
 class Expendable:
-    """Turns the failure of a write (full disk, removed folder) into one warning, until writing works again.
-
-    Args:
-        owner: Name of the writer and its file, for the message.
-    """
+    """Turns the failure of a write (full disk, removed folder) into one warning, until writing works again."""
 
     def __init__(self, owner: str) -> None:
-        self.owner = owner
+        self.owner = owner  # name of the writer and its file, for the message
         self._is_failing = False
 
     def __call__(self, write: Callable[[], object]) -> None:

@@ -60,7 +60,7 @@ class ZeroSharding(RolloutCallback):
         """Create the shadow, if one is needed, before the module creates its samplers."""
         self._attach(rollout_module(pl_module, self))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Fill the shadow if a rollout comes next: inside the step ZeRO-3 relies on its own gathering."""
         module = rollout_module(pl_module, self)
         if module.starts_rollout:

@@ -27,18 +27,9 @@ import sparse_rl_lightning.retrievers
 import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.expendable import Expendable
-from sparse_rl_lightning.cli import doctor
+from sparse_rl_lightning.cli import checks, doctor
 from sparse_rl_lightning.cli.calibrate import main as calibrate
 from sparse_rl_lightning.cli.calibrate import statistics_main
-from sparse_rl_lightning.cli.checks import (
-    check_callbacks,
-    check_checkpoint,
-    check_folders,
-    check_launch,
-    check_process_seed,
-    name_logger,
-    warn_of_earlier_run,
-)
 from sparse_rl_lightning.cli.export import ExportingTrainer
 from sparse_rl_lightning.cli.launch import follow_launcher, network_error
 from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, own_error
@@ -79,7 +70,7 @@ class SparseRLCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse; the seed of the process is checked before anything else could use it."""
         super().parse_arguments(parser, args)
-        check_process_seed(self.config[self.config.subcommand] if "subcommand" in self.config else self.config)
+        checks.check_process_seed(self.config[self.config.subcommand] if "subcommand" in self.config else self.config)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would let a checkpoint's ``hyper_parameters`` change configuration and classes."""
@@ -92,11 +83,9 @@ class SparseRLCLI(LightningCLI):
                 is listed twice, or strategy and processes do not fit together.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
-        name_logger(config)
-        check_callbacks(config)
-        check_launch(config)
-        check_folders(config)
-        check_checkpoint(config)
+        checks.name_logger(config)
+        for check in (checks.check_callbacks, checks.check_launch, checks.check_folders, checks.check_checkpoint):
+            check(config)
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
             config.trainer.limit_val_batches = None  # the 0 in a configuration is meant for `fit`
         if config.num_threads is not None:
@@ -115,15 +104,17 @@ class SparseRLCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Warn of files that will be overwritten."""
-        warn_of_earlier_run(self.config[self.subcommand])
+        checks.warn_of_earlier_run(self.config[self.subcommand])
 
     def before_test(self) -> None:
         """Refuse modules that generate nothing."""
-        self._check_generates()
+        if not isinstance(self.model, (SparseGRPO, Evaluation)):
+            raise UserError(
+                f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
+                f"model={type(self.model).__name__}. Use fit or validate."
+            )
 
-    def before_predict(self) -> None:
-        """Refuse modules that generate nothing."""
-        self._check_generates()
+    before_predict = before_test
 
     def after_predict(self) -> None:
         """Write the completed rows to ``predictions.jsonl`` in ``trainer.default_root_dir``."""
@@ -135,13 +126,6 @@ class SparseRLCLI(LightningCLI):
         except OSError as error:
             raise UserError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
         say(f"Written: {len(rows)} completions to {path}")
-
-    def _check_generates(self) -> None:
-        if not isinstance(self.model, (SparseGRPO, Evaluation)):
-            raise UserError(
-                f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
-                f"model={type(self.model).__name__}. Use fit or validate."
-            )
 
 
 class SaveRunConfig(SaveConfigCallback):

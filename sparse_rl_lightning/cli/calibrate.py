@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.prompts import default_end_token_ids, encode_prompts
+from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
+from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.text import say
 
 HARDWARE = "hardware.json"
@@ -47,23 +48,15 @@ def calibrate(
     retriever: Retriever | None = None,
     folder: str = "runs/calibrate",
     num_prompts: PositiveInt = 64,
-    num_generations: PositiveInt = 8,
-    max_completion_length: PositiveInt = 4096,
-    temperature: float = 1.0,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    top_logprobs: PositiveInt = 20,
-    bin_size: PositiveInt = 2000,
-    min_tokens: PositiveInt = 200,
+    sampling: SamplingParams = SamplingParams(num_generations=8, max_completion_length=4096, top_logprobs=20),  # noqa: B008
+    rollout: RolloutOptions = RolloutOptions(),  # noqa: B008  # frozen, like the others
+    binning: Binning = Binning(),  # noqa: B008
     target: float | None = None,
     check: bool = True,
     monotone: bool | None = None,
-    resamples: PositiveInt = 200,
     prompts_per_part: PositiveInt = 64,
     micro_batch: PositiveInt = 8,
-    num_slots: PositiveInt | None = None,
-    memory_limit: int | float | None = None,
     device: str | None = None,
-    seed: int = 0,
     num_threads: PositiveInt | None = None,
     machine: str | None = None,
 ) -> Calibration:
@@ -81,24 +74,17 @@ def calibrate(
         retriever: Retriever whose budget is swept.
         folder: Folder for the results and the finished parts.
         num_prompts: Prompts to draw for.
-        num_generations: Completions per prompt and budget.
-        max_completion_length: Most tokens of a completion.
-        temperature: Sampling temperature, as in training.
-        chat_template_kwargs: Arguments of the tokenizer's chat template, as in training.
-        top_logprobs: Number of most likely tokens that bound the acceptance; the whole vocabulary makes it exact.
-        bin_size: Tokens per bin of lengths.
-        min_tokens: Least tokens of a bin that is judged.
+        sampling: Sampling parameters, as in training; ``top_logprobs`` most likely tokens bound the acceptance, and the
+            whole vocabulary makes it exact.
+        rollout: Memory and speed of rollouts, end tokens and rendering of prompts, as in training.
+        binning: Bins of sequence lengths, and how their tails are judged.
         target: 5th percentile to hold; null for Sparrow's 0.86, scaled from its ceiling of 0.945 to the one measured.
         check: Whether to draw once more with the schedule that was picked.
         monotone: Whether no budget may be smaller than that of shorter sequences, since evicted tokens do not come
             back; null for compressors only.
-        resamples: Bootstrap samples behind every confidence interval.
         prompts_per_part: Prompts whose completions are one finished part.
         micro_batch: Sequences per dense forward pass.
-        num_slots: Number of sequences decoded at the same time, null for all of a part.
-        memory_limit: Bytes of the cache, or a share of the free memory as a float.
         device: Device to use, null for a GPU where there is one.
-        seed: Seed of the completions.
         num_threads: CPU threads of torch, null for the default.
         machine: File of `sparse-rl calibrate --hardware`, to predict what the schedule saves there.
 
@@ -115,21 +101,18 @@ def calibrate(
     model, tokenizer = resolve_policy(policy).load()
     model.to(device or _default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ends = sorted({*default_end_token_ids(model), *end})
-    params = SamplingParams(
-        num_generations=num_generations, max_completion_length=max_completion_length, temperature=temperature,
-        top_logprobs=min(top_logprobs, model.config.vocab_size), seed=seed,
-    )  # fmt: skip
-    options = {"end_token_ids": ends, "num_slots": num_slots, "memory_limit": memory_limit}
-    prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], chat_template_kwargs)
+    params = rollout.for_evaluation(sampling)
+    params = replace(params, top_logprobs=min(params.top_logprobs, model.config.vocab_size))
+    ends = {*rollout.sampler(model, tokenizer, FullKV()).end_token_ids, tokenizer.eos_token_id} - {None}
+    options = {name: getattr(rollout, name) for name in ("num_slots", "memory_limit", "kv_dtype", "cuda_graphs")}
+    options |= {"end_token_ids": sorted(ends), "tokenizer": tokenizer}
+    prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], rollout.chat_template_kwargs)
     keeps = compressor if retriever and compressor else FullKV()
     sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)
-    binning = Binning(bin_size, min_tokens, resamples, seed)
     with _bar(1 + len(set(budgets)) + check) as progress:
         found = run_calibration(sweep, method, budgets, binning, target, check, monotone, progress)
     found.write(place)
-    _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {num_generations}")
+    _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {params.num_generations}")
     if hardware is not None:
         _predict(found, method, ModelShape.of(model, *[model.dtype.itemsize] * 2), hardware, sweep)
     return found
@@ -137,9 +120,6 @@ def calibrate(
 
 def main(args: Sequence[str]) -> Calibration | None:
     """``sparse-rl calibrate --config FILE``, or ``--hardware [FILE]`` to measure the machine only.
-
-    Args:
-        args: Arguments after ``calibrate``.
 
     Raises:
         ValueError: For the reasons of :func:`calibrate`.
@@ -198,14 +178,7 @@ def statistics(
 
 
 def statistics_main(args: Sequence[str]) -> None:
-    """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``.
-
-    Args:
-        args: Arguments after ``statistics``.
-
-    Raises:
-        ValueError: For the reasons of :func:`statistics`.
-    """
+    """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``; errors as of :func:`statistics`."""
     auto_cli(statistics, args=list(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
 
 

@@ -1,4 +1,4 @@
-"""Checks before a model is loaded: folders that cannot be written, checkpoints that do not exist."""
+"""Checks of a subcommand's parsed configuration before a model is loaded: folders, checkpoints, callbacks, launch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ NAMED_CHECKPOINTS = ("best", "hpc", "registry")
 def check_process_seed(config: Any) -> None:
     """Refuse a seed that numpy would not accept.
 
-    Args:
-        config: Parsed configuration of a subcommand.
-
     Raises:
         ValueError: If ``seed_everything`` is negative or has more than 32 bits.
     """
@@ -40,9 +37,6 @@ def check_process_seed(config: Any) -> None:
 
 def check_folders(config: Any) -> None:
     """Refuse folders that cannot be written now, instead of failing after the first rollout.
-
-    Args:
-        config: Parsed configuration of a subcommand.
 
     Raises:
         ValueError: If ``default_root_dir`` or a folder of the logger or of ModelCheckpoint cannot be written.
@@ -59,9 +53,6 @@ def check_checkpoint(config: Any) -> None:
 
     The word ``last`` is replaced by its path: Lightning would take the newest file whose name begins with it, and start
     anew if it finds none.
-
-    Args:
-        config: Parsed configuration of a subcommand.
 
     Raises:
         ValueError: If it does not exist.
@@ -118,9 +109,6 @@ def _check_exists(path: Path, given: str) -> None:
 def check_launch(config: Any) -> None:
     """Refuse strategies and processes that the module would refuse as well, but that Lightning's trainer meets first.
 
-    Args:
-        config: Parsed configuration of a subcommand.
-
     Raises:
         ValueError: If the strategy is Lightning's own DeepSpeed, or a different number of processes was started.
     """
@@ -136,11 +124,7 @@ def check_launch(config: Any) -> None:
 
 
 def warn_of_earlier_run(config: Any) -> None:
-    """Warn that a new run is going to overwrite the files of an earlier one.
-
-    Args:
-        config: Parsed configuration of ``fit``.
-    """
+    """Warn that a new run is going to overwrite the files of an earlier one."""
     if config.get("ckpt_path") is not None or config.trainer.fast_dev_run:
         return
     used = [folder for folder in checkpoint_folders(config) if _holds_checkpoints(Path(folder).expanduser())]
@@ -153,9 +137,6 @@ def warn_of_earlier_run(config: Any) -> None:
 
 def check_callbacks(config: Any) -> None:
     """Refuse two callbacks whose states a checkpoint could not tell apart, more clearly than Lightning does.
-
-    Args:
-        config: Parsed configuration of a subcommand.
 
     Raises:
         ValueError: If a callback is listed twice.
@@ -179,11 +160,7 @@ def checkpoint_folders(config: Any) -> Iterator[str]:
 
 
 def name_logger(config: Any) -> None:
-    """Write ``metrics.csv`` to ``default_root_dir``, the folder named after the run, if no logger is configured.
-
-    Args:
-        config: Parsed configuration of a subcommand.
-    """
+    """Write ``metrics.csv`` to ``default_root_dir``, the folder named after the run, if no logger is configured."""
     trainer = config.trainer
     if trainer.default_root_dir and (trainer.logger is None or trainer.logger is True):
         folder, name = os.path.split(trainer.default_root_dir.rstrip("/"))

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 
 import torch
 
 from sparse_rl_lightning import ops
+from sparse_rl_lightning.callbacks.outputs.run_facts import package_versions
 from sparse_rl_lightning.ops.library import NATIVE_DTYPES, PACKAGE
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
-DISTRIBUTIONS = ("sparse-rl-lightning", "torch", "lightning", "transformers")
-INSTRUCTION_SETS = {
-    "AVX512": "AVX-512",
-    "AVX2": "AVX2",
-}
+INSTRUCTION_SETS = {"AVX512": "AVX-512", "AVX2": "AVX2"}
 
 
 def report() -> str:
@@ -27,15 +22,8 @@ def report() -> str:
 
 def versions() -> list[str]:
     """Package versions, and the Python that imports them."""
-    lines = [f"{'python':<20} {platform.python_version()} on {platform.system()} {platform.machine()}"]
-    for name in DISTRIBUTIONS:
-        try:
-            version = torch.__version__ if name == "torch" else importlib.metadata.version(name)  # +cpu, +cu130
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-        lines.append(f"{name:<20} {version}")
-    lines.append(f"{'CUDA of torch':<20} {torch.version.cuda or 'none, a CPU build'}")
-    return lines
+    found = package_versions() | {"CUDA of torch": torch.version.cuda or "none, a CPU build"}
+    return [f"{name:<20} {version}" for name, version in found.items()]
 
 
 def devices() -> list[str]:

@@ -1,4 +1,7 @@
-"""The reader of configurations: YAML on top of its ``base``, without duplicate keys or exploding aliases."""
+"""The reader of configurations: YAML on top of its ``base``, without duplicate keys or exploding aliases.
+
+A configuration that names another one as its base contains only what differs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from sparse_rl_lightning.cli.overlays import merged
+from sparse_rl_lightning.cli.classes import argument_names
 
 MODE = "yaml without doubles"
 """The name of this reader in jsonargparse."""
@@ -27,11 +30,8 @@ class UnusableYAML(yaml.YAMLError):
 def read(text: str, path: str | Path = "") -> Any:
     """The value of a YAML text, as jsonargparse reads it.
 
-    The text of a file may name a ``base``, another file beside it or a list of several, whose values it overrides.
-
-    Args:
-        text: Text in YAML.
-        path: Path of the file that contains it, if known.
+    The text of a file, whose path is known, may name a ``base``, another file beside it or a list of several, whose
+    values it overrides.
 
     Raises:
         YAMLError: If it is not YAML, a key is twice in one mapping, its aliases explode, or its base cannot be used.
@@ -40,14 +40,7 @@ def read(text: str, path: str | Path = "") -> Any:
 
 
 def read_file(path: str | Path) -> Any:
-    """The value of a YAML file, including its ``base``.
-
-    Args:
-        path: Path of the file.
-
-    Raises:
-        YAMLError: For the reasons of :func:`read`.
-    """
+    """The value of a YAML file, including its ``base``; errors as of :func:`read`."""
     return _read(Path(path).read_text(encoding="utf-8"), Path(path), ())
 
 
@@ -141,3 +134,39 @@ def _refuse_doubles(node: yaml.MappingNode) -> None:
 
 def _line(node: yaml.Node) -> str:
     return f" (line {node.start_mark.line + 1})"
+
+
+def merged(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """A mapping with an overlay on top of it.
+
+    Mappings are merged key by key, lists and all other values are replaced; a key that ends with ``+`` appends to the
+    list of the base. A class that replaces another keeps those arguments that it also takes, as on the command
+    line.
+
+    >>> merged({"a": {"b": 1, "c": [2]}}, {"a": {"b": 3, "c+": [4]}})
+    {'a': {'b': 3, 'c': [2, 4]}}
+    """
+    result = dict(base)
+    named, before = overlay.get("class_path"), base.get("class_path")
+    if named and before and named != before and isinstance(base.get("init_args"), dict):
+        taken = argument_names(str(named))
+        result["init_args"] = {key: value for key, value in base["init_args"].items() if key in taken}
+        if not result["init_args"]:
+            del result["init_args"]
+    for key, value in overlay.items():
+        name = key.removesuffix("+") if isinstance(key, str) else key
+        if name != key:
+            place = name if name in result else key
+            result[place] = [*_items(result.get(place)), *_items(value)]
+            continue
+        result.pop(f"{name}+", None)
+        below = result.get(name)
+        if isinstance(value, dict):
+            value = merged(below if isinstance(below, dict) else {}, value)
+        result[name] = value
+    return result
+
+
+def _items(value: Any) -> list[Any]:
+    """A list unchanged, a single value as a list, and an empty list for null."""
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -21,10 +21,12 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
+from typing import Any
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _VALIDATION_SHARE = 8  # one question in eight belongs to validation
@@ -43,10 +45,7 @@ class ArithmeticTasks(PromptDataModule):
         digits: Digits per number; questions show leading zeros.
         num_train: Training questions.
         num_val: Validation questions.
-        prompts_per_rollout: Prompts per rollout and rank.
-        val_batch_size: Prompts per validation batch.
-        max_val_prompts: Number of rows to validate on, from the first. None takes all.
-        seed: Seed of the questions and their order.
+        **blocks: Arguments of PromptDataModule; the seed is that of the questions too.
 
     Raises:
         ValueError: If a task is unknown, a number is out of range, or there are too few different questions.
@@ -59,19 +58,15 @@ class ArithmeticTasks(PromptDataModule):
         digits: int = 2,
         num_train: int = 20_000,
         num_val: int = 512,
-        prompts_per_rollout: int = 16,
-        val_batch_size: int = 64,
-        max_val_prompts: int | None = None,
-        seed: int = 0,
+        **blocks: Any,
     ) -> None:
-        super().__init__(prompts_per_rollout, val_batch_size, max_val_prompts, seed)
+        super().__init__(**blocks)
         self.tasks = [tasks] if isinstance(tasks, str) else list(tasks)
         unknown = [task for task in self.tasks if task not in _GENERATORS]
         if unknown or not self.tasks:
             raise UserError(f"tasks must be among {', '.join(_GENERATORS)}, got tasks={tasks!r}.")
-        for name, value, low in (("num_terms", num_terms, 2), ("digits", digits, 1), ("num_train", num_train, 1)):
-            if value < low:
-                raise UserError(f"ArithmeticTasks: {name} must be at least {low}, got {name}={value}.")
+        for name, value, least in (("num_terms", num_terms, 2), ("digits", digits, 1), ("num_train", num_train, 1)):
+            check_number(name, value, least=least, owner="ArithmeticTasks")
         if num_val < 0:
             raise UserError(f"ArithmeticTasks: num_val must not be negative, got num_val={num_val}.")
         self.num_terms = num_terms
@@ -133,10 +128,6 @@ def _sum(random: Random, num_terms: int, digits: int, symbol: str = "+") -> tupl
     return symbol.join(f"{term:0{digits}d}" for term in terms) + "=", steps, str(value)
 
 
-def _product(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
-    return _sum(random, num_terms, digits, symbol="*")
-
-
 def _modulo(random: Random, num_terms: int, digits: int) -> tuple[str, list[str], str]:
     question, steps, total = _sum(random, num_terms, digits)
     modulus = random.randrange(2, 10**digits)
@@ -167,7 +158,7 @@ def _countdown(random: Random, num_terms: int, digits: int) -> tuple[str, list[s
 
 _GENERATORS: dict[str, Callable[[Random, int, int], tuple[str, list[str], str]]] = {
     "sum": _sum,
-    "product": _product,
+    "product": partial(_sum, symbol="*"),
     "modulo": _modulo,
     "reduction": _reduction,
     "countdown": _countdown,

@@ -1,4 +1,8 @@
-"""MathBenchmarks: the paper's seven benchmarks from their published files, or from the hub."""
+r"""MathBenchmarks: the paper's seven benchmarks from their published files, or from the hub, and its prompts.
+
+The suffix of training has doubled braces, ``\boxed{{}}``, a slip in the original data that models have been trained on;
+it is kept so that results can be compared. Evaluation uses no chat template.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
@@ -14,10 +18,37 @@ from torch.utils.data import DataLoader, Dataset
 from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
-from sparse_rl_lightning.data.templates import PromptFormat, render
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
-from sparse_rl_lightning.rollout.prompts import valid_unicode
+from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
+
+PromptFormat: TypeAlias = Literal["plain", "qwen", "llama"]
+
+SYSTEM = "You are a helpful assistant."
+SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+PLAIN_SUFFIX = " Please reason step by step, and put your final answer within \\boxed{}.\n\n"
+
+
+def render(problem: str, prompt_format: PromptFormat) -> Prompt:
+    """The prompt for a question.
+
+    Args:
+        problem: Text of a problem as it is in its file.
+        prompt_format: ``plain`` as in the paper's evaluation; ``qwen``, text in the ChatML format that the Qwen base
+            models are trained with; ``llama``, the same as chat messages for the tokenizer's own template.
+
+    Raises:
+        ValueError: If there is no such format.
+    """
+    if prompt_format == "plain":
+        return problem + PLAIN_SUFFIX
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem + SUFFIX}]
+    if prompt_format == "llama":
+        return messages
+    if prompt_format == "qwen":
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return f"{text}<|im_start|>assistant\n"
+    raise UserError(f"prompt_format must be plain, qwen or llama, got prompt_format={prompt_format!r}.")
 
 
 @dataclass
@@ -54,10 +85,8 @@ class MathBenchmarks(PromptDataModule):
         train: Source of the training prompts, null for GSM8K's training part.
         max_rows: Number of rows of each benchmark to test on, from the first. None takes all.
         val_benchmarks: Names of the benchmarks to validate on.
-        prompts_per_rollout: Prompts per rollout and rank.
-        val_batch_size: Prompts per validation batch.
         max_val_prompts: Number of rows of each benchmark to validate on, from the first. None takes all.
-        seed: Seed of the order of the training prompts.
+        **blocks: Further arguments of PromptDataModule.
 
     Raises:
         ValueError: If a benchmark or format is unknown, or a number out of range. Reading raises it for a missing or
@@ -73,12 +102,10 @@ class MathBenchmarks(PromptDataModule):
         train: PromptDataModule | None = None,
         max_rows: int | None = None,
         val_benchmarks: Sequence[str] = ("math500",),
-        prompts_per_rollout: int = 16,
-        val_batch_size: int = 64,
         max_val_prompts: int | None = 64,
-        seed: int = 0,
+        **blocks: Any,
     ) -> None:
-        super().__init__(prompts_per_rollout, val_batch_size, max_val_prompts, seed)
+        super().__init__(max_val_prompts=max_val_prompts, **blocks)
         known = PUBLISHED | {name: own_benchmark(name, path) for name, path in (own or {}).items()}
         self._known = {GSM8K_TRAIN.name: GSM8K_TRAIN} | known
         self.benchmarks = list(known if benchmarks is None else benchmarks)
@@ -87,8 +114,8 @@ class MathBenchmarks(PromptDataModule):
             unknown = [name for name in names if name not in known]
             if unknown:
                 raise UserError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
-        if max_rows is not None and max_rows < 1:
-            raise UserError(f"MathBenchmarks: max_rows must be at least 1, got max_rows={max_rows}.")
+        if max_rows is not None:
+            check_number("max_rows", max_rows, least=1, owner="MathBenchmarks")
         render("", prompt_format)  # raises for an unknown format
         self.folder = folder
         self.train = train
@@ -100,8 +127,7 @@ class MathBenchmarks(PromptDataModule):
     def rows(self, name: str) -> list[Row]:
         """All rows of a benchmark whose gold answer can be checked; read, audited and reported once.
 
-        Args:
-            name: One of the seven, one of ``own``, or ``gsm8k_train``.
+        Its name is one of the seven, one of ``own``, or ``gsm8k_train``.
         """
         if name not in self._rows:
             self._rows[name], self.reports[name] = self._read(self._known[name])

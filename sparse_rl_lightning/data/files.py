@@ -15,10 +15,8 @@ FILE_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
 def read_table(path: str, config: str | None = None, split: str = "train") -> list[tuple[str, dict[str, Any]]]:
     """Every row of a file or hub dataset, each with its place for error messages.
 
-    Args:
-        path: A local ``.jsonl``, ``.json`` (one object per line) or ``.parquet`` file, or the name of a hub dataset.
-        config: Configuration of a hub dataset.
-        split: Split of a hub dataset; a file has only one.
+    A path is a local ``.jsonl``, ``.json`` (one object per line) or ``.parquet`` file, or the name of a hub dataset,
+    which alone has configurations and splits.
 
     Raises:
         ValueError: If there is no such file or dataset, or a line is not a JSON object (names file and line).

@@ -45,10 +45,7 @@ class JsonlPrompts(PromptDataModule):
         config: Configuration of the hub dataset.
         split: Training split of the hub dataset.
         val_split: Validation split of the hub dataset.
-        prompts_per_rollout: Prompts per rollout and rank.
-        val_batch_size: Prompts per validation batch.
-        max_val_prompts: Number of rows to validate on, from the first. None takes all.
-        seed: Seed of the order of the training prompts.
+        **blocks: Arguments of PromptDataModule.
 
     Raises:
         ValueError: If a pattern or template is malformed. Reading raises it for a missing file or column, a line
@@ -70,12 +67,9 @@ class JsonlPrompts(PromptDataModule):
         config: str | None = None,
         split: str = "train",
         val_split: str | None = None,
-        prompts_per_rollout: int = 16,
-        val_batch_size: int = 64,
-        max_val_prompts: int | None = None,
-        seed: int = 0,
+        **blocks: Any,
     ) -> None:
-        super().__init__(prompts_per_rollout, val_batch_size, max_val_prompts, seed)
+        super().__init__(**blocks)
         self.path = path
         self.val_path = path if val_path is None and val_split is not None else val_path
         self.prompt_column = prompt_column
@@ -115,7 +109,8 @@ class JsonlPrompts(PromptDataModule):
         rows, dropped = [], []
         for where, record in table:
             row = self._row(where, record)
-            if self.answer_column is None or self._is_usable(row["answer"]):
+            is_usable = row["answer"] and not (self.math_answers and answer_kind(row["answer"]) == "uncheckable")
+            if self.answer_column is None or is_usable:
                 rows.append(row)
             else:
                 dropped.append(where.removeprefix(f"{path}, "))
@@ -130,16 +125,9 @@ class JsonlPrompts(PromptDataModule):
             rank_zero_warn(message)
         return rows
 
-    def _is_usable(self, answer: str) -> bool:
-        return answer != "" and not (self.math_answers and answer_kind(answer) == "uncheckable")
-
     def _row(self, where: str, record: dict[str, Any]) -> Row:
-        columns = {
-            "prompt_column": self.prompt_column,
-            "answer_column": self.answer_column,
-            "solution_column": self.solution_column,
-        }
-        for argument, column in columns.items():
+        for argument in ("prompt_column", "answer_column", "solution_column"):
+            column = getattr(self, argument)
             if column is not None and column not in record:
                 raise UserError(
                     f"{where} has no column {column!r} ({argument}). Its columns are: {', '.join(map(repr, record))}."

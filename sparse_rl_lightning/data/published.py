@@ -132,12 +132,8 @@ GSM8K_TRAIN = replace(
 def own_benchmark(name: str, path: str) -> Published:
     """A user's own JSONL file, with the columns ``problem`` or ``question``, and ``answer``.
 
-    Args:
-        name: Name of the benchmark, none of the seven published ones.
-        path: Path of the file.
-
     Raises:
-        ValueError: If the name is one of the published ones.
+        ValueError: If the name is that of a published one.
     """
     if name in PUBLISHED:
         raise UserError(f"own: {name} is one of the published benchmarks, choose another name.")

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Rows
 
 
@@ -50,9 +50,8 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         seed: int = 0,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        for name, value in (("block_size", block_size), ("repeats", repeats)):
-            if value < 1:
-                raise UserError(f"{name} must be at least 1, got {name}={value}.")
+        check_number("block_size", block_size, least=1)
+        check_number("repeats", repeats, least=1)
         super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
         self.num_rows = len(dataset)
         self.block_size = block_size
@@ -99,11 +98,8 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         if self.num_replicas == 1:
             return order, torch.arange(self.block_size).expand(self.num_blocks, -1)
         longest_first = self._lengths[order].argsort(dim=1, descending=True, stable=True)
-        return order, longest_first[:, [self._turn(turn) for turn in range(self.block_size)]]
-
-    def _turn(self, turn: int) -> int:
-        """The position of this rank's prompt, dealt out back and forth (0, 1, 2, 2, 1, 0, ...)."""
-        return turn * self.num_replicas + (self.num_replicas - 1 - self.rank if turn % 2 else self.rank)
+        seats = (self.rank, self.num_replicas - 1 - self.rank)  # dealt out back and forth: 0, 1, 2, 2, 1, 0, ...
+        return order, longest_first[:, [turn * self.num_replicas + seats[turn % 2] for turn in range(self.block_size)]]
 
     def set_epoch(self, epoch: int) -> None:
         """Start with this epoch; has no effect on a stream that has already begun."""

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -18,45 +19,38 @@ Message = dict[str, Any]
 
 
 class Link:
-    """A connection whose messages are lines of JSON.
-
-    Args:
-        connection: Socket to another rank that has identified itself.
-        timeout: Seconds after which an unresponsive machine counts as gone.
-    """
+    """A connection to a rank that has identified itself, whose messages are JSON; gone after ``timeout`` seconds."""
 
     def __init__(self, connection: socket.socket, timeout: int) -> None:
-        self.connection = connection
-        self._rest = b""
+        _keep_alive(connection, timeout)
+        self.connection = Connection(connection.detach())
         self._sending = threading.Lock()
-        self._keep_alive(timeout)
 
     def send(self, **message: Any) -> None:
         """Send a message; errors are ignored, because the reader learns that the other has gone."""
         try:
             with self._sending:
-                self.connection.sendall(json.dumps(message).encode() + b"\n")
+                self.connection.send_bytes(json.dumps(message).encode())
         except OSError:
             pass
 
-    def receive(self) -> list[Message] | None:
-        """All messages that have arrived, None once the other has gone."""
+    def receive(self) -> Message | None:
+        """The next message, None once the other has gone."""
         try:
-            data = self.connection.recv(65536)
-        except OSError:
-            data = b""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines] if data else None
+            message: Message = json.loads(self.connection.recv_bytes())
+        except (OSError, EOFError):
+            return None
+        return message
 
-    def _keep_alive(self, timeout: int) -> None:
-        """Have the system probe an unresponsive machine three times within the timeout."""
-        self.connection.settimeout(None)
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
-            if hasattr(socket, option):
-                self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(1, timeout // 4))
-        if hasattr(socket, "TCP_KEEPCNT"):
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+def _keep_alive(connection: socket.socket, timeout: int) -> None:
+    """Have the system probe an unresponsive machine three times within the timeout."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wait = max(1, timeout // 4)
+    for option, value in {"TCP_KEEPIDLE": wait, "TCP_KEEPINTVL": wait, "TCP_KEEPCNT": 3}.items():
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def connect(trainer: Trainer, timeout: int) -> dict[int, Link]:

@@ -16,9 +16,7 @@ COLORS = ("#1f2937", "#2563eb", "#c2410c", "#059669", "#7c3aed", "#ca8a04", "#db
 def results_table(results: Sequence[BenchmarkResult], answers: Convention = "strict") -> str:
     """Accuracy in percent with its 95 % interval by benchmark and cache, the mean, and what each cache costs.
 
-    Args:
-        results: What was measured.
-        answers: By which convention; a second table has the accuracies by both.
+    A second table has the accuracies by both conventions of what counts as the answer.
     """
     caches, benchmarks = _names(results)
     found = {(result.benchmark, result.cache): result for result in results}

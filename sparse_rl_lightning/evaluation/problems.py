@@ -87,11 +87,8 @@ def row_number(row: dict[str, Any], place: int) -> int:
 class TimeLeft:
     """Prints how far an evaluation is, with tqdm's estimate of the time left, at most every ``seconds``.
 
-    A sequence counts with the length limit of its benchmark, so that 32 long samples are not taken for one short one.
-
-    Args:
-        total: Sum over all sequences to be drawn of their length limits.
-        seconds: Least time between two lines.
+    A sequence counts with the length limit of its benchmark, so that 32 long samples are not taken for one short one;
+    ``total`` is the sum of these limits over all sequences to be drawn.
     """
 
     def __init__(self, total: int, seconds: float = 10.0) -> None:
@@ -101,13 +98,7 @@ class TimeLeft:
         self._start = self._last = time.monotonic()
 
     def report(self, where: str, progress: Progress, limit: int) -> None:
-        """Print a line if it is time; to be called after every decode step.
-
-        Args:
-            where: Benchmark and cache.
-            progress: Progress of the present rollout.
-            limit: Most tokens of its completions.
-        """
+        """Print a line if it is time, after a decode step of a rollout with at most ``limit`` tokens per completion."""
         now = time.monotonic()
         if now - self._last >= self.seconds:
             self._last = now

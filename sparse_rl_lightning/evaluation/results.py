@@ -128,11 +128,7 @@ def completion_table(problems: Problems, scores: Scores) -> Table:
 
 
 class ResultFolder:
-    """A JSON and a parquet file for every benchmark and cache; the JSON is written last, when both are whole.
-
-    Args:
-        path: The folder, created when something is written.
-    """
+    """A JSON and a parquet file for every benchmark and cache; the JSON is written last, when both are whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -153,12 +149,7 @@ class ResultFolder:
         return BenchmarkResult(**stored)
 
     def save(self, result: BenchmarkResult, completions: Table) -> None:
-        """Write both files.
-
-        Args:
-            result: The result.
-            completions: Columns with a value per completion.
-        """
+        """Write both files."""
         path = self._file(result.benchmark, result.cache, "json")
         own_folder(self.path)
         own_folder(path.parent)

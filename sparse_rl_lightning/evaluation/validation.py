@@ -18,9 +18,6 @@ class ValidationLog:
 
     Right is what the first reward function pays 1 for; rows to which it does not apply are left out. Several ranks log
     the whole only, not benchmarks: all must log the same names, and their batches are of other benchmarks.
-
-    Args:
-        log: Logs a number under a name.
     """
 
     def __init__(self, log: Log) -> None:
@@ -32,13 +29,7 @@ class ValidationLog:
         self._intervals.clear()
 
     def batch(self, scores: Scores, key: str, by_benchmark: bool) -> None:
-        """Log a batch.
-
-        Args:
-            scores: Scores of the batch.
-            key: Name of a metric, with ``{}`` in place of its measure.
-            by_benchmark: Log every benchmark beside the whole.
-        """
+        """Log a batch under ``key``, ``{}`` being the measure, and if wanted every benchmark beside the whole."""
         rewarded = scores.rewards[~scores.rewards.isnan()]
         mean = rewarded.mean() if len(rewarded) else scores.rewards.new_zeros(())  # no rewarded rows: weight 0
         self._log(key.format("reward"), mean, prog_bar=True, batch_size=len(rewarded), sync_dist=True)

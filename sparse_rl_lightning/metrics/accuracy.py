@@ -56,11 +56,9 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
 def confidence_interval(scores: Tensor) -> tuple[float, float]:
     """Bounds of 95 % confidence for the mean of scores between 0 and 1: Wilson's interval over the problems.
 
-    With one sample per problem it is Wilson's interval of a proportion. With several, the number of trials is derived
-    from the spread between problems, but never below their number; so it has a width at 0 and 1 too.
-
-    Args:
-        scores: Shares (P,) of right samples for each problem, P at least 1.
+    With one sample per problem it is Wilson's interval of a proportion. With several, where the scores (P,) are shares
+    of right samples, the number of trials is derived from the spread between problems, but never below their number; so
+    it has a width at 0 and 1 too.
     """
     return _wilson(len(scores), float(scores.double().mean()), float(scores.double().var(correction=0)))
 
@@ -76,11 +74,7 @@ class ConfidenceInterval(Metric):
         self.add_state("sums", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, scores: Tensor) -> None:
-        """Add problems.
-
-        Args:
-            scores: Shares (P,) of right samples for each problem; P may be 0.
-        """
+        """Add problems, P or none, by their shares (P,) of right samples."""
         scores = scores.double()
         self.sums += torch.stack([scores.new_tensor(len(scores)), scores.sum(), (scores**2).sum()])
 
@@ -101,10 +95,7 @@ def _wilson(count: int, mean: float, spread: float) -> tuple[float, float]:
 
 
 def accuracy(correct: Tensor) -> Accuracy:
-    """Avg@N with its interval, and pass@k for k = 1, 2, 4, ... and N.
-
-    Args:
-        correct: Verdicts (P, N), bool.
+    """Avg@N with its interval, and pass@k for k = 1, 2, 4, ... and N, from verdicts (P, N).
 
     Raises:
         ValueError: If there is no problem or no sample.
@@ -119,11 +110,7 @@ def accuracy(correct: Tensor) -> Accuracy:
 
 
 def mean_accuracy(parts: Sequence[Accuracy]) -> tuple[float, float, float]:
-    """The unweighted mean over benchmarks, and bounds of 95 % confidence from theirs.
-
-    Args:
-        parts: Accuracies of the benchmarks, at least one.
-    """
+    """The unweighted mean over at least one benchmark, and bounds of 95 % confidence from theirs."""
     mean = sum(part.mean for part in parts) / len(parts)
     below = math.sqrt(sum((part.mean - part.low) ** 2 for part in parts)) / len(parts)
     above = math.sqrt(sum((part.high - part.mean) ** 2 for part in parts)) / len(parts)

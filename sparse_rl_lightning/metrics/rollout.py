@@ -69,10 +69,7 @@ NGRAM = 4
 
 
 def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
-    """All numbers to log about a scored rollout; the module's docstring has the table of keys and units.
-
-    Args:
-        scored: Rollout after all callbacks that edit it.
+    """All numbers to log about a rollout that callbacks have edited; the module's docstring has the table of keys.
 
     Returns:
         Scalars by name. The names depend on which fields the rollout has, never on its values.
@@ -85,18 +82,11 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
         log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)
         metrics.update(mismatch_statistics(log_ratio, mask))
     if rollout.kv is not None:
-        metrics.update(
-            {
-                "kv/saving_final": rollout.kv.saving_final,
-                "kv/saving_integral": rollout.kv.saving_integral,
-                "kv/stored_tokens": rollout.kv.stored.float().mean(),
-                "kv/full_tokens": rollout.kv.full.float().mean(),
-                "kv/read_share": rollout.kv.read_share,
-                "kv/peak_bytes": float(rollout.kv.peak_bytes),
-                "kv/full_peak_bytes": float(rollout.kv.full_peak_bytes),
-                "kv/prefill_peak_bytes": float(rollout.kv.prefill_peak_bytes),
-            }
-        )
+        shares, sizes = ("saving_final", "saving_integral", "read_share"), ("peak_bytes", "full_peak_bytes")
+        for name in (*shares, *sizes, "prefill_peak_bytes"):
+            metrics[f"kv/{name}"] = float(getattr(rollout.kv, name))
+        metrics["kv/stored_tokens"] = rollout.kv.stored.float().mean()
+        metrics["kv/full_tokens"] = rollout.kv.full.float().mean()
     if rollout.evictions is not None:
         metrics["kv/record_bytes"] = float(rollout.evictions.nbytes)
         metrics["kv/record_dense_bytes"] = float(rollout.evictions.dense_nbytes)
@@ -107,29 +97,13 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
 
 
 def rejection_rate(keep: Tensor, mask: Tensor) -> Tensor:
-    """The share of sequences without any token left.
-
-    Args:
-        keep: Tokens (B, T) that rejection leaves, bool.
-        mask: Completion tokens (B, T), bool.
-
-    Returns:
-        A scalar between 0 and 1.
-    """
+    """The share of sequences (B,) with completion tokens in ``mask`` (B, T) of which ``keep`` (B, T) leaves none."""
     present = mask.any(dim=1)
     return (present & ~(keep & mask).any(dim=1)).sum() / present.sum().clamp(min=1)
 
 
 def token_mask_rate(keep: Tensor, mask: Tensor) -> Tensor:
-    """The share of completion tokens that are left out, including rejected sequences.
-
-    Args:
-        keep: Tokens (B, T) that rejection leaves, bool.
-        mask: Completion tokens (B, T), bool.
-
-    Returns:
-        A scalar between 0 and 1.
-    """
+    """The share of the completion tokens in ``mask`` (B, T) that ``keep`` (B, T) leaves out."""
     return (mask & ~keep).sum() / mask.sum().clamp(min=1)
 
 
@@ -167,14 +141,11 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
 def _completions(rollout: Rollout) -> dict[str, Tensor]:
     lengths = rollout.completion_lengths.float()
     ended = lengths[rollout.finished] if bool(rollout.finished.any()) else lengths.new_zeros(1)
-    return {
-        "completions/mean_length": lengths.mean(),
-        "completions/min_length": lengths.min(),
-        "completions/max_length": lengths.max(),
+    metrics: dict[str, Tensor] = {}
+    for kind, own in (("length", lengths), ("terminated_length", ended)):
+        metrics |= {f"completions/{name}_{kind}": getattr(own, name)() for name in ("mean", "min", "max")}
+    return metrics | {
         "completions/clipped_ratio": 1 - rollout.finished.float().mean(),
-        "completions/mean_terminated_length": ended.mean(),
-        "completions/min_terminated_length": ended.min(),
-        "completions/max_terminated_length": ended.max(),
         "completions/repetition_rate": repetition_rates(rollout.sequences, rollout.completion_mask).mean(),
     }
 

@@ -15,10 +15,7 @@ PLACES = re.compile(r"(^|\.)(default_root_dir|dirpath|save_dir|folder|version)$|
 
 
 def comparison(records: Named) -> str:
-    """The page as text.
-
-    Args:
-        records: Record of each run with the name to show for it; the others are compared with the first.
+    """The page of runs, each under its name, as text; the others are compared with the first.
 
     Raises:
         ValueError: If there are fewer than two runs, or two have the same name.

@@ -47,12 +47,9 @@ STYLE = (
 
 
 def page(record: RunRecord) -> str:
-    """The page as text, without panels for which the run has no numbers.
-
-    Args:
-        record: Record of the run, finished or not. All its text is escaped, long text is cut.
-    """
-    note = _long_run(record)
+    """The page as text, without panels for which the run has no numbers; all its text is escaped, long text is cut."""
+    size = -(-len(record.history) // MOST_POINTS)
+    note = f" The run is long: each point of a chart stands for {size} rollouts." if size > 1 else ""
     return render(
         title=record.title,
         course=course(record),
@@ -122,12 +119,7 @@ def warnings_of(record: RunRecord) -> list[str]:
 
 
 def figures(plots: Sequence[Plot], note: str = "") -> dict[str, Any]:
-    """Charts by section, or a line with the reason why there are none.
-
-    Args:
-        plots: Charts to draw, sections in any order.
-        note: Sentence to add to the hint above the charts.
-    """
+    """Charts by section, or a line with the reason why there are none; ``note`` continues the hint above them."""
     ordered = sorted(plots, key=lambda plot: SECTIONS.index(plot.panel.section))  # stable
     try:
         drawn = list(zip(ordered, map(Markup, drawings(ordered)), strict=True))
@@ -135,11 +127,6 @@ def figures(plots: Sequence[Plot], note: str = "") -> dict[str, Any]:
         return {"hint": str(error), "sections": []}
     sections = [(name, list(group)) for name, group in groupby(drawn, key=lambda one: one[0].panel.section)]
     return {"hint": HINT + note if drawn else "", "sections": sections, "width": WIDTH, "height": HEIGHT}
-
-
-def _long_run(record: RunRecord) -> str:
-    size = -(-len(record.history) // MOST_POINTS)
-    return f" The run is long: each point of a chart stands for {size} rollouts." if size > 1 else ""
 
 
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:

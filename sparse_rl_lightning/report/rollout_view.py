@@ -29,25 +29,15 @@ SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"}
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tensor) -> list[str]:
-    """The text of each token alone; blanks and line ends become a sign, a token without text its number.
-
-    Args:
-        tokenizer: Tokenizer of the policy.
-        ids: Token ids, T of them.
-    """
+    """The text of each token alone; blanks and line ends become a sign, a token without text its number."""
     texts = [(int(number), str(tokenizer.decode([int(number)]))) for number in ids]
     return [SIGNS.get(text, text) or f"<{number}>" for number, text in texts]
 
 
 def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
-    """The share of all layers' KV heads that still had each token.
+    """The share (B, T) of all layers' KV heads that still had each token, from 0, evicted, to 1, kept everywhere.
 
-    Args:
-        evictions: Record of B sequences.
-        query: Index of the token that attends; the default is the last one.
-
-    Returns:
-        Shares (B, T) from 0, evicted everywhere, to 1, kept everywhere. Tokens after the query count as evicted.
+    It is taken at the token ``query`` that attends, the last one by default; later tokens count as evicted.
     """
     at = evictions.length - 1 if query is None else query
     held = (evictions.death > at).float().mean(dim=(0, 2))

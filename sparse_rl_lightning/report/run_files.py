@@ -25,11 +25,9 @@ SAME = ("reward", "completions/mean_length", "time/rollout")
 def read_run(folder: str | Path) -> RunRecord:
     """The record of a run: ``progress.json`` of an unfinished one, else ``summary.json``, else a CSV file.
 
-    ``metrics.csv`` is looked for in the folder itself, in its newest ``version_*`` and in the newest one of its
-    ``lightning_logs``; older versions are other runs, or earlier parts of this one, and are only named.
-
-    Args:
-        folder: Path of a run's ``default_root_dir``, or of any folder in which RunSummary or CSVLogger wrote.
+    The folder is the run's ``default_root_dir``, or any in which RunSummary or CSVLogger wrote. ``metrics.csv`` is
+    looked for in the folder itself, in its newest ``version_*`` and in the newest one of its ``lightning_logs``; older
+    versions are other runs, or earlier parts of this one, and are only named.
 
     Raises:
         ValueError: If there is no run in the folder, or none of its files can be read.

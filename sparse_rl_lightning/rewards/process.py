@@ -50,10 +50,6 @@ class RewardProcess:
 
     The function's state, random numbers and caches stay in that process between calls, and are lost with it. It has one
     thread for torch and no GPU, as CUDA does not survive a fork. It ends whenever and however this process ends.
-
-    Args:
-        function: Reward function to call.
-        name: Name of the function in errors.
     """
 
     def __init__(self, function: RewardFunction, name: str) -> None:

@@ -5,31 +5,60 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import FunctionType
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.combined import Combined
+from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing.layers import (
     HEAD_DIM,
-    PER_SLOT,
+    RandomPrompts,
     cast,
     fill_free_memory,
     random_layer,
     resize,
     take_slots,
 )
-from sparse_rl_lightning.testing.updates import RandomPrompts
+
+Find: TypeAlias = Callable[[Compressor], str | None]
+"""Finds what is wrong with a compressor, None if nothing is."""
 
 
+@dataclass(frozen=True)
+class Rule:
+    """One promise of every compressor."""
+
+    name: str
+    change: str  # what to do if it is broken
+    find: Find
+
+
+RULES: list[Rule] = []
+"""The rules, in the order in which they are checked."""
+
+
+def _rule(change: str) -> Callable[[Find], Find]:
+    """Make a rule of a function, under the function's name."""
+
+    def add(find: Find) -> Find:
+        RULES.append(Rule(find.__name__.replace("_", " "), change, find))
+        return find
+
+    return add
+
+
+@_rule(
+    "Call super().__init__(budget, **sizes) in an own __init__; num_queries is a whole number and state_fields a "
+    "tuple of different names, head_state_fields(head_dim) a dictionary of names and whole numbers."
+)
 def declarations(compressor: Compressor) -> str | None:
     """The attributes that the cache reads must exist and have the right types."""
     for name in ("budget", "buffer", "num_sinks", "window", "budget_rule"):
@@ -51,6 +80,7 @@ def declarations(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule("Return one floating-point number per entry: (slots, KV heads, entries), the shape of layer.valid.")
 def shape(compressor: Compressor) -> str | None:
     """The score must be one floating-point number per entry."""
     layer = fill_free_memory(_layer(compressor), 0.0)
@@ -62,6 +92,7 @@ def shape(compressor: Compressor) -> str | None:
     return None if scores.is_floating_point() else f"score returned {scores.dtype}"
 
 
+@_rule("Guard divisions by zero and logarithms. +inf (must stay) and -inf (goes first) are allowed, NaN is not.")
 def numbers(compressor: Compressor) -> str | None:
     """Live entries must not score NaN, even if all keys and values are the same."""
     for layer in _layers(compressor):
@@ -74,30 +105,21 @@ def numbers(compressor: Compressor) -> str | None:
     return None
 
 
-def free_memory(compressor: Compressor) -> str | None:
-    """Scores must not depend on the content of free memory."""
-    for layer in _layers(compressor):
-        clean = _scores(compressor, fill_free_memory(layer, 0.0))
-        for garbage in (torch.nan, torch.inf, 1e30):
-            if difference := _difference(_scores(compressor, fill_free_memory(layer, garbage)), clean):
-                return f"with {garbage} in free memory, scores of live entries change: {difference}"
-    return None
-
-
+@_rule("Work on copies: the layer is the cache itself. Replace in-place operations (add_, x[...] = ...) of score.")
 def read_only(compressor: Compressor) -> str | None:
     """Scoring must not change the layer."""
     for layer in _layers(compressor):
-        before = copy.deepcopy(layer)
+        before = _contents(layer)
         compressor.score(layer)
-        for name in PER_SLOT:
-            if not _equal(getattr(layer, name), getattr(before, name)):
-                return f"score changed layer.{name}"
-        for name in ("state", "head_state"):
-            if not _equal(dict(getattr(layer, name)), dict(getattr(before, name))):
-                return f"score changed layer.{name}"
+        if changed := _changed(layer, before):
+            return f"score changed {', '.join(f'layer.{name}' for name in changed)}"
     return None
 
 
+@_rule(
+    "Draw random numbers as a function of layer.sequence_keys, layer.layer_index and layer.positions, with "
+    "sparse_rl_lightning.ops.keyed_random.hash_uniform."
+)
 def determinism(compressor: Compressor) -> str | None:
     """Scores of the same layer must be the same, whatever was scored in between."""
     first, *others = _layers(compressor)
@@ -108,15 +130,37 @@ def determinism(compressor: Compressor) -> str | None:
     return difference and f"scoring the same layer again gave other numbers: {difference}"
 
 
+@_rule(
+    "One instance serves all layers, slots and ranks: set attributes in __init__ only. Numbers that add up over the "
+    "steps are named in state_fields and live in layer.state."
+)
 def no_state(compressor: Compressor) -> str | None:
     """Scoring must not change the instance."""
-    before = copy.deepcopy(vars(compressor))
+    before = _contents(compressor)
     for layer in _layers(compressor):
         compressor.score(layer)
     changed = _changed(compressor, before)
-    return changed and f"score changed {changed}"
+    return f"score changed {', '.join(f'self.{name}' for name in changed)}" if changed else None
 
 
+@_rule(
+    "Entries where layer.valid is False hold anything: mask them before every sum, mean, maximum or softmax over "
+    "entries, for example layer.keys.masked_fill(~layer.valid.unsqueeze(-1), 0), and divide by layer.lengths."
+)
+def free_memory(compressor: Compressor) -> str | None:
+    """Scores must not depend on the content of free memory."""
+    for layer in _layers(compressor):
+        clean = _scores(compressor, fill_free_memory(layer, 0.0))
+        for garbage in (torch.nan, torch.inf, 1e30):
+            if difference := _difference(_scores(compressor, fill_free_memory(layer, garbage)), clean):
+                return f"with {garbage} in free memory, scores of live entries change: {difference}"
+    return None
+
+
+@_rule(
+    "A score may not look at other slots or at its place among them: reduce over dimensions 1 and up, not over "
+    "dimension 0, and keep no random numbers per slot."
+)
 def batch_independence(compressor: Compressor) -> str | None:
     """Scores of a sequence must be the same alone, and in any slot."""
     for layer in _layers(compressor):
@@ -127,6 +171,10 @@ def batch_independence(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Count entries by layer.lengths or layer.valid, never by the size of a tensor: slots differ in length, and memory "
+    "behind the live entries may grow."
+)
 def ragged_lengths(compressor: Compressor) -> str | None:
     """Scores of a sequence must not depend on the amount of memory after its entries."""
     for layer in _layers(compressor):
@@ -143,6 +191,10 @@ def ragged_lengths(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Write score only. Sinks, window, ties and budgets are the base's: do not override select or plan_eviction, and "
+    "change no sizes after super().__init__."
+)
 def selection(compressor: Compressor) -> str | None:
     """Sinks, window and the best of the rest must be kept, as many as the budget allows."""
     if not compressor.evicts:
@@ -164,6 +216,7 @@ def selection(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule("Compute in float32, for example with layer.keys.float(): keys, values and queries come in the model's type.")
 def half_precision(compressor: Compressor) -> str | None:
     """Scores in half precision must be close to those of the same numbers in float32."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -180,18 +233,22 @@ def half_precision(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Write update.state[name] and update.head_state[name] in place in update_state (add_, mul_, copy_, scatter_), "
+    "with numbers of the same slot and head, and nothing else; name in state_fields and head_state_fields what the "
+    "cache is to keep."
+)
 def running_state(compressor: Compressor) -> str | None:
     """update_state must write its own numbers, slot by slot."""
     if not _has_state(compressor):
         return None
     prompts = RandomPrompts(compressor)
-    before, given = copy.deepcopy(vars(compressor)), copy.deepcopy(prompts.given)
+    before, given = _contents(compressor), _contents(prompts.given)
     together = prompts.read([RandomPrompts.LENGTH])
     if changed := _changed(compressor, before):
-        return f"update_state changed {changed}"
-    for name, tensor in prompts.given.items():
-        if not _equal(tensor, given[name]):
-            return f"update_state changed update.{name}"
+        return f"update_state changed {', '.join(f'self.{name}' for name in changed)}"
+    if changed := _changed(prompts.given, given):
+        return f"update_state changed {', '.join(f'update.{name}' for name in changed)}"
     for name, numbers in together.items():
         if bool(numbers.isnan().any()):
             return f"{name} is NaN after update_state, where it was 0 before its token came"
@@ -203,6 +260,11 @@ def running_state(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "A prompt comes in blocks, cut wherever memory allows: an update for Q tokens must do what Q updates for one do. "
+    "Weigh each token of a block by its own age (a decay to the power of the tokens behind it), count "
+    "update.positions.shape[1] tokens and not calls."
+)
 def reading(compressor: Compressor) -> str | None:
     """Running numbers must not depend on where a prompt is cut while it is read."""
     if not _has_state(compressor):
@@ -216,6 +278,7 @@ def reading(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule("Keep numbers, texts and tensors as attributes, no lambdas or open files: workers copy the compressor.")
 def copies(compressor: Compressor) -> str | None:
     """Copies must score alike."""
     layer = _layer(compressor)
@@ -230,6 +293,10 @@ def copies(compressor: Compressor) -> str | None:
     return None
 
 
+@_rule(
+    "Eviction must be the only thing that a compressor does: the learner attends under the record of evictions, and "
+    "finds other log-probs if keys or values were changed as well."
+)
 def replay(compressor: Compressor) -> str | None:
     """The learner must reproduce the log-probs of a rollout under its record of evictions."""
     model = tiny_model(initializer_range=0.2, eos_token_id=None)
@@ -265,7 +332,7 @@ def _layers(compressor: Compressor, dtype: torch.dtype = torch.float32) -> Itera
 
 
 def _scores(compressor: Compressor, layer: LayerState) -> Tensor:
-    return _live(compressor.score(layer), layer)
+    return compressor.score(layer).masked_fill(~layer.valid, 0.0)
 
 
 def _pickled(compressor: Compressor) -> Compressor:
@@ -275,15 +342,16 @@ def _pickled(compressor: Compressor) -> Compressor:
     return duplicate
 
 
-def _changed(compressor: Compressor, before: dict[str, Any]) -> str | None:
-    """The attributes that have changed."""
-    after = vars(compressor)
-    names = [n for n in sorted(before.keys() | after.keys()) if not _equal(before.get(n), after.get(n))]
-    return ", ".join(f"self.{name}" for name in names) or None
+def _contents(thing: Any) -> dict[str, str]:
+    """A fingerprint of each attribute of an object, or of each value of a dictionary."""
+    return {
+        name: fingerprint(value=value) for name, value in (thing if isinstance(thing, dict) else vars(thing)).items()
+    }
 
 
-def _live(tensor: Tensor, layer: LayerState) -> Tensor:
-    return tensor.masked_fill(~layer.valid, 0.0)
+def _changed(thing: Any, before: dict[str, str]) -> list[str]:
+    """The names of what has changed since."""
+    return sorted({name for name, _ in before.items() ^ _contents(thing).items()})
 
 
 def _difference(a: Tensor, b: Tensor) -> str | None:
@@ -294,19 +362,3 @@ def _difference(a: Tensor, b: Tensor) -> str | None:
     return (
         f"{int(wrong.sum())} of {wrong.numel()}, for example {float(b[wrong][0]):.6g} became {float(a[wrong][0]):.6g}"
     )
-
-
-def _equal(a: Any, b: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether the content is the same; NaN equals NaN. Objects, including torch modules, are compared by attributes."""
-    if id(a) in seen:  # a part that contains the whole
-        return True
-    inner = seen | {id(a)}
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key], inner) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_equal(x, y, inner) for x, y in zip(a, b, strict=True))
-    if type(a) is type(b) and hasattr(a, "__dict__") and not isinstance(a, type | FunctionType):
-        return _equal(vars(a), vars(b), inner)
-    return bool(a == b)

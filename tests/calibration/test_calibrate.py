@@ -271,8 +271,9 @@ def quick(folder: Path) -> str:
     values = yaml.safe_load((ROOT / "configs/calibrate.yaml").read_text(encoding="utf-8"))
     values |= {
         "policy": {"class_path": "TinyPolicy", "init_args": {"hidden_size": 32, "num_layers": 2}},
-        "budgets": [20, 32], "num_prompts": 6, "num_generations": 2, "max_completion_length": 30, "num_threads": 1,
-        "min_tokens": 10, "resamples": 10,
+        "budgets": [20, 32], "num_prompts": 6, "num_threads": 1,
+        "sampling": {"num_generations": 2, "max_completion_length": 30, "top_logprobs": 32},
+        "binning": {"bin_size": 4, "min_tokens": 10, "resamples": 10},
     }  # fmt: skip
     Path("calibrate.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     return "calibrate.yaml"
@@ -301,7 +302,7 @@ def test_the_shipped_configuration_calibrates(
     assert Path("runs/calibrate/table.png").read_bytes().startswith(b"\x89PNG")
     finished = {path: path.stat().st_mtime_ns for path in Path("runs/calibrate/parts").rglob("*.safetensors")}
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
-    assert run_console(monkeypatch, "calibrate", "--config", quick, "--bin_size=8") is None
+    assert run_console(monkeypatch, "calibrate", "--config", quick, "--binning.bin_size=8") is None
     assert "Written: schedule.yaml, table.csv and calibration.json to runs/calibrate" in capsys.readouterr().out
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in finished.items())
 
@@ -319,7 +320,7 @@ def test_mistakes_end_with_one_line(
         (["--compressor=SnapKv"], "Did you mean 'SnapKV'"),
         (["--machine=gone.json"], "there is no file 'gone.json'"),
         (["--compressor=null"], "give a compressor or a retriever"),
-        (["--min_tokens=100000"], "no bin of lengths has enough tokens"),
+        (["--binning.min_tokens=100000"], "no bin of lengths has enough tokens"),
     ]:
         assert run_console(monkeypatch, "calibrate", "--config", quick, *arguments) in (1, 2)
         err = capsys.readouterr().err

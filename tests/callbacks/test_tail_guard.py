@@ -18,7 +18,7 @@ from tiny_run import config, write
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, RolloutCallback, TailGuard
-from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
+from sparse_rl_lightning.callbacks.guards.tail_guard import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import TailReport
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import Combined, FullKV, KNorm, RandomEviction
@@ -103,10 +103,10 @@ def test_the_worst_bin_with_enough_tokens_counts() -> None:
 
 def test_the_state_goes_on_where_it_was() -> None:
     limits = Limits(window=3, patience=2)
-    one, other = TailWatch(limits), TailWatch(limits)
+    one = TailWatch(limits)
     for length in (9, 9, 9, 2, 2):
         one.see(length, 0.5)
-    other.load_state(one.state())
+    other = TailWatch(limits, **one.state())
     for watch in (one, other):
         watch.see(2, 0.5)
     assert vars(one) == vars(other)

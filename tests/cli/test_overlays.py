@@ -10,8 +10,7 @@ import yaml
 from tiny_run import config, write
 
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.cli.overlays import merged
-from sparse_rl_lightning.cli.yaml_files import UnusableYAML, read, read_file
+from sparse_rl_lightning.cli.yaml_files import UnusableYAML, merged, read, read_file
 
 RKV = {"class_path": "RKV", "init_args": {"budget": 30, "buffer": 4, "mix_lambda": 0.1}}
 LONG, FUNCTION = "sparse_rl_lightning.compressors.RKV", "sparse_rl_lightning.rewards.arithmetic_reward"

@@ -25,7 +25,7 @@ from sparse_rl_lightning.compressors import (
 )
 from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
-from sparse_rl_lightning.testing.contract import RULES
+from sparse_rl_lightning.testing.rules import RULES
 
 SMALL: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
 OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place of defaults that do not fit

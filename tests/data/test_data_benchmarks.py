@@ -11,8 +11,8 @@ import pytest
 from benchmark_files import GOLDS, ROWS, write_benchmarks
 
 from sparse_rl_lightning.data import ArithmeticTasks, MathBenchmarks
+from sparse_rl_lightning.data.benchmarks import render
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED
-from sparse_rl_lightning.data.templates import render
 from sparse_rl_lightning.rewards.math import MathChecker, answer_kind, same_answer, verify
 
 DROPPED = {"gaokao2023en": [167, 192]}

@@ -182,7 +182,7 @@ def test_commands_parse(document: Path) -> None:
 @pytest.mark.usefixtures("parse_only")
 def test_wrong_commands_do_not_parse() -> None:
     parse(["fit", "--config", "configs/dense.yaml", "--model.sampling.num_generations=4"])
-    parse(["calibrate", "--config", "configs/calibrate.yaml", "--bin_size=8"])
+    parse(["calibrate", "--config", "configs/calibrate.yaml", "--binning.bin_size=8"])
     parse(["calibrate", "--hardware"])
     parse(["report", "runs/a", "runs/b", "--output=x.html"])
     for wrong in (

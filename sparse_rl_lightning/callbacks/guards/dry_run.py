@@ -58,7 +58,9 @@ class DryRun(Callback):
         on_gpu = pl_module.device.type == "cuda"
         if not (on_gpu if self.enabled is None else self.enabled):
             return
-        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)) or is_deepspeed(trainer):
+        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(
+            trainer.strategy, DeepSpeedStrategy
+        ):
             rank_zero_warn(f"DryRun: skipped, {type(trainer.strategy).__name__} cannot undo a trial step.")
             return
         loader = trainer.train_dataloader
@@ -67,11 +69,6 @@ class DryRun(Callback):
             rank_zero_warn("DryRun: skipped, because the training loader does not show its rows and its batch size.")
             return
         _rehearse(trainer, rollout_module(pl_module, self), size)
-
-
-def is_deepspeed(trainer: Trainer) -> bool:
-    """Whether DeepSpeed manages gradients and optimizer."""
-    return isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
 def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None:
@@ -118,7 +115,8 @@ def _try(module: RolloutModule, name: str, work: Callable[[], None], advice: str
     try:
         work()
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        # torch.OutOfMemoryError is for GPUs; the CPU's allocator is recognized by its message only
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
             raise
         total = f" of {torch.cuda.mem_get_info(device)[1] / GIB:,.2f} GiB" if device.type == "cuda" else ""
         reason = str(error).partition("\n")[0]
@@ -171,22 +169,12 @@ def _memory(device: torch.device, peak: bool) -> float:
     return torch.cuda.memory_allocated(device)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # torch.OutOfMemoryError is for GPUs; the CPU's allocator is recognized by its message only
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
 class _Enough(Exception):
     """Ends a rollout that has reached its peak."""
 
 
 class WorstCase:
-    """Full slots with the longest training prompt, and a micro-batch of nothing but longest sequences.
-
-    Args:
-        module: Module to fit, attached to its trainer.
-        num_prompts: Number of prompts per rollout.
-    """
+    """Full slots with the longest training prompt, and a micro-batch of nothing but longest sequences."""
 
     def __init__(self, module: RolloutModule, num_prompts: int) -> None:
         self.module, self.num_prompts = module, num_prompts

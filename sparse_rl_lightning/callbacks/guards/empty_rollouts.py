@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, warn_of_run
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 REJECTED = (
@@ -42,14 +42,11 @@ class EmptyRollouts(RolloutCallback):
     """
 
     def __init__(self, warn_after: int = 3, few: float = 0.5) -> None:
-        if warn_after < 1:
-            raise UserError(f"EmptyRollouts: warn_after must be at least 1, got warn_after={warn_after}.")
+        check_number("warn_after", warn_after, least=1, owner="EmptyRollouts")
         if not 0 <= few <= 1:
             raise UserError(f"EmptyRollouts: few must be between 0 and 1, got few={few}.")
         self.warn_after, self.few = warn_after, few
-        self.count = 0
-        self.in_a_row = 0
-        self.few_in_a_row = 0
+        self.count = self.in_a_row = self.few_in_a_row = 0
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Count, and warn."""
@@ -67,9 +64,7 @@ class EmptyRollouts(RolloutCallback):
                 f"policy. {max(gone, key=gone.__getitem__)}",
             )
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log with every batch, so that a run resumed in the middle of a rollout has the count too."""
         pl_module.log("empty_rollouts", float(self.count), batch_size=1)
 
@@ -79,8 +74,8 @@ class EmptyRollouts(RolloutCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the counts."""
-        self.count, self.in_a_row = state_dict["count"], state_dict["in_a_row"]
-        self.few_in_a_row = state_dict.get("few_in_a_row", 0)  # missing in older checkpoints
+        for name in self.state_dict():
+            setattr(self, name, state_dict[name])
 
 
 def _tokens(trainer: Trainer, module: RolloutModule, rollout: Rollout) -> list[float]:

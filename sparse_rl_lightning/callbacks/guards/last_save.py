@@ -16,10 +16,15 @@ class LastSave(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check with the rank that writes."""
-        failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)
-        if trainer.strategy.reduce_boolean_decision(failing, all=False):
+        if save_failed(trainer):
             rank_zero_warn(
                 f"The run ends after optimizer step {trainer.global_step}, but its last checkpoint could not be saved. "
                 "Make room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any."
             )
             raise AgreedExit(STATUS)
+
+
+def save_failed(trainer: Trainer) -> bool:
+    """Whether the newest checkpoint could not be saved, which the rank that writes tells all. Collective."""
+    failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)
+    return trainer.strategy.reduce_boolean_decision(failing, all=False)

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.callbacks.guards.last_save import save_failed
 from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, AgreedExit
 from sparse_rl_lightning.callbacks.outputs.checkpoint import checkpoint_folder
 
@@ -36,9 +37,7 @@ class Preemption(Callback):
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.signal(number, self._note) for number in SIGNALS}
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After the last micro-batch of an optimizer step, stop if any rank got a signal."""
         if trainer.fit_loop._should_accumulate():
             return
@@ -50,8 +49,7 @@ class Preemption(Callback):
             rank_zero_warn(f"Stopped on {name} without a checkpoint: no ModelCheckpoint has save_last and a dirpath.")
         else:
             trainer.save_checkpoint(path)
-            failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)  # known to the rank that writes
-            if trainer.strategy.reduce_boolean_decision(failing, all=False):
+            if save_failed(trainer):
                 rank_zero_warn(
                     f"Stopped on {name} after optimizer step {trainer.global_step}, which could not be saved. Make "
                     f"room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any ({path})."

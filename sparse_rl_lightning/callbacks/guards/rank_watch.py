@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import selectors
+import re
 import sys
 import threading
 import time
 import traceback
-from typing import NoReturn
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -77,13 +78,7 @@ class RankWatch(Callback):
 
 
 class _Watch:
-    """The exchange of a rank with the others during one fit.
-
-    Args:
-        rank: This rank.
-        links: Connections by rank: rank zero's to all others, every other rank's to rank zero.
-        stuck_after: Seconds as in RankWatch.
-    """
+    """The exchange of a rank with the others during one fit; ``links`` are those of :func:`connect`."""
 
     def __init__(self, rank: int, links: dict[int, Link], stuck_after: float | None) -> None:
         self.rank, self.links, self.stuck_after = rank, links, stuck_after
@@ -107,7 +102,7 @@ class _Watch:
 
     def fail(self, exception: BaseException) -> None:
         """Send the reason; if a collective failed, the rank that ended is reported first, which ends this one too."""
-        if _is_of_a_collective(exception):
+        if isinstance(exception, RuntimeError) and re.search("gloo|nccl", str(exception), re.IGNORECASE):
             self.suffers.set()
             time.sleep(GRACE)
         self.ending.set()
@@ -118,20 +113,20 @@ class _Watch:
 
     def run(self) -> None:
         """Receive messages from the others, and check what this rank waits for, until all have left."""
-        with selectors.DefaultSelector() as selector:
-            for rank, link in self.links.items():
-                selector.register(link.connection, selectors.EVENT_READ, (rank, link))
-            while not self.ending.is_set() or self.links.keys() - self.left:
-                for key, _ in selector.select(self.interval):
-                    rank, link = key.data
-                    messages = link.receive()
-                    for message in messages or []:
-                        self._hear(rank, message)
-                    if messages is None:
-                        selector.unregister(key.fileobj)
-                        self._gone(rank)
-                if self.stuck_after is not None and time.monotonic() - self._looked >= self.interval:
-                    self._look()
+        ranks: dict[Any, int] = {link.connection: rank for rank, link in self.links.items()}
+        while not self.ending.is_set() or self.links.keys() - self.left:
+            for connection in wait(ranks, self.interval):
+                rank = ranks[connection]
+                message = self.links[rank].receive()
+                if message is not None:
+                    self._hear(rank, message)
+                    continue
+                del ranks[connection]
+                if rank not in self.left and not self.ending.is_set():
+                    self._end_with(rank, None)
+                self.left.add(rank)
+            if self.stuck_after is not None and time.monotonic() - self._looked >= self.interval:
+                self._look()
 
     def _hear(self, rank: int, message: Message) -> None:
         if message["kind"] == "goodbye":
@@ -150,12 +145,6 @@ class _Watch:
             self.unanswered.discard(rank)
             if not self.unanswered:
                 self._judge()
-
-    def _gone(self, rank: int) -> None:
-        """Handle a broken connection."""
-        if rank not in self.left and not self.ending.is_set():
-            self._end_with(rank, None)
-        self.left.add(rank)
 
     def _end_with(self, rank: int, why: str | None) -> None:
         """End this process at any point, unless it ends by itself; rank zero notifies the others first."""
@@ -211,11 +200,6 @@ class _Watch:
     def _exit(self, text: str) -> NoReturn:
         print(text, file=sys.stderr, flush=True)
         os._exit(STATUS)
-
-
-def _is_of_a_collective(exception: BaseException) -> bool:
-    """Whether this rank ends because a collective failed, which happens if another rank has ended."""
-    return isinstance(exception, RuntimeError) and any(name in str(exception).lower() for name in ("gloo", "nccl"))
 
 
 def _reason(exception: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -30,7 +31,8 @@ class RunLock(Callback):
             return
         problem = None
         if trainer.is_global_zero:
-            self._locks = [FolderLock(folder) for folder in _folders(trainer)]
+            folders = {checkpoint_folder(callback, trainer) or "" for callback in trainer.checkpoint_callbacks} - {""}
+            self._locks = [FolderLock(Path(folder)) for folder in sorted(folders) if "://" not in folder]
             try:
                 for lock in self._locks:
                     lock.take()
@@ -38,23 +40,13 @@ class RunLock(Callback):
                 problem = str(error)
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
-            self._release()
+            self.teardown()
             raise UserError(problem)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Release the locks."""
-        self._release()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the locks."""
-        self._release()
-
-    def _release(self) -> None:
         for lock in self._locks:
             lock.release()
         self._locks = []
 
-
-def _folders(trainer: Trainer) -> list[Path]:
-    folders = {checkpoint_folder(callback, trainer) for callback in trainer.checkpoint_callbacks}
-    return [Path(folder) for folder in sorted(filter(None, folders)) if "://" not in folder]
+    on_exception = teardown

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder
 
 
@@ -34,8 +34,7 @@ class StepGuard(Callback):
     """
 
     def __init__(self, max_in_a_row: int = 3) -> None:
-        if max_in_a_row < 1:
-            raise UserError(f"StepGuard: max_in_a_row must be at least 1, got max_in_a_row={max_in_a_row}.")
+        check_number("max_in_a_row", max_in_a_row, least=1, owner="StepGuard")
         self.max_in_a_row = max_in_a_row
         self.skipped = 0  # since the start of the run
         self.in_a_row = 0
@@ -57,9 +56,7 @@ class StepGuard(Callback):
             for parameter in parameters:
                 parameter.grad = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count at the end of an optimizer step."""
         if trainer.fit_loop._should_accumulate():
             return

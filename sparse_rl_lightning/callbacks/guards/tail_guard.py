@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,16 +14,95 @@ from lightning.pytorch.utilities import rank_zero_info
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module, warn_of_run
-from sparse_rl_lightning.callbacks.guards.tail_watch import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Generator
 
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits that define a sign; arguments as in TailGuard."""
+
+    max_rejection_rate: float = 0.1
+    length_drop: float = 0.4
+    min_tokens: int = 200
+    window: int = 10
+    patience: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("max_rejection_rate", "length_drop"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"TailGuard: {name} must lie in (0, 1], got {name}={getattr(self, name)}.")
+        for name in ("min_tokens", "window", "patience"):
+            check_number(name, getattr(self, name), least=1, owner="TailGuard")
+
+
+@dataclass
+class TailWatch:
+    """Keeps as much of the rollouts as is necessary to distinguish a sign from noise."""
+
+    limits: Limits
+    lengths: list[float] = field(default_factory=list)  # of the newest rollouts, at most a window
+    rejections: list[float] = field(default_factory=list)
+    longest: float = 0.0  # mean length of the window in which responses were longest
+    strikes: dict[str, int] = field(default_factory=lambda: {"tail": 0, "rejection": 0, "length": 0})  # in a row
+
+    @property
+    def length_ratio(self) -> float | None:
+        """The newest window's mean length over that of the longest window; None before there is a window."""
+        is_full = len(self.lengths) == self.limits.window
+        return _mean(self.lengths) / self.longest if is_full and self.longest else None
+
+    def see(self, length: float, rejection_rate: float) -> None:
+        """Add a rollout's mean response length and its share of rejected sequences."""
+        self.lengths = [*self.lengths, length][-self.limits.window :]
+        self.rejections = [*self.rejections, rejection_rate][-self.limits.window :]
+        is_full = len(self.lengths) == self.limits.window
+        if is_full:
+            self.longest = max(self.longest, _mean(self.lengths))
+        ratio = self.length_ratio
+        self._strike("length", ratio is not None and ratio < 1 - self.limits.length_drop)
+        self._strike("rejection", is_full and _mean(self.rejections) > self.limits.max_rejection_rate)
+
+    def see_tail(self, tail: Mapping[str, float], tokens: Mapping[str, int], target: float) -> tuple[str, float] | None:
+        """Add the percentiles of a rollout by length bin; bins with too few tokens are not judged.
+
+        Returns:
+            The worst bin and its distance above the target (below: negative); None if no bin could be judged.
+        """
+        judged = {name: value - target for name, value in tail.items() if tokens[name] >= self.limits.min_tokens}
+        if not judged:
+            return None  # a strike is neither added nor removed
+        worst = min(judged, key=lambda name: judged[name])
+        self._strike("tail", judged[worst] < 0)
+        return worst, judged[worst]
+
+    @property
+    def alarms(self) -> list[str]:
+        """The signs that have persisted: ``tail``, ``rejection``, ``length``."""
+        return [name for name, count in self.strikes.items() if count >= self.limits.patience]
+
+    def start_over(self) -> None:
+        """Restart after a reaction: old observations no longer count, except for the longest responses so far."""
+        self.lengths, self.rejections = [], []
+        self.strikes = dict.fromkeys(self.strikes, 0)
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers for a checkpoint."""
+        return {name: value for name, value in asdict(self).items() if name != "limits"}
+
+    def _strike(self, sign: str, given: bool) -> None:
+        self.strikes[sign] = self.strikes[sign] + 1 if given else 0
+
+
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
 Mode = Literal["off", "warn", "raise", "stop"]
-MODES = ("off", "warn", "raise", "stop")
 
 
 class TailGuard(RolloutCallback):
@@ -71,8 +152,7 @@ class TailGuard(RolloutCallback):
         folder: str | Path | None = None,
     ) -> None:
         mode = "off" if mode is False else mode  # YAML reads the word off as false
-        if mode not in MODES:
-            raise UserError(f"TailGuard: mode must be one of {', '.join(MODES)}, got mode={mode!r}.")
+        check_choice("mode", mode, Mode, "TailGuard")
         if target is not None and not 0 <= target <= 1:
             raise UserError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
         if max_raises < 0:
@@ -114,7 +194,7 @@ class TailGuard(RolloutCallback):
         """Give a resumed run the budget under which its current rollout was drawn."""
         self._stop, generator = False, rollout_module(pl_module, self).generator
         if (self.num_raises or self.mode == "raise") and _limited(generator):
-            self._raise(generator, self._in_use)
+            _raise(generator, self._in_use)
             budget = _budget(generator, self.num_raises)
             rank_zero_info(f"TailGuard: the budget is {budget} tokens, raised {self.num_raises} times so far.")
 
@@ -136,7 +216,7 @@ class TailGuard(RolloutCallback):
         """Set the budget that was decided on: the rollout before may have been replayed until now."""
         if self.num_raises != self._in_use and _limited(module.generator):
             self._in_use = self.num_raises
-            self._raise(module.generator, self._in_use)
+            _raise(module.generator, self._in_use)
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Record length and rejection rate; the monitor may come after this callback, so nothing is judged yet."""
@@ -149,9 +229,7 @@ class TailGuard(RolloutCallback):
         length, rejected = trainer.strategy.reduce(numbers, reduce_op="mean").tolist()  # the same judgment on all ranks
         self._scored = (scored.index, length, rejected)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Judge a new rollout after its first micro-batch; stop if an optimizer step is complete."""
         module = rollout_module(pl_module, self)
         if self._scored is not None:
@@ -166,7 +244,9 @@ class TailGuard(RolloutCallback):
         if self.watch.length_ratio is not None:
             logged["guard/length_ratio"] = self.watch.length_ratio
         report = None if self._monitor is None else self._monitor.report
-        target = self._target()
+        target = self.target
+        if target is None and report is not None and report.ceiling is not None:
+            target = tail_target(report.ceiling)
         if report is not None and report.index == index and target is not None:
             worst = self.watch.see_tail(report.tail, report.tokens, target)
             if worst is not None:
@@ -176,12 +256,6 @@ class TailGuard(RolloutCallback):
         logged["guard/budget"] = float(_budget(module.generator, self.num_raises))
         logged["guard/raises"] = float(self.num_raises)
         module.log_dict(logged, batch_size=1)
-
-    def _target(self) -> float | None:
-        report = None if self._monitor is None else self._monitor.report
-        if self.target is not None:
-            return self.target
-        return None if report is None or report.ceiling is None else tail_target(report.ceiling)
 
     # ---------------------------------------------------------------- reaction
 
@@ -208,10 +282,6 @@ class TailGuard(RolloutCallback):
             done = f" The budget was raised {self.num_raises} times already." if self.mode == "raise" else ""
             advice = "Raise the budget, or reject more strictly."
             warn_of_run(module.trainer, f"TailGuard: {self._describe(new)}{done} {advice}")
-
-    def _raise(self, generator: Generator, steps: int) -> None:
-        for part in _limited(generator):
-            part.raise_budget(steps)
 
     def _describe(self, alarms: list[str]) -> str:
         watch, limits = self.watch, self.watch.limits
@@ -248,7 +318,7 @@ class TailGuard(RolloutCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load both; the budget itself when training starts."""
-        self.watch.load_state(state_dict["watch"])
+        self.watch = TailWatch(self.watch.limits, **state_dict["watch"])
         self.num_raises = min(state_dict["num_raises"], self.max_raises)  # lower it if no slot fits any more
         self._in_use = min(state_dict["in_use"], self.num_raises)
         self._told, self._judged = list(state_dict["told"]), state_dict["judged"]
@@ -258,6 +328,11 @@ def _limited(generator: Generator) -> list[Budgeted]:
     """The parts of the sampler that have a budget: its compressor, its retriever, or both."""
     parts: list[Budgeted | None] = [generator.compressor, generator.retriever]
     return [part for part in parts if part is not None and part.is_limited]
+
+
+def _raise(generator: Generator, steps: int) -> None:
+    for part in _limited(generator):
+        part.raise_budget(steps)
 
 
 def _budget(generator: Generator, steps: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.acceptance import BIN_SIZE, NUM_BINS, AcceptanceTail, sampled_acceptance, tail_target
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
 
@@ -85,8 +85,7 @@ class AcceptanceMonitor(RolloutCallback):
             ("num_bins", num_bins, 1), ("ceiling_prompts", ceiling_prompts, 0),
             ("ceiling_every_n_rollouts", ceiling_every_n_rollouts, 1),
         ):  # fmt: skip
-            if value < least:
-                raise UserError(f"AcceptanceMonitor: {name} must be at least {least}, got {name}={value}.")
+            check_number(name, value, least=least, owner="AcceptanceMonitor")
         self.every_n_rollouts = every_n_rollouts
         self.top_k = top_k
         self.bin_size = bin_size
@@ -197,12 +196,8 @@ class AcceptanceMonitor(RolloutCallback):
 def acceptance_of(module: RolloutModule, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Compute lower and upper bound (B, T) of the acceptance, for a rollout of the module's current policy.
 
-    Args:
-        module: SparseGRPO or a subclass.
-        rollout: Rollout with the sampler's most likely tokens.
-
     Raises:
-        ValueError: If the rollout has no such tokens.
+        ValueError: If the rollout has no most likely tokens of the sampler.
     """
     policy, parts = module.policy, rollout.parts(module.steps_per_generation)
     with eval_mode(policy):

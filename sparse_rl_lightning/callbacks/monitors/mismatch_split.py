@@ -78,15 +78,7 @@ class MismatchSplit(RolloutCallback):
 
 @torch.no_grad()
 def mismatch_split(module: RolloutModule, rollout: Rollout) -> dict[str, Tensor]:
-    """Compute statistics of rounding and compression in a rollout of the module's current policy.
-
-    Args:
-        module: SparseGRPO or a subclass.
-        rollout: Rollout with the record of its evictions.
-
-    Returns:
-        The six scalars under the names in :class:`MismatchSplit`.
-    """
+    """Compute the six scalars of :class:`MismatchSplit` for a rollout, with its evictions, of the current policy."""
     policy, learner = module.policy, module.learner
     parts = rollout.parts(module.steps_per_generation)
     with eval_mode(policy):

@@ -33,7 +33,7 @@ class StepTimes(RolloutCallback):
         self._update = 0.0
         self._tokens = 0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Start the clock of a micro-batch."""
         self._batch_start = time.perf_counter()
 
@@ -51,9 +51,7 @@ class StepTimes(RolloutCallback):
         _reset_peak(module.device)
         self._batch_start = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log after the last micro-batch of a rollout."""
         now = time.perf_counter()
         self._update += now - self._batch_start

@@ -90,12 +90,7 @@ class CompletionsTable(RolloutCallback):
 
 
 def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]:
-    """A scored rollout as a table: column names with B values each.
-
-    Args:
-        scored: Rollout after all callbacks that edit it.
-        step: Number of optimizer steps done.
-    """
+    """A rollout after all callbacks that edit it as a table: column names with B values each."""
     rollout, count = scored.rollout, len(scored.completions)
     rows = [row for row in scored.rows for _ in range(scored.num_generations)]
     columns: dict[str, list[Any]] = {
@@ -113,12 +108,9 @@ def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]
 
 
 def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:
-    """Log a table in the form that the logger supports; other loggers get nothing.
+    """Log a table of :func:`completion_columns` in the form that the logger supports; other loggers get nothing.
 
-    Args:
-        logger: Logger of W&B (any with ``log_text``), TensorBoard (an experiment with ``add_text``) or CSVLogger.
-        columns: Table made by :func:`completion_columns`.
-        step: Number of optimizer steps done.
+    W&B, and any logger with ``log_text``, gets a table, TensorBoard (an experiment with ``add_text``) text.
     """
     names, rows = list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
     if isinstance(logger, CSVLogger):

@@ -72,9 +72,7 @@ class RolloutProgress(TQDMProgressBar, RolloutCallback):
             self._numbers["KV saved"] = f"{100 * rollout.kv.saving_final:.0f}%"
         self._show(trainer, "Update")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Show the optimizer steps done."""
         self._show(trainer, "Update")
 

@@ -98,15 +98,20 @@ def _listed(values: list[Any], key: str) -> Iterator[tuple[str, str]]:
             yield from flattened(item, own)
 
 
-def versions(module: RolloutModule) -> dict[str, str]:
-    """The versions of packages and Python, and the hardware."""
-    found = {}
+def package_versions() -> dict[str, str]:
+    """The versions of Python and of packages."""
+    found = {"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"}
     for name in PACKAGES:
         try:
             found[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)  # +cpu, +cu130
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
+    return found
+
+
+def versions(module: RolloutModule) -> dict[str, str]:
+    """The versions of packages and Python, and the hardware."""
     is_gpu = module.device.type == "cuda"
     device = torch.cuda.get_device_name(module.device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
-    where = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-    return found | {"python": f"{platform.python_version()} on {where}", "device": device}
+    found = package_versions()
+    return found | {"python": f"{found['python']}, {os.cpu_count()} cores", "device": device}

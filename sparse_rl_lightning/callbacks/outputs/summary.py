@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,13 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
-from sparse_rl_lightning.callbacks.outputs.run_facts import (
-    configuration,
-    default_title,
-    describe,
-    how_it_ended,
-    versions,
-)
+from sparse_rl_lightning.callbacks.outputs import run_facts
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
@@ -40,6 +35,9 @@ ROW_KEYS = (
 """Prefixes of values that are logged after a rollout was scored and belong to its row."""
 BLOCK_KEYS = ("time/", "memory/")
 """Prefixes of values that are logged at the end of all training on a rollout."""
+
+RESUMED = ("history", "before", "num_problems", "measure", "validation", "warnings")
+"""Fields of the record that a resumed run continues."""
 
 
 class RunSummary(RolloutCallback):
@@ -138,9 +136,7 @@ class RunSummary(RolloutCallback):
         """Store the warning with its rollout."""
         self.record.warnings.append({"rollout": self._rollout, "text": text})
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Mark logged values as the newest rollout's; callbacks after this one have yet to log."""
         self._trained = "wholly" if rollout_module(pl_module, self).starts_rollout else "partly"
 
@@ -163,7 +159,7 @@ class RunSummary(RolloutCallback):
         """Write the record so far, and why the run ended."""
         if self._is_open:
             self._complete_row(trainer)
-            self._write_progress(trainer, how_it_ended(exception))
+            self._write_progress(trainer, run_facts.how_it_ended(exception))
             self._is_open = False
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -171,7 +167,7 @@ class RunSummary(RolloutCallback):
         module, record = rollout_module(pl_module, self), self.record
         record.after = self._evaluate(trainer, module)
         self._describe(trainer, module)
-        record.state = "finished"
+        self._stamp(trainer, "finished")
         if trainer.is_global_zero:
             say(f"\n{summary_text(record)}\n")
             if not getattr(trainer, "fast_dev_run", False):
@@ -186,17 +182,8 @@ class RunSummary(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The record as plain numbers and text."""
-        record = self.record
-        return {
-            "history": [dict(row) for row in record.history],
-            "before": dict(record.before),
-            "num_problems": record.num_problems,
-            "measure": record.measure,
-            "seconds": self._seconds(),
-            "validation": [dict(row) for row in record.validation],
-            "warnings": [dict(warning) for warning in record.warnings],
-            "worst": {kind: list(kept) for kind, kept in self.worst.kept.items()},
-        }
+        own = {name: deepcopy(getattr(self.record, name)) for name in RESUMED}
+        return own | {"seconds": self._seconds(), "worst": {kind: list(kept) for kind, kept in self.worst.kept.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the record of the run that is resumed."""
@@ -210,11 +197,13 @@ class RunSummary(RolloutCallback):
 
     def _describe(self, trainer: Trainer, module: RolloutModule) -> None:
         record = self.record
-        record.settings, record.config, record.versions = describe(module), configuration(trainer), versions(module)
-        record.title = self.title or default_title(module)
-        record.steps = trainer.global_step
-        record.worst = self.worst.listed()
-        record.written = datetime.now(UTC).isoformat(timespec="seconds")
+        record.settings, record.config = run_facts.describe(module), run_facts.configuration(trainer)
+        record.versions, record.title = run_facts.versions(module), self.title or run_facts.default_title(module)
+
+    def _stamp(self, trainer: Trainer, state: str) -> None:
+        record = self.record
+        record.steps, record.worst, record.state = trainer.global_step, self.worst.listed(), state
+        record.seconds, record.written = self._seconds(), datetime.now(UTC).isoformat(timespec="seconds")
 
     def _complete_row(self, trainer: Trainer) -> None:
         """Add the values logged for the newest rollout, leaving out those of the previous one."""
@@ -234,10 +223,9 @@ class RunSummary(RolloutCallback):
         """Write the record so far, with pauses long enough that writing takes at most a hundredth of the time."""
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
-        start, record = time.monotonic(), self.record
-        record.steps, record.worst, record.state = trainer.global_step, self.worst.listed(), state
-        record.seconds, record.written = self._seconds(), datetime.now(UTC).isoformat(timespec="seconds")
-        numbers = json.dumps(record.as_json(), ensure_ascii=True) + "\n"
+        start = time.monotonic()
+        self._stamp(trainer, state)
+        numbers = json.dumps(self.record.as_json(), ensure_ascii=True) + "\n"
         self._try(lambda: write_whole(self._folder(trainer) / PROGRESS, numbers))
         self._next_progress = time.monotonic() + max(self.progress_seconds, 100 * (time.monotonic() - start))
 

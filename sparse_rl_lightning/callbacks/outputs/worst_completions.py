@@ -21,9 +21,6 @@ class WorstCompletions:
 
     Kinds: ``lowest reward``; ``most mismatched``, the smallest ratio of dense to sparse probability of any token;
     ``rejected``, among the newest rollouts those with the smallest such ratio.
-
-    Args:
-        count: Number of completions to keep of each kind.
     """
 
     def __init__(self, count: int) -> None:

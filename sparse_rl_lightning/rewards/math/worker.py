@@ -13,11 +13,9 @@ PARSING_SECONDS = 2
 
 
 def main(memory_limit: int, timeout: float) -> None:
-    """Answer line by line.
+    """Answer line by line, within these bytes of memory and seconds of processor time per pair.
 
-    Args:
-        memory_limit: Bytes of address space.
-        timeout: Seconds of processor time per pair, in case no one is left to kill this process.
+    The time counts in case no one is left to kill this process.
     """
     import resource
 
