@@ -73,6 +73,22 @@ class CacheGeometry:
         )
 
 
+def kv_type(kind: torch.dtype | str | None) -> torch.dtype | None:
+    """The type that keys and values are stored in, by its name; None for the model's own.
+
+    Raises:
+        ValueError: If the cache cannot store it.
+    """
+    known = {
+        "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
+        "float8_e4m3fn": FLOAT8, "fp8": FLOAT8,
+    }  # fmt: skip
+    found = known.get(kind) if isinstance(kind, str) else kind
+    if kind is not None and found not in known.values():
+        raise UserError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
+    return found
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse a model whose cache could not be evicted correctly.
 
