@@ -62,9 +62,7 @@ class SymbolicPool:
                 f"num_workers must be at least 1 and timeout above 0 seconds, got num_workers={num_workers}, "
                 f"timeout={timeout}."
             )
-        self.num_workers = num_workers
-        self.timeout = timeout
-        self.memory_limit = memory_limit
+        self.num_workers, self.timeout, self.memory_limit = num_workers, timeout, memory_limit
         self._begin()
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
@@ -91,7 +89,9 @@ class SymbolicPool:
         while waiting or busy:
             while waiting and len(busy) < self.num_workers:
                 index = waiting.pop()
-                worker = self._idle_worker(busy)
+                worker = next((worker for worker in self._workers if worker not in busy), None)
+                if worker is None:
+                    self._workers.append(worker := _Worker(self.memory_limit, self.timeout))
                 if worker.send(pairs[index], self.timeout):
                     busy[worker] = index
                 else:
@@ -101,13 +101,6 @@ class SymbolicPool:
                 if outcome in ("timeout", "crash"):
                     self._drop(worker)
         return outcomes
-
-    def _idle_worker(self, busy: dict[_Worker, int]) -> _Worker:
-        idle = [worker for worker in self._workers if worker not in busy]
-        if not idle:
-            idle = [_Worker(self.memory_limit, self.timeout)]
-            self._workers.extend(idle)
-        return idle[0]
 
     def _drop(self, worker: _Worker) -> None:
         worker.kill()
@@ -121,23 +114,20 @@ class _Worker:
             [sys.executable, "-P", str(_SCRIPT), str(memory_limit), str(timeout)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.pipe = self.process.stdin, self.process.stdout.fileno()
         self.deadline = 0.0
         self.is_started = False
         self.line = b""
 
-    @property
-    def pipe(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
     def send(self, pair: tuple[str, str], timeout: float) -> bool:
         """Send a pair to the process; False if it is gone."""
-        assert self.process.stdin is not None
         self.deadline = time.monotonic() + timeout + (0.0 if self.is_started else START_SECONDS)
         self.timeout = timeout
         try:
-            self.process.stdin.write(json.dumps(pair).encode() + b"\n")
-            self.process.stdin.flush()
+            self.stdin.write(json.dumps(pair).encode() + b"\n")
+            self.stdin.flush()
         except OSError:
             return False
         return True
@@ -163,13 +153,7 @@ class _Worker:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # unwritten bytes for a dead process
-                    pass
+        self.process.communicate()  # closes the pipes, whatever a dead process has not read
 
 
 def _end(workers: list[_Worker], owner: int) -> None:
