@@ -28,9 +28,6 @@ class H2O(Compressor):
         age_normalized: Divide by the number of queries that could see the token.
         value_weighted: Multiply by the norm of the value.
         **sizes: Arguments of :class:`Compressor`.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from.
     """
 
     num_queries = 0
