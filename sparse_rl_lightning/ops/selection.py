@@ -26,9 +26,6 @@ def select_entries(
         budget: Number of entries to keep per (slot, head): a number, or a tensor that broadcasts to (S, H).
         num_sinks: Number of first positions that are always kept.
         window: Number of last live entries that are always kept.
-
-    Returns:
-        The mask (S, H, N), bool, of the entries that stay.
     """
     pinned = pinned_entries(valid, positions, num_sinks, window)
     rank = rank_entries(scores, valid.to(torch.int8) + pinned.to(torch.int8))  # 2 pinned, 1 live, 0 free memory
@@ -43,14 +40,9 @@ def pinned_entries(valid: Tensor, positions: Tensor, num_sinks: int, window: int
 
 
 def rank_entries(scores: Tensor, classes: Tensor) -> Tensor:
-    """Rank the entries of each row, 0 for the best.
+    """Rank the entries of each row (..., N), int64, 0 for the best; exact ties go to the lowest index.
 
-    Args:
-        scores: Scores (..., N), float, without NaN.
-        classes: Classes (..., N), int8: every entry of a higher class comes before every entry of a lower one.
-
-    Returns:
-        The ranks (..., N), int64; exact ties go to the lowest index.
+    Every entry of a higher class, int8, comes before every entry of a lower one. Scores have no NaN.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, classes.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
@@ -59,13 +51,8 @@ def rank_entries(scores: Tensor, classes: Tensor) -> Tensor:
 
 
 def compaction_order(keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Find where each kept entry comes from when the survivors of a row close up without changing order.
+    """Find where each kept entry (..., N) comes from when the survivors of a row close up without changing order.
 
-    Args:
-        keep: Mask (..., N), bool, of the kept entries.
-
-    Returns:
-        ``source`` (..., N): index of the entry that moves to each place, survivors first; and ``lengths`` (...),
-        the number of survivors.
+    It is the index of the entry that moves to each place, survivors first; with it comes their number (...).
     """
     return keep.to(torch.uint8).argsort(dim=-1, descending=True, stable=True), keep.sum(dim=-1)

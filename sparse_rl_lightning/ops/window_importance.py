@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.ops.checks import check_numbers
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import accumulation_dtype, dense_heads, live_entries
@@ -59,9 +59,6 @@ def window_importance(
 
     Returns:
         The importance (S, H, N), 0 in the window and in free memory; float64 if the keys are, else float32.
-
-    Raises:
-        ValueError: If a tensor has the wrong shape, type or device, or an option is unknown.
     """
     _check_options(window, group_reduction, query_reduction, pooling, kernel_size)
     dtype, shape = accumulation_dtype(keys.dtype), keys.shape[:3]
@@ -77,10 +74,9 @@ def window_importance(
 
 
 def _check_options(window: int, group: str, query: str, pooling: str, kernel_size: int) -> None:
-    options = (("group_reduction", group, GroupReduction), ("query_reduction", query, QueryReduction))
-    for name, value, allowed in (*options, ("pooling", pooling, Pooling)):
-        if value not in get_args(allowed):
-            raise UserError(f"{name} must be one of {', '.join(get_args(allowed))}, got {name}={value!r}.")
+    check_choice("group_reduction", group, GroupReduction)
+    check_choice("query_reduction", query, QueryReduction)
+    check_choice("pooling", pooling, Pooling)
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise UserError(f"kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
     if window < 0:
@@ -112,16 +108,9 @@ def reference(
 
 
 def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: int) -> Tensor:
-    """Pool neighbors along the last dimension by maximum or average, as if only the entries ``inside`` existed.
+    """Pool neighbors (..., N) by maximum or average, as if only the first entries, those ``inside``, existed.
 
-    Args:
-        values: Values (..., N), float, finite where ``inside``.
-        inside: Mask, bool, that broadcasts to ``values``: one run of entries from the first one on.
-        pooling: Pooling "max", "avg" (missing neighbors count as zeros) or "none".
-        kernel_size: Odd number of entries.
-
-    Returns:
-        The pooled values (..., N), 0 where not ``inside``.
+    Missing neighbors count as zeros in an average. What is not inside becomes 0.
     """
     if pooling == "none":
         return values.masked_fill(~inside, 0.0)
