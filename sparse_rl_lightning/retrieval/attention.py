@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparse_rl_lightning.ops.select_pages import keep_pages
 from sparse_rl_lightning.replay.hooks import register
-from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
+from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, group_heads, masked_attention
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.retrievers.base import PageLimits
 
@@ -27,18 +27,12 @@ class LearnerPages:
 
     Queries of prompts read everything. For the others pages are chosen from each layer's own queries and keys in this
     very pass, with the rule of the rollout engine.
-
-    Args:
-        prompt_lengths: Lengths (B,) of the prompts.
-        retriever: Retriever of the sampler.
-        mask_bytes: Size limit as in :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
-        num_layers: Number of layers of the model, for a budget rule of the retriever; 0 if all layers read as much.
     """
 
-    prompt_lengths: Tensor
-    retriever: Retriever
-    mask_bytes: int = MASK_BYTES
-    num_layers: int = 0
+    prompt_lengths: Tensor  # (B,)
+    retriever: Retriever  # the sampler's
+    mask_bytes: int = MASK_BYTES  # limit of a mask, as in masked_attention
+    num_layers: int = 0  # layers of the model, for a budget rule of the retriever; 0 if all layers read as much
     limits_at: PageLimits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,11 +43,8 @@ class LearnerPages:
         """Compute one layer's attention (B, Hq, T, D) from queries (B, Hq, T, D), keys and values (B, H, T, D)."""
         batch, heads, length, width = key.shape
         if layer < self.retriever.num_dense_layers:
-            grouped = query.reshape(batch * heads, -1, length, width)
-            keys, values = (t.reshape(batch * heads, 1, length, width).expand_as(grouped) for t in (key, value))
-            return F.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale).reshape(
-                query.shape
-            )
+            alike = group_heads(query, key, value)
+            return F.scaled_dot_product_attention(*alike, is_causal=True, scale=scale).reshape(query.shape)
         with torch.no_grad():
             grouped = query.detach().reshape(batch, heads, -1, length, width)
             summaries = self._summaries(key.detach())
@@ -64,8 +55,6 @@ class LearnerPages:
                 return self._tokens(pages, start, stop)
 
         return masked_attention(query, key, value, mask_of, scale, self.mask_bytes)
-
-    # ---------------------------------------------------------------- inside
 
     def _summaries(self, key: Tensor) -> Tensor:
         """The vectors (B, H, C, P, D) of the complete pages of keys (B, H, T, D)."""

@@ -41,15 +41,12 @@ def retrieval_logprobs(
 
     Args:
         model: Policy of the learner.
+        rollout: Sequences of a sampler with this retriever, and without evictions.
         retriever: Retriever that chooses pages from each layer's queries and keys in this pass; queries of prompts read
             everything, as in the rollout engine.
-        rollout: Sequences of a sampler with this retriever.
         temperature: Divisor of the logits; the sampler's, 1 for greedy rollouts.
         chunk_size: Chunk size as in ``sequence_logprobs``.
         head_in_float32: Option as in ``sequence_logprobs``.
-
-    Raises:
-        ValueError: If the rollout has evictions as well.
     """
     kv = rollout.kv
     if kv is not None and bool((kv.stored < kv.full).any()):
