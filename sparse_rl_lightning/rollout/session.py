@@ -33,9 +33,6 @@ class RolloutSession:
         params: Sampling parameters.
         max_prompt_length: Length of the longest prompt in tokens.
 
-    Raises:
-        ValueError: If the sampler has no ``num_slots``.
-
     Example::
 
         session = RolloutSession(sampler, SamplingParams(num_generations=8), max_prompt_length=200)
@@ -63,9 +60,6 @@ class RolloutSession:
 
         Returns:
             The numbers that identify the prompts from now on.
-
-        Raises:
-            ValueError: If a prompt cannot be completed, or is longer than ``max_prompt_length``.
         """
         prompts = check_prompts(prompts, self.params, self.sampler.model)
         longest = max(len(prompt) for prompt in prompts)
@@ -177,11 +171,7 @@ class RolloutSession:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned, in a session with the same settings.
-
-        Raises:
-            ValueError: If a slot of the state does not exist, or was written under other settings.
-        """
+        """Load what :meth:`state` returned, in a session with the same settings."""
         scheduler, device = self.scheduler, self.engine.key.geometry.device
         self._check_settings(state)
         missing = [slot for slot in state["slots"] if slot >= scheduler.num_slots]

@@ -44,9 +44,6 @@ class MathChecker:
     Args:
         num_workers: Number of processes for math-verify.
         timeout: Seconds after which a comparison by math-verify is stopped and counts as wrong.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0) -> None:

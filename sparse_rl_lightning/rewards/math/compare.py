@@ -53,9 +53,7 @@ class Reading(NamedTuple):
 class Comparison:
     """Compares one answer with one gold answer.
 
-    Args:
-        tolerance: Largest relative difference of two numbers if one is not an integer.
-        known: Verdicts of math-verify on pairs of expressions.
+    Numbers may differ by a relative ``tolerance`` if one is not an integer. ``known`` are verdicts of math-verify.
     """
 
     def __init__(self, tolerance: float = 0.0, known: Mapping[Pair, bool] | None = None) -> None:

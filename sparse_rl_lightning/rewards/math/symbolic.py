@@ -51,9 +51,6 @@ class SymbolicPool:
         num_workers: Number of processes.
         timeout: Seconds after which a pair's process is killed.
         memory_limit: Bytes of address space of a process.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, memory_limit: int = MEMORY_LIMIT) -> None:

@@ -138,12 +138,7 @@ def _is_negative(node: Node) -> bool:
 
 
 def evaluate(node: Node, point: Point) -> Value:
-    """The value of an expression at a point.
-
-    Raises:
-        ArithmeticError: If it is undefined there.
-        ValueError: If it is too large to be computed.
-    """
+    """The value of an expression at a point; ArithmeticError if it is undefined there, ValueError if too large."""
     return _Evaluation(point).value(node)
 
 

@@ -13,11 +13,9 @@ PARSING_SECONDS = 2
 
 
 def main(memory_limit: int, timeout: float) -> None:
-    """Answer line by line.
+    """Answer line by line, within bytes of address space and, in case no one is left to kill this process, of time.
 
-    Args:
-        memory_limit: Bytes of address space.
-        timeout: Seconds of processor time per pair, in case no one is left to kill this process.
+    ``timeout`` is in seconds of processor time per pair.
     """
     import resource
 
