@@ -125,12 +125,7 @@ class AcceptanceTail:
 
     @classmethod
     def of(
-        cls,
-        acceptance: Tensor,
-        mask: Tensor,
-        bin_size: int = BIN_SIZE,
-        num_bins: int = NUM_BINS,
-        share: float = TAIL,
+        cls, acceptance: Tensor, mask: Tensor, bin_size: int = BIN_SIZE, num_bins: int = NUM_BINS, share: float = TAIL
     ) -> AcceptanceTail:
         """Measure the tail; NaN without tokens.
 

@@ -42,9 +42,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_files(
-    writers: Mapping[Path, Callable[[Path], object]],
-    place: Callable[[Path], Path] | None = None,
-    durable: bool = False,
+    writers: Mapping[Path, Callable[[Path], object]], place: Callable[[Path], Path] | None = None, durable: bool = False
 ) -> None:
     """Write files under temporary names, and rename them once all of them are written.
 

@@ -44,10 +44,7 @@ class LengthSchedule:
     """
 
     def __init__(
-        self,
-        starts: list[int] | None = None,
-        budgets: list[int] | None = None,
-        pairs: list[list[int]] | None = None,
+        self, starts: list[int] | None = None, budgets: list[int] | None = None, pairs: list[list[int]] | None = None
     ) -> None:
         if pairs is not None:
             if starts is not None or budgets is not None or any(len(pair) != 2 for pair in pairs):

@@ -35,12 +35,7 @@ class H2O(Compressor):
     needs_attention = True
 
     def __init__(
-        self,
-        budget: int | LengthSchedule,
-        *,
-        age_normalized: bool = False,
-        value_weighted: bool = False,
-        **sizes: Any,
+        self, budget: int | LengthSchedule, *, age_normalized: bool = False, value_weighted: bool = False, **sizes: Any
     ) -> None:
         super().__init__(budget, **sizes)
         self.age_normalized = age_normalized

@@ -79,12 +79,8 @@ def check_slots(slots: Tensor, per_slot: Tensor) -> None:
 def check_runs(slots: Tensor, offsets: Tensor, lengths: Tensor, limits: Tensor | int, pool_rows: int) -> None:
     """For the references: refuse heads that hold too many entries or lie outside the pool, as compiled kernels do.
 
-    Args:
-        slots: Slots (B), int64, -1 for a row to skip.
-        offsets: First rows (S, H) or (L, S, H) of the heads.
-        lengths: Number of entries, of the same shape.
-        limits: Limits of the lengths, of the same shape or one number.
-        pool_rows: Number of rows R of the pool.
+    Slots (B), int64, are -1 for a row to skip. Offsets, lengths and their limits are (S, H) or (L, S, H), or all limits
+    one number.
     """
     check_slots(slots, offsets)
     used = slots[slots >= 0]

@@ -24,10 +24,7 @@ from sparse_rl_lightning.ops.schemas import SCHEMAS
 NAMESPACE = "sparse_rl"
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARIES = {"cpu": "_C", "cuda": "_cuda"}
-NATIVE_DTYPES = {
-    "cpu": {torch.float32, torch.bfloat16},
-    "cuda": {torch.float32, torch.bfloat16, torch.float16, FLOAT8},
-}
+NATIVE_DTYPES = {"cpu": {torch.float32, torch.bfloat16}, "cuda": {torch.float32, torch.bfloat16, torch.float16, FLOAT8}}
 REFERENCES: dict[str, Callable[..., None]] = {}
 """The PyTorch reference of each op, with its arguments checked, without gradients and autocast."""
 

@@ -101,12 +101,8 @@ def page_scores(queries: Tensor, summaries: Tensor, reduction: PageReduction) ->
 def keep_pages(scores: Tensor, counts: Tensor, limits: Tensor, num_first: int, num_last: int) -> Tensor:
     """Choose the pages to read: the first, the last, and the best scores among the rest; ties go to the lowest index.
 
-    Args:
-        scores: Scores (..., P), float, NaN counts as -inf; those of pages always read, or not there, do not matter.
-        counts: Number of pages that exist, broadcasts to (...).
-        limits: Number of pages to read, at least ``num_first + num_last``; broadcasts to (...).
-        num_first: Number of first pages that are always read.
-        num_last: Number of last pages that are always read.
+    NaN among the scores (..., P) counts as -inf; those of pages always read, or not there, do not matter. The numbers
+    of pages that exist, and of pages to read, at least ``num_first + num_last``, broadcast to (...).
     """
     index = torch.arange(scores.shape[-1], device=scores.device)
     there = index < counts.unsqueeze(-1)

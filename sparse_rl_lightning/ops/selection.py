@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 def select_entries(
-    scores: Tensor,
-    valid: Tensor,
-    positions: Tensor,
-    budget: int | Tensor,
-    num_sinks: int,
-    window: int,
+    scores: Tensor, valid: Tensor, positions: Tensor, budget: int | Tensor, num_sinks: int, window: int
 ) -> Tensor:
     """Select the entries to keep: the first positions, the most recent entries, and the best scores among the rest.
 

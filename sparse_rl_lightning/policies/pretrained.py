@@ -27,12 +27,8 @@ def load_pretrained(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, from safetensors only and without running code from the folder.
 
-    A model that cannot be loaded, is incomplete, of other shapes, NaN or infinite, or without tokenizer is refused.
-
-    Args:
-        path: Folder or hub name.
-        dtype: Type of the weights, ``auto`` for the folder's.
-        attn_implementation: Attention of the model, None for transformers' choice.
+    A model that cannot be loaded, is incomplete, of other shapes, NaN or infinite, or without tokenizer is refused. The
+    type ``auto`` is the folder's, no attention transformers' choice.
     """
     where = f"policy: {path!r}"
     with _without_reports():

@@ -101,18 +101,8 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A randomly initialized causal language model small enough for a test: float32, CPU, reproducible.
 
-    Args:
-        architecture: ``llama``, ``qwen2`` or ``qwen3``.
-        vocab_size: Number of tokens.
-        hidden_size: Width of the model.
-        num_layers: Number of decoder layers.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of KV heads.
-        intermediate_size: Width of the feed-forward layer, default four times the width.
-        max_position_embeddings: Context length in tokens.
-        seed: Seed of the initial weights; the global random state is left alone.
-        initializer_range: Standard deviation of the initial weights; a large one gives peaked distributions.
-        eos_token_id: Tokens that end a completion.
+    Arguments are as in :class:`TinyPolicy`. The feed-forward layer has four times the width by default; a large
+    ``initializer_range`` gives peaked distributions. The global random state is left alone.
     """
     if architecture not in ARCHITECTURES:
         raise UserError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")

@@ -14,7 +14,7 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import PartialCheckpoint
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
-from sparse_rl_lightning.rollout.session import RolloutSession
+from sparse_rl_lightning.rollout.session import RolloutSession, changed_settings
 
 STORABLE = (str, int, float, bool, type(None))
 
@@ -121,7 +121,7 @@ class PartialRollouts:
         return self.session
 
     def _settings(self, session: RolloutSession) -> dict[str, Any]:
-        """The settings that stored slots depend on; a restart needs only the first, the number of samples."""
+        """The settings that stored slots depend on."""
         return {
             "num_generations": session.params.num_generations,
             "max_completion_length": session.params.max_completion_length,
@@ -132,13 +132,11 @@ class PartialRollouts:
 
     def _check(self, saved: dict[str, Any]) -> None:
         assert self.session is not None
-        own = self._settings(self.session)
-        names = list(own) if saved["session"]["slots"] else ["num_generations"]
-        changed = [f"{n} was {saved['settings'][n]}, is {own[n]}" for n in names if saved["settings"][n] != own[n]]
+        changed = changed_settings(saved["settings"], self._settings(self.session), saved["session"])
         if changed:
             raise UserError(
-                f"The checkpoint's unfinished sequences were drawn under other settings: {'; '.join(changed)}. Resume "
-                "with the same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
+                f"The checkpoint's unfinished sequences were drawn under other settings: {changed}. Resume with the "
+                "same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
             )
 
 

@@ -52,14 +52,9 @@ class RolloutSession:
             self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots)
 
     def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
-        """Queue prompts behind the waiting ones.
+        """Queue prompts of token ids behind the waiting ones; from now on the numbers returned identify them.
 
-        Args:
-            prompts: Token ids of each prompt.
-            sequence_ids: Sequence ids as in :meth:`RolloutSampler.generate`.
-
-        Returns:
-            The numbers that identify the prompts from now on.
+        Sequence ids are as in :meth:`RolloutSampler.generate`.
         """
         prompts = check_prompts(prompts, self.params, self.sampler.model)
         longest = max(len(prompt) for prompt in prompts)
@@ -204,7 +199,7 @@ class RolloutSession:
         return self.engine.logs
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that the state depends on; a restart needs only the first, the number of samples."""
+        """The settings that the state depends on."""
         g, size, params = self.engine.key.geometry, self.engine.key.size, self.params
         return {
             "num_generations": params.num_generations,
@@ -224,12 +219,14 @@ class RolloutSession:
     def _check_settings(self, state: dict[str, Any]) -> None:
         if "groups" not in state:
             raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
-        own, was = self._settings(), state["settings"]
-        names = list(own) if state["slots"] else ["num_generations"]
-        changed = [f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name]]
-        if changed:
+        if changed := changed_settings(state["settings"], self._settings(), state):
             raise UserError(
-                f"The state was written by a session with other settings: {'; '.join(changed)}. Make the session with "
-                "the same, or save unfinished sequences for a restart, state(restart=True), with the same "
-                "num_generations."
+                f"The state was written by a session with other settings: {changed}. Make the session with the same, "
+                "or save unfinished sequences for a restart, state(restart=True), with the same num_generations."
             )
+
+
+def changed_settings(was: dict[str, Any], own: dict[str, Any], state: dict[str, Any]) -> str:
+    """What has changed of the settings that a session's state depends on: of a restart only the first."""
+    names = list(own) if state["slots"] else list(own)[:1]
+    return "; ".join(f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name])

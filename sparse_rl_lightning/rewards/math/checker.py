@@ -53,12 +53,9 @@ class MathChecker:
     def check(
         self, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
     ) -> list[bool]:
-        """Whether each completion has its gold answer in its last box.
+        """Whether each completion, hostile ones too, has its bare gold answer in its last box.
 
-        Args:
-            completions: Texts (B), hostile ones too.
-            golds: Bare answers (B).
-            tolerances: Relative tolerances of numbers (B), default none.
+        Tolerances are relative ones of numbers, default none.
         """
         boxed = [extract_boxed(completion) for completion in completions]
         self._counts.update(checks=len(boxed), no_box=boxed.count(None))
@@ -91,7 +88,7 @@ class MathChecker:
     def same(
         self, answers: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
     ) -> list[bool]:
-        """Whether each bare answer is its gold answer; arguments as in :meth:`check`."""
+        """Whether each bare answer is its gold answer."""
         return self._same(answers, golds, tolerances, Comparison)
 
     def _same(
