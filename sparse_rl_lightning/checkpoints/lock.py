@@ -50,9 +50,9 @@ class FolderLock:
                 "its own (trainer.default_root_dir, dirpath of ModelCheckpoint)."
             ) from None
         self._descriptor = descriptor
-        with suppress(OSError):  # a full disk: locked all the same
+        with suppress(OSError):  # the disk may be full: it is locked all the same
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)  # for others' message
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def release(self) -> None:
         """Release the lock."""

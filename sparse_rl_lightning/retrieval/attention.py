@@ -6,11 +6,10 @@ Gradient flows through the attention; the choice of pages is a constant.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparse_rl_lightning.ops.select_pages import keep_pages
 from sparse_rl_lightning.replay.hooks import register
@@ -82,20 +81,4 @@ class LearnerPages:
         return (seen & (step <= at)).unsqueeze(2)
 
 
-def retrieval_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    retrieval: LearnerPages,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of the learner to the pages that queries read."""
-    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
-    return retrieval.attend(layer, query, key, value, scaling).transpose(1, 2), None
-
-
-register(RETRIEVAL, retrieval_attention)
+register(RETRIEVAL, "retrieval", LearnerPages.attend)

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -113,7 +114,7 @@ class _Worker:
         )  # fmt: skip
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.stdin, self.pipe = self.process.stdin, self.process.stdout.fileno()
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.deadline = 0.0
         self.is_started = False
         self.line = b""
@@ -135,7 +136,7 @@ class _Worker:
 
     def read(self) -> None:
         """Read what the process has written."""
-        data = os.read(self.pipe, 4096)
+        data = os.read(self.stdout.fileno(), 4096)
         self.line = self.line + data if data else b"end"
         if not self.is_started and self.line.startswith(b"ready\n"):
             self.is_started = True
@@ -150,7 +151,10 @@ class _Worker:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()  # closes the pipes, whatever a dead process has not read
+        self.process.wait()
+        self.stdout.close()
+        with suppress(OSError):  # unwritten bytes for a dead process
+            self.stdin.close()
 
 
 def _end(workers: list[_Worker], owner: int) -> None:
@@ -164,7 +168,7 @@ def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
     while not (done := [worker for worker in busy if worker.is_done()]) and busy:
         with selectors.DefaultSelector() as selector:
             for worker in busy:
-                selector.register(worker.pipe, selectors.EVENT_READ, worker)
+                selector.register(worker.stdout, selectors.EVENT_READ, worker)
             wait = min(worker.deadline for worker in busy) - time.monotonic()
             for key, _ in selector.select(max(0.0, wait) + 0.001):
                 key.data.read()
