@@ -10,7 +10,7 @@ from benchmarks.common.tables import Table
 FOLDER = Path(__file__).parent
 COMPARED = (
     "FullKV", "RandomEviction", "StreamingLLM", "KeyDiff", "CUR", "LagKV", "TOVA", "SnapKV", "RKV",
-    "Mixture of SnapKV and KeyDiff",
+    "Combined SnapKV and KeyDiff",
 )  # fmt: skip
 CORRECTED = ("dense", "naive", "Sparse-RL", "replay")
 Row = dict[str, str]

@@ -36,33 +36,17 @@ PUBLISHED_CEILING = 0.945
 
 
 def exact_acceptance(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> Tensor:
-    """The exact overlap of two distributions, between 0 (disjoint) and 1 (equal).
-
-    Args:
-        dense_logprobs: Normalized log-probabilities (..., V).
-        sparse_logprobs: Normalized log-probabilities (..., V).
-
-    Returns:
-        The overlap (...), which is symmetric in its arguments.
-    """
+    """The overlap (...) of two distributions (..., V), as log-probabilities: from 0 (disjoint) to 1 (equal)."""
     return torch.minimum(dense_logprobs, sparse_logprobs).exp().sum(dim=-1).clamp(max=1)
 
 
 def acceptance_bounds(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of the acceptance from the log-probabilities of both policies at K distinct tokens.
+    """The bounds ``lower`` and ``upper`` (...) of the acceptance from log-probabilities (..., K) at K distinct tokens.
 
     The K tokens overlap by a known amount. The rest overlap by 0 or more, and by no more than the smaller of the two
     probabilities left. Any K tokens will do; the sampler's most likely ones make the bounds tight, and with all V
-    tokens both are the exact value. Sparrow counts only tokens among the most likely of both policies, so its numbers
-    are at most the lower bound here.
-
-    Args:
-        dense_logprobs: Log-probabilities (..., K) under the dense policy.
-        sparse_logprobs: Log-probabilities (..., K) under the sparse policy at the same tokens.
-
-    Returns:
-        ``lower`` and ``upper`` (...), which enclose :func:`exact_acceptance`; 0 <= lower <= upper <= 1 despite
-        rounding.
+    tokens both are the exact value, from 0 to 1 despite rounding. Sparrow counts only tokens among the most likely of
+    both policies, so its numbers are at most the lower bound here.
     """
     lower = exact_acceptance(dense_logprobs, sparse_logprobs)
     left = torch.minimum(1 - dense_logprobs.exp().sum(dim=-1), 1 - sparse_logprobs.exp().sum(dim=-1))
@@ -70,17 +54,10 @@ def acceptance_bounds(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> tuple[
 
 
 def sampled_acceptance(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> Tensor:
-    """The ratio min(1, p_dense / p_sparse) of tokens that the sparse policy drew.
+    """The ratio min(1, p_dense / p_sparse), (...), of tokens that the sparse policy drew.
 
     Its mean is an unbiased estimate of the mean acceptance. Its percentiles are not the percentiles of the acceptance:
     a single token carries little information about its distribution.
-
-    Args:
-        dense_logprobs: Log-probabilities (...) of the tokens drawn, ``Rollout.old_logprobs``.
-        sparse_logprobs: Log-probabilities (...) of the tokens drawn, ``Rollout.sampler_logprobs``.
-
-    Returns:
-        The ratio (...), between 0 and 1.
     """
     return (dense_logprobs - sparse_logprobs).clamp(max=0).exp()
 
@@ -105,9 +82,6 @@ def rollout_acceptance(
     Returns:
         ``lower`` and ``upper`` (B, T), 0 outside the completions. Index t refers to the distribution that token t was
         drawn from.
-
-    Raises:
-        ValueError: If the rollout has no such tokens.
     """
     if rollout.topk_ids is None or rollout.topk_logprobs is None:
         raise UserError(
@@ -125,9 +99,7 @@ def rollout_acceptance(
 def percentile(values: Tensor, share: float = TAIL) -> float:
     """The number below which ``share`` of the values lie, interpolated between neighbors; NaN without values.
 
-    Args:
-        values: Numbers in any shape and amount, while ``torch.quantile`` refuses more than 16 million.
-        share: Share between 0 and 1, 0.05 for the 5th percentile.
+    There may be any number of values, while ``torch.quantile`` refuses more than 16 million.
     """
     if not values.numel():
         return math.nan
@@ -153,12 +125,7 @@ class AcceptanceTail:
 
     @classmethod
     def of(
-        cls,
-        acceptance: Tensor,
-        mask: Tensor,
-        bin_size: int = BIN_SIZE,
-        num_bins: int = NUM_BINS,
-        share: float = TAIL,
+        cls, acceptance: Tensor, mask: Tensor, bin_size: int = BIN_SIZE, num_bins: int = NUM_BINS, share: float = TAIL
     ) -> AcceptanceTail:
         """Measure the tail; NaN without tokens.
 
@@ -170,9 +137,6 @@ class AcceptanceTail:
             bin_size: Tokens per length bin.
             num_bins: Number of bins; the last has no end. Their names are ``0-2000``, ``2000-4000``, ..., ``38000+``.
             share: Share of the tokens below the percentile.
-
-        Raises:
-            ValueError: If an argument is out of range, or a value at a completion token is not finite.
         """
         if bin_size < 1 or num_bins < 1:
             raise UserError(
@@ -196,13 +160,9 @@ class AcceptanceTail:
 
 
 def tail_target(ceiling: float, target: float = PUBLISHED_TARGET) -> float:
-    """The 5th percentile to hold: a published target scaled to a measured ceiling.
+    """The 5th percentile to hold: a target under the published ceiling (0.945) scaled to one that was measured here.
 
-    Kernels, precision and K change the acceptance of two dense policies, so a published number is meaningless without
-    the ceiling it was measured under (0.945).
-
-    Args:
-        ceiling: The same statistic between the dense sampler and the dense learner at hand.
-        target: Target under the published ceiling.
+    The ceiling is the same statistic between the dense sampler and the dense learner. Kernels, precision and K change
+    it, so a published number is meaningless without the ceiling it was measured under.
     """
     return target * ceiling / PUBLISHED_CEILING

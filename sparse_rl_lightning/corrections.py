@@ -1,8 +1,9 @@
 """Corrections for samples not drawn by the learner's own policy: rejection, token masks, weights, statistics.
 
 All functions are about the consistency ratio of one token, xi = pi_old / pi_sparse: the dense policy over the
-sparse policy that drew the token, both at the parameters the rollout used. ``log_ratio`` is its logarithm, and
-``mask`` is always the whole completion, whatever has been rejected before. Nothing carries gradient.
+sparse policy that drew the token, both at the parameters the rollout used. ``log_ratio`` (B, T) is its logarithm,
+from :func:`consistency_log_ratio`, and ``mask`` (B, T), bool, is always the whole completion, whatever has been
+rejected before. Nothing carries gradient.
 
 Sparse-RL as in the paper (arXiv 2601.10079) is ``reject_sequences`` and ``importance_weights`` with their
 defaults. The authors' code also drops single tokens and divides the weights by their mean in the micro-batch::
@@ -35,35 +36,22 @@ MAX_LOG_RATIO = 20.0
 
 
 def consistency_log_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The log-ratio log pi_old - log pi_sparse of every token drawn, 0 outside the completions.
+    """The log-ratio (B, T), log pi_old - log pi_sparse, of every token drawn; detached, 0 outside the completions.
 
     Args:
         old_logprobs: Log-probabilities (B, T) of the dense policy that the rollout used.
         sampler_logprobs: Log-probabilities (B, T) of the sparse policy that drew the tokens, at the same temperature.
         mask: Completion tokens (B, T), bool.
-
-    Returns:
-        The log-ratio (B, T), detached.
     """
     return torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
 
 
 def reject_sequences(log_ratio: Tensor, mask: Tensor, threshold: float = 1e-4) -> Tensor:
-    """Which sequences to keep: all but those with a token that the dense policy finds near-impossible.
+    """Which sequences (B,) to keep: all but those with a token that the dense policy finds near-impossible.
 
-    The test is one-sided: a token that the dense policy finds much likelier than the sampler did rejects nothing
-    (Sparse-RL, arXiv 2601.10079, sparsity-aware rejection sampling).
-
-    Args:
-        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
-        mask: Completion tokens (B, T), bool.
-        threshold: Ratio xi below which a single token rejects its sequence.
-
-    Returns:
-        A bool per sequence (B,), False for rejected ones.
-
-    Raises:
-        ValueError: If ``threshold`` is not between 0 and 1.
+    A ratio below ``threshold``, between 0 and 1, rejects its sequence. The test is one-sided: a token that the dense
+    policy finds much likelier than the sampler did rejects nothing (Sparse-RL, arXiv 2601.10079, sparsity-aware
+    rejection sampling).
     """
     if not 0 < threshold < 1:
         raise UserError(f"threshold must be between 0 and 1 (a ratio of probabilities), got threshold={threshold}.")
@@ -71,19 +59,9 @@ def reject_sequences(log_ratio: Tensor, mask: Tensor, threshold: float = 1e-4) -
 
 
 def mask_tokens(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """Which completion tokens have a ratio within [low, high] (IcePop; the authors' code of Sparse-RL).
+    """Which completion tokens (B, T) have a ratio within [low, high] (IcePop; the authors' code of Sparse-RL).
 
-    Args:
-        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
-        mask: Completion tokens (B, T), bool.
-        low: Smallest ratio to keep, 0 for no bound.
-        high: Largest ratio to keep, infinity for no bound.
-
-    Returns:
-        A bool per token (B, T), False outside the interval and outside ``mask``.
-
-    Raises:
-        ValueError: If the interval is empty.
+    0 and infinity are no bounds.
     """
     if not 0 <= low < high:
         raise UserError(f"low and high must satisfy 0 <= low < high, got low={low}, high={high}.")
@@ -94,20 +72,9 @@ def mask_tokens(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Ten
 def mask_sequences(
     log_ratio: Tensor, mask: Tensor, low: float, high: float, level: SequenceLevel = "geometric"
 ) -> Tensor:
-    """Which sequences have a ratio within [low, high] as a whole (rejection of verl, seq-mask-tis of OpenRLHF).
+    """Which sequences (B,) have a ratio within [low, high] as a whole (rejection of verl, seq-mask-tis of OpenRLHF).
 
-    Args:
-        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
-        mask: Completion tokens (B, T), bool.
-        low: Smallest ratio to keep, 0 for no bound.
-        high: Largest ratio to keep, infinity for no bound.
-        level: Ratio of a sequence: the product over the "sequence", or the "geometric" mean over its tokens.
-
-    Returns:
-        A bool per sequence (B,), False outside the interval.
-
-    Raises:
-        ValueError: If the interval is empty or the level unknown.
+    It is the product over the "sequence", or the "geometric" mean over its tokens. 0 and infinity are no bounds.
     """
     check_choice("level", level, SequenceLevel)
     whole = _of_sequences(torch.where(mask, log_ratio, 0.0), mask, level)
@@ -119,8 +86,8 @@ def off_policy_sequences(
 ) -> Tensor:
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drop bad samples the learner has moved away from.
 
-    A sequence is dropped when its advantage is negative and mean_t(log pi_old - log pi) > delta. This depends on the
-    current learner, so it belongs to the loss and not to the rollout.
+    A sequence is dropped, False in (B,), when its advantage is negative and mean_t(log pi_old - log pi) > delta. This
+    depends on the current learner, so it belongs to the loss and not to the rollout.
 
     Args:
         logprobs: Log-probabilities (B, T) of the learner, used without gradient.
@@ -128,12 +95,6 @@ def off_policy_sequences(
         advantages: Advantages (B,).
         mask: Completion tokens (B, T), bool.
         delta: Largest mean difference to keep; the default is slime's.
-
-    Returns:
-        A bool per sequence (B,), False for dropped ones.
-
-    Raises:
-        ValueError: If ``delta`` is negative or not finite.
     """
     check_number("delta", delta, least=0)
     difference = torch.where(mask, old_logprobs - logprobs, 0.0).detach()
@@ -148,11 +109,11 @@ def importance_weights(
     clip_max: float | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """Weights that make tokens of the sparse policy count as if the dense policy had drawn them.
+    """Weights (B, T) that make tokens of the sparse policy count as if the dense policy had drawn them.
 
     "token" weights a token by its own xi, "sequence" by the product over its sequence, "geometric" by the
     geometric mean. "_truncate" clamps the weight to [clip_min, clip_max], "_mask" sets it to 0 outside. With no
-    bounds the "token" modes give the paper's uncapped xi.
+    bounds the "token" modes give the paper's uncapped xi. The weights are detached, and 0 outside ``mask``.
 
     Args:
         log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
@@ -162,12 +123,6 @@ def importance_weights(
         clip_max: Upper bound of the weight, None for none.
         normalize: Whether to divide by the mean weight of all tokens given, so that it becomes 1. For a mean over a
             micro-batch, or over other weights, leave it out and call :func:`normalize_weights`.
-
-    Returns:
-        The weights (B, T), detached, 0 outside ``mask``.
-
-    Raises:
-        ValueError: If ``mode`` is unknown, a bound is not finite or negative, or the two contradict each other.
     """
     _check_mode(mode, clip_min, clip_max)
     level, treatment = mode.split("_")
@@ -183,19 +138,11 @@ def importance_weights(
 
 
 def normalize_weights(weights: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """Divide ``weights`` by the mean of ``reference`` over the tokens of ``mask``.
+    """Divide ``weights`` (B, T) by the mean of ``reference`` (B, T), not negative, over ``mask``, unless it is 0.
 
     The two differ in the authors' code of Sparse-RL: weights are 0 outside [0.5, 1.5], but their divisor is the
     mean of min(xi, 1.5) over all completion tokens of the micro-batch, masked and rejected ones included. The
     result depends on how sequences are grouped into micro-batches; call it at loss time.
-
-    Args:
-        weights: Weights (B, T) to divide.
-        reference: Weights (B, T) to average, not negative.
-        mask: Completion tokens (B, T), bool, rejected ones included.
-
-    Returns:
-        The quotients (B, T), or ``weights`` unchanged if the mean is 0 or there are no tokens.
     """
     mean = torch.where(mask, reference, 0.0).sum() / mask.sum().clamp(min=1)
     return weights / torch.where(mean > 0, mean, 1.0)

@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_files(
-    writers: Mapping[Path, Callable[[Path], object]],
-    place: Callable[[Path], Path] | None = None,
-    durable: bool = False,
+    writers: Mapping[Path, Callable[[Path], object]], place: Callable[[Path], Path] | None = None, durable: bool = False
 ) -> None:
     """Write files under temporary names, and rename them once all of them are written.
 
@@ -58,11 +57,12 @@ def write_files(
     Raises:
         OSError: If one cannot be written; none has its name then, and no disk space stays occupied.
     """
-    make_folder = own_folder if place else _folder
     news = {path: place(path) if place else path.with_name(f".{path.name}.{os.getpid()}") for path in writers}
     try:
         for path, new in news.items():
-            make_folder(new.parent)
+            if place:
+                own_folder(new.parent)
+            new.parent.mkdir(parents=True, exist_ok=True)
             make_empty(new)
             writers[path](new)
             if durable:
@@ -71,7 +71,8 @@ def write_files(
             new.replace(path)
     except BaseException:
         for new in news.values():
-            _remove_if_there(new)
+            with suppress(OSError):  # the error being raised matters more
+                new.unlink(missing_ok=True)
         raise
     if durable:
         for parent in {path.parent for path in writers}:
@@ -79,18 +80,7 @@ def write_files(
 
 
 def writable_folder(folder: str | Path, argument: str) -> Path:
-    """Create a folder if needed, and check now that files can be written there later.
-
-    Args:
-        folder: Existing or new folder.
-        argument: Name of the argument that the user would change, for the message.
-
-    Returns:
-        The folder as a path.
-
-    Raises:
-        ValueError: If it cannot be created or written.
-    """
+    """Create a folder if needed, and check now that files can be written there later; ``argument`` named it."""
     path = Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -119,11 +109,7 @@ def _valid(value: Any) -> Any:
 
 
 def own_folder(path: Path) -> Path:
-    """Create a folder that we name, below one that a user named, and return it.
-
-    Raises:
-        OSError: If it cannot be created, or is a link: files written there would land elsewhere.
-    """
+    """Create a folder that we name, below one that a user named; a link there is an error: it leads elsewhere."""
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
         raise OSError(f"{path} is a link, and nothing is written through links out of a run's folder. Remove it.")
@@ -137,11 +123,7 @@ def make_empty(path: Path) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Append text to a file, all of it or nothing, creating the file and its folder if needed.
-
-    Raises:
-        OSError: If it cannot be written, or is a link.
-    """
+    """Append text to a file, all of it or nothing, creating the file and its folder if needed; not through a link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     with os.fdopen(descriptor, "ab", buffering=0) as file:
@@ -170,15 +152,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _folder(path: Path) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def _remove_if_there(path: Path) -> None:
-    """Remove a file if possible; the error being raised matters more than a failure here."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        pass

@@ -74,8 +74,8 @@ def compressors(
         "TriAttention": make(TriAttention, statistics=statistics),
         "SnapKV, Pyramid": make(SnapKV, budget_rule=Pyramid(beta=PYRAMID_BETA)),
         "SnapKV, Adaptive": make(SnapKV, budget_rule=Adaptive()),
-        "Union of SnapKV": Combined([make(SnapKV)], across_heads="max"),
-        "Mixture of SnapKV and KeyDiff": Combined([make(SnapKV), make(KeyDiff)]),
+        "Combined SnapKV, one set per layer": Combined([make(SnapKV)], across_heads="max"),
+        "Combined SnapKV and KeyDiff": Combined([make(SnapKV), make(KeyDiff)]),
     }
     if budget >= prompt_length + sizes.window:
         found["SnapKV, protected prompt"] = make(SnapKV, protect_prompt=True)

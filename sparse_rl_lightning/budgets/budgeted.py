@@ -19,9 +19,6 @@ class Budgeted(ABC):
     Args:
         budget: Number of tokens, or a schedule by the length of the sequence.
         budget_rule: Rule by which layers and heads share the budget, null for equally.
-
-    Raises:
-        ValueError: If the budget is not positive, or the subclass refuses it.
     """
 
     schedule: LengthSchedule
@@ -43,11 +40,7 @@ class Budgeted(ABC):
         return True
 
     def with_budget(self, budget: int | LengthSchedule) -> Self:
-        """A copy with another budget.
-
-        Raises:
-            ValueError: If a new instance would refuse the budget.
-        """
+        """A copy with another budget, which is refused where a new instance would refuse it."""
         other = copy.deepcopy(self)
         other._set_budget(budget)
         other._given_schedule = other.schedule
@@ -56,14 +49,8 @@ class Budgeted(ABC):
     def raise_budget(self, steps: int) -> None:
         """Set the budget ``steps`` steps above the given one; samplers follow at their next call.
 
-        A step is that of :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`: the next budget of the schedule,
-        a quarter more for a single number.
-
-        Args:
-            steps: Number of steps, counted from the budget at construction: the same call twice is one.
-
-        Raises:
-            ValueError: If there is no budget to raise, or ``steps`` is negative.
+        A step is that of :meth:`~sparse_rl_lightning.budgets.LengthSchedule.raised`: the next budget of the schedule, a
+        quarter more for a single number. Steps count from the budget at construction: the same call twice is one.
         """
         if not self.is_limited:
             raise UserError(f"{type(self).__name__} keeps everything: there is no budget to raise.")
@@ -82,11 +69,7 @@ class Budgeted(ABC):
 
     @abstractmethod
     def _check_schedule(self, schedule: LengthSchedule) -> None:
-        """Refuse budgets that leave nothing to choose.
-
-        Raises:
-            ValueError: If there is such a budget.
-        """
+        """Refuse budgets that leave nothing to choose."""
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "schedule" and not name.startswith("_")}

@@ -72,9 +72,6 @@ class Pyramid(BudgetRule):
 
     Args:
         beta: Ratio of the mean budget to the last layer's, at least 1; 1 is uniform.
-
-    Raises:
-        ValueError: If ``beta`` is below 1.
     """
 
     def __init__(self, beta: float = 20) -> None:
@@ -108,9 +105,6 @@ class Adaptive(BudgetRule):
     Args:
         floor: Tokens that every head keeps, null for a fifth of the layer's budget, as in the paper.
         layers: Rule by which the layers share, null for equally; ``Pyramid`` gives the paper's Ada-Pyramid.
-
-    Raises:
-        ValueError: If ``floor`` is negative.
     """
 
     def __init__(self, floor: int | None = None, layers: BudgetRule | None = None) -> None:
@@ -120,11 +114,7 @@ class Adaptive(BudgetRule):
         self.layers = layers or Uniform()
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
-        """Budgets by the rule ``layers``.
-
-        Raises:
-            ValueError: If ``floor`` exceeds the budget of a layer.
-        """
+        """Budgets by the rule ``layers``, of which none may be below ``floor``."""
         budgets = self.layers.layer_budgets(budget, num_layers, minimum)
         if self.floor is not None and self.floor > min(budgets):
             raise UserError(

@@ -38,19 +38,13 @@ class LengthSchedule:
         budgets: Tokens per layer and KV head, one for each start.
         pairs: Pairs of a start and a budget, ``[[0, 512], [2000, 1024]]``, instead of the other two.
 
-    Raises:
-        ValueError: If there is no step, or starts and budgets do not fit.
-
     Example::
 
         RKV(budget=LengthSchedule(starts=[0, 2000, 4000], budgets=[512, 1024, 1536]), buffer=256)
     """
 
     def __init__(
-        self,
-        starts: list[int] | None = None,
-        budgets: list[int] | None = None,
-        pairs: list[list[int]] | None = None,
+        self, starts: list[int] | None = None, budgets: list[int] | None = None, pairs: list[list[int]] | None = None
     ) -> None:
         if pairs is not None:
             if starts is not None or budgets is not None or any(len(pair) != 2 for pair in pairs):
@@ -107,9 +101,7 @@ class LengthSchedule:
     def save(self, path: str | Path, comment: str = "") -> None:
         """Write a YAML file that :meth:`from_file` reads and that can be pasted after ``budget:`` in a configuration.
 
-        Args:
-            path: File to write.
-            comment: Lines to put in front.
+        The lines of ``comment`` stand in front.
         """
         lines = [f"# {line}".rstrip() for line in comment.splitlines()]
         lines += ["class_path: LengthSchedule", "init_args:", f"  starts: {list(self.starts)}"]
@@ -161,15 +153,9 @@ class LengthSchedule:
         return sum(map(self.at, lengths)) / len(lengths)
 
     def raised(self, steps: int = 1) -> LengthSchedule:
-        """The schedule with every budget replaced by its next larger one.
+        """The schedule with every budget replaced by its next larger one, ``steps`` times.
 
         The largest grows by its difference from the second largest; a single budget grows by a quarter.
-
-        Args:
-            steps: Number of times.
-
-        Raises:
-            ValueError: If ``steps`` is negative.
         """
         if steps < 0:
             raise UserError(f"LengthSchedule: steps must not be negative, got steps={steps}.")
@@ -200,9 +186,6 @@ class ScheduleFile(LengthSchedule):
 
     Args:
         path: Path of a YAML or JSON file for :meth:`LengthSchedule.from_file`.
-
-    Raises:
-        ValueError: If there is no such file, or no schedule in it.
     """
 
     def __init__(self, path: str) -> None:
@@ -220,9 +203,6 @@ class PublishedSchedule(LengthSchedule):
     Args:
         name: Name of model and target, such as ``qwen3-1.7b-0.86``.
         reserved: Tokens to add to every budget.
-
-    Raises:
-        ValueError: If there is no schedule of this name.
     """
 
     def __init__(self, name: str, reserved: int = 0) -> None:

@@ -21,11 +21,9 @@ POLICY = "policy."
 class DurableCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints so that a crash or a full disk never costs the last good one; modules use it by default.
 
-    Besides ``X.ckpt`` the policy's weights are written to ``weights/X.safetensors``, under the names that Hugging Face
-    uses. When saving fails, the run continues, warns once, and keeps checkpoints due for removal until a save works.
-
-    Args:
-        weights: Write the safetensors file too.
+    Besides ``X.ckpt`` the policy's weights are written to ``weights/X.safetensors``, unless ``weights`` is False, under
+    Hugging Face's names. When saving fails, the run continues, warns once, and keeps checkpoints due for removal until
+    a save works.
     """
 
     def __init__(self, weights: bool = True) -> None:
@@ -55,12 +53,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Read tensors, numbers and texts, but pickled objects only with ``weights_only=False``.
-
-        Raises:
-            ValueError: If it is the folder of a strategy that shards, damaged, or not a checkpoint.
-        """
-        weights_only = True if weights_only is None else weights_only
+        """Read tensors, numbers and texts, but pickled objects only with ``weights_only=False``."""
+        weights_only = weights_only is not False
         if "://" in str(path):
             return super().load_checkpoint(path, map_location, weights_only)
         return read_checkpoint(Path(path), map_location, weights_only)

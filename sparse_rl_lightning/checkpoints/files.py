@@ -7,8 +7,9 @@ checkpoints whose name contains "last".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from io import BufferedWriter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,22 +19,17 @@ from torch import Tensor
 from sparse_rl_lightning.files import own_folder, remove, sync, write_files
 
 
-class _Watched:
+class _Watched(BufferedWriter):
     """A file that remembers why writing failed: torch.save reports a full disk as an internal error."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.error: OSError | None = None
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
-            return self.file.write(data)
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def incomplete(path: Path) -> Path:
@@ -52,27 +48,18 @@ def write_durably(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def save_tensors(state: Mapping[str, Any], path: Path) -> None:
-    """Write with ``torch.save``.
-
-    Raises:
-        OSError: If the file cannot be written, a full disk included.
-    """
-    with path.open("wb") as file:
-        watched = _Watched(file)
+    """Write with ``torch.save``; a full disk is an OSError too."""
+    with _Watched(path.open("wb", buffering=0)) as file:
         try:
-            torch.save(state, watched)  # type: ignore[arg-type]  # it has all that torch.save needs
+            torch.save(state, file)
         except (OSError, RuntimeError):
-            if watched.error is not None:
-                raise watched.error from None
+            if file.error is not None:
+                raise file.error from None
             raise
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path, step: int) -> None:
-    """Write safetensors: tensors that share memory once, with the number of optimizer steps as metadata.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Write safetensors: tensors that share memory once, with the number of optimizer steps as metadata."""
     own: dict[str, Tensor] = {}
     seen: set[tuple[int, int]] = set()
     for name, value in weights.items():

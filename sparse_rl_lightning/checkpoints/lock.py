@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,12 +18,9 @@ HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderLock:
-    """Keeps other processes out of a folder, by a lock on a hidden file beside it that stays after release.
+    """Keeps other processes out of a folder, which need not exist, by a lock on a hidden file beside it that stays.
 
     The lock belongs to the process: children do not inherit it, and a later run of the same process may take it again.
-
-    Args:
-        folder: Path of the folder, which need not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,11 +29,7 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Take the lock, or warn that the file system has none.
-
-        Raises:
-            ValueError: If another process has it.
-        """
+        """Take the lock, or warn that the file system has none; it is refused if another process has it."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -56,22 +50,15 @@ class FolderLock:
                 "its own (trainer.default_root_dir, dirpath of ModelCheckpoint)."
             ) from None
         self._descriptor = descriptor
-        self._sign()
+        with suppress(OSError):  # the disk may be full: it is locked all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def release(self) -> None:
         """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-    def _sign(self) -> None:
-        """Write who has the lock, for the error message of others."""
-        assert self._descriptor is not None
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        except OSError:
-            pass  # a full disk: locked all the same
 
     def _cannot(self, error: OSError) -> None:
         rank_zero_warn(

@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,14 @@ def digest(path: Path) -> str:
 
 
 def write_manifest(folder: Path, digests: dict[str, str], **facts: Any) -> None:
-    """Write ``manifest.json``, signed with this user's key.
-
-    Args:
-        folder: Folder of the checkpoint.
-        digests: SHA-256 of every file by its path inside the folder.
-        **facts: Further values for the reader, as JSON.
-    """
+    """Write ``manifest.json``, signed with this user's key: SHA-256 of every file by its path, and further facts."""
     body = json.dumps({"files": digests, **facts}, sort_keys=True)
     text = json.dumps({"body": body, "signature": _sign(body)})
     write_durably(folder / NAME, lambda new: new.write_text(text, encoding="utf-8"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, if this user signed it.
-
-    Raises:
-        ValueError: If it is missing, malformed or signed with another key, or this user has no key.
-    """
+    """The manifest, if this user signed it."""
     advice = (
         "Shards of DeepSpeed are pickled, so only those are read that were written under this user's account. Start "
         f"from the weights instead: export {folder / 'weights.safetensors'} as a model folder and name it under "
@@ -67,11 +58,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def changed_files(folder: Path, digests: dict[str, str]) -> list[str]:
     """Names of files that are missing or have changed since they were written."""
-    return [name for name, known in digests.items() if not _matches(folder / name, known)]
-
-
-def _matches(path: Path, known: str) -> bool:
-    return path.is_file() and hmac.compare_digest(digest(path), known)
+    found = {name: digest(folder / name) if (folder / name).is_file() else "" for name in digests}
+    return [name for name, known in digests.items() if not hmac.compare_digest(found[name], known)]
 
 
 def _sign(body: str) -> str:
@@ -88,9 +76,8 @@ def _key() -> bytes:
         own.touch(mode=0o600)
         own.write_text(secrets.token_hex(32))
         try:
-            os.link(own, path)  # fails if another process was faster, whose key then counts
-        except FileExistsError:
-            pass
+            with suppress(FileExistsError):  # another process was faster, whose key then counts
+                os.link(own, path)
         finally:
             own.unlink()
     return path.read_bytes()

@@ -21,15 +21,9 @@ PARTS = ("state_dict", "global_step", "pytorch-lightning_version")
 def read_checkpoint(
     path: Path, map_location: Callable[..., Any] | str | None = "cpu", weights_only: bool = True
 ) -> dict[str, Any]:
-    """A checkpoint of one device or DDP.
+    """A checkpoint of one device or DDP; a folder, a damaged or any other file, and pickled objects are refused.
 
-    Args:
-        path: Path of the file.
-        map_location: Devices of the tensors, as for ``torch.load``.
-        weights_only: Read tensors, numbers and texts only.
-
-    Raises:
-        ValueError: If it is a folder, damaged, not a checkpoint, or would have to be unpickled.
+    Devices of the tensors are as for ``torch.load``. ``weights_only`` reads tensors, numbers and texts only.
     """
     check_whole(path)
     given = f"ckpt_path={str(path)!r}"
@@ -55,11 +49,7 @@ def read_checkpoint(
 
 
 def check_whole(path: Path) -> None:
-    """Compare a file with the checksums that ``torch.save`` wrote into it, which ``torch.load`` does not do.
-
-    Raises:
-        ValueError: If the path is a folder, or the file is not a checkpoint, cut off or damaged.
-    """
+    """Compare a file with the checksums that ``torch.save`` wrote into it, which ``torch.load`` does not do."""
     given = f"ckpt_path={str(path)!r}"
     if path.is_dir():
         raise UserError(_why_no_file(path))

@@ -37,16 +37,15 @@ LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed's shards have them
 def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint folder; if that fails on any rank the run continues with the old one.
 
-    Args:
-        strategy: Strategy attached to a module with a ``policy``; all ranks call this.
-        checkpoint: Checkpoint of Lightning.
-        path: Path of the folder, the same on all ranks.
+    All ranks call this, with the same path; the strategy is attached to a module with a ``policy``.
     """
     attempt = _Attempt(strategy)
     new = incomplete(path)
     attempt.on_zero(lambda: _make_empty(new))
     if attempt.is_alive:
-        _write_shards(strategy.deepspeed_engine, new, attempt)
+        engine = strategy.deepspeed_engine
+        with _watched_engine(engine, new, attempt):
+            engine.save_checkpoint(str(new), tag=TAG, client_state={}, save_latest=False)
         weights = _whole_policy(strategy)
         own = {key: value for key, value in checkpoint.items() if key not in LEFT_OUT}
         attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, checkpoint["global_step"]))
@@ -67,29 +66,20 @@ def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: 
 
 
 def load_sharded(strategy: DeepSpeedStrategy, path: Path, with_optimizer: bool) -> dict[str, Any]:
-    """Load the weights into the engine, with the optimizer's state if the number of ranks is the same.
+    """Load weights into the engine, and the optimizer if training continues on as many ranks; return Lightning's state.
 
-    Args:
-        strategy: Strategy whose engine is set up; all ranks call this.
-        path: Folder that :func:`save_sharded` wrote.
-        with_optimizer: Whether training continues.
-
-    Returns:
-        The state of Lightning.
-
-    Raises:
-        ValueError: If the folder is incomplete, was changed, or was written by someone else.
+    All ranks call this. A folder that is incomplete, was changed, or was written by someone else is refused.
     """
     manifest = _checked_manifest(strategy, path)
-    same = (manifest["world_size"], manifest["stage"]) == (strategy.world_size, _stage(strategy))
-    if with_optimizer and same:
+    was, now = (manifest["world_size"], manifest["stage"]), (strategy.world_size, _stage(strategy))
+    if with_optimizer and was == now:
         strategy.deepspeed_engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
     else:
         _load_weights(strategy, path / WEIGHTS)
-    if with_optimizer and not same:
+    if with_optimizer and was != now:
         rank_zero_warn(
-            f"The checkpoint is of {manifest['world_size']} rank(s) with ZeRO-{manifest['stage']}, this run has "
-            f"{strategy.world_size} with ZeRO-{_stage(strategy)}: the weights are taken, the optimizer starts anew."
+            f"The checkpoint is of {was[0]} rank(s) with ZeRO-{was[1]}, this run has {now[0]} with ZeRO-{now[1]}: the "
+            "weights are taken, the optimizer starts anew."
         )
     state: dict[str, Any] = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
     return state
@@ -159,11 +149,6 @@ def _make_empty(folder: Path) -> None:
     own_folder(folder.parent)
     remove(folder)
     (folder / TAG).mkdir(parents=True)  # DeepSpeed would create it where errors go unnoticed
-
-
-def _write_shards(engine: Any, folder: Path, attempt: _Attempt) -> None:
-    with _watched_engine(engine, folder, attempt):
-        engine.save_checkpoint(str(folder), tag=TAG, client_state={}, save_latest=False)
 
 
 def _check_shared(folder: Path, digests: dict[str, str]) -> None:

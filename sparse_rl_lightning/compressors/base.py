@@ -41,9 +41,6 @@ class Compressor(Budgeted):
         protect_prompt: Whether the prompt is never evicted. ``budget`` must exceed the longest prompt: protected tokens
             take places of the budget, and more of them than it holds are an error when it happens.
         protect_token_ids: Token ids that are never evicted wherever they stand, such as digits or line breaks.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from.
     """
 
     evicts = True
@@ -110,27 +107,15 @@ class Compressor(Budgeted):
         return ()
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """Names of float32 numbers per KV head, with the width C of each: (S, H, C) that start at 0 with every prompt.
-
-        Args:
-            head_dim: Head dimension D of the model.
-        """
+        """Names of float32 numbers per KV head, with the width C of each: (S, H, C) that start at 0 with a prompt."""
         return {}
 
-    @property
-    def needs_attention(self) -> bool:
-        """Whether :meth:`update_state` reads ``update.mass``: the probabilities of every step are then computed."""
-        return False
-
-    @property
-    def needs_hidden_states(self) -> bool:
-        """Whether :meth:`update_state` reads ``update.hidden_states``."""
-        return False
-
-    @property
-    def needs_output_norms(self) -> bool:
-        """Whether :meth:`update_state` reads ``update.output_norms``: as costly per step as the output projection."""
-        return False
+    needs_attention = False
+    """Whether :meth:`update_state` reads ``update.mass``: the probabilities of every step are then computed."""
+    needs_hidden_states = False
+    """Whether :meth:`update_state` reads ``update.hidden_states``."""
+    needs_output_norms = False
+    """Whether :meth:`update_state` reads ``update.output_norms``: as costly per step as the output projection."""
 
     @abstractmethod
     def score(self, layer: LayerState) -> Tensor:
@@ -144,9 +129,6 @@ class Compressor(Budgeted):
 
         It is called once for every token, before the slot may be compressed: with one of each sequence after a decode
         step, and with the tokens of a prompt in blocks. A block of Q tokens must have the effect of Q blocks of one.
-
-        Args:
-            update: The numbers of one layer, and the new tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} has state_fields, so it needs update_state.")
 
@@ -155,12 +137,7 @@ class Compressor(Budgeted):
     def layer_budgets(self, num_layers: int, budget: int | None = None) -> list[int]:
         """The tokens kept per KV head of each layer, a mean over its heads; a layer's memory is this plus ``buffer``.
 
-        Args:
-            num_layers: Layers of the model.
-            budget: A budget of the schedule, default the largest.
-
-        Raises:
-            ValueError: If a head would get less than sinks and window.
+        ``budget`` is one of the schedule's, default the largest; a head must get sinks and window at least.
         """
         budget = self.budget if budget is None else budget
         return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
@@ -196,24 +173,12 @@ class Compressor(Budgeted):
         return scores, budgets
 
     def select(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> Tensor:
-        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``evict``.
-
-        Args:
-            layer: One layer's cache.
-            layer_budget: Budget as for :meth:`plan_eviction`.
-
-        Raises:
-            ValueError: For the reasons of :meth:`plan_eviction`.
-        """
+        """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``evict``."""
         scores, budgets = self.plan_eviction(layer, layer_budget)
         return select_entries(scores, layer.valid, layer.positions, budgets, self.num_sinks, self.window)
 
     def checked_score(self, layer: LayerState) -> Tensor:
-        """Scores of :meth:`score`, checked, with +inf for protected tokens.
-
-        Raises:
-            ValueError: If :meth:`score` returned another shape than (S, H, N), or NaN for a live entry.
-        """
+        """Scores of :meth:`score`, of the right shape and without NaN for live entries, +inf for protected tokens."""
         scores = self._shaped_score(layer)
         self._refuse_nan(scores, layer)
         return self._protected(scores, layer)

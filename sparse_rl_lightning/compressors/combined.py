@@ -24,8 +24,7 @@ Normalization = Literal["rank", "standard", "none"]
 """Ways to make scores of different heads or methods comparable: ranks, mean 0 and deviation 1, or not at all."""
 
 _SIZES = (
-    "schedule", "buffer", "num_sinks", "window", "compress_prompt", "budget_rule", "protect_prompt",
-    "protect_token_ids",
+    "buffer", "num_sinks", "window", "compress_prompt", "budget_rule", "protect_prompt", "protect_token_ids",
 )  # fmt: skip
 
 
@@ -46,9 +45,6 @@ class Combined(Compressor):
         normalization: Scale of the scores: "rank" compares ranks, "standard" standard deviations from the mean, "none"
             raw scores.
         across_heads: Reduction "max" or "mean" for one set of tokens per layer, null for a set per head.
-
-    Raises:
-        ValueError: If there is no method, one never evicts, sizes differ, weights do not fit or an option is unknown.
     """
 
     def __init__(
@@ -73,9 +69,11 @@ class Combined(Compressor):
             )
         for place, weight in enumerate(weights):
             check_number(f"weights[{place}]", weight, above=0, owner=name)
-        sizes = {size: getattr(compressors[0], size) for size in _SIZES if size != "schedule"}
-        super().__init__(compressors[0].schedule, **sizes)
+        super().__init__(compressors[0].schedule, **{size: getattr(compressors[0], size) for size in _SIZES})
         self._parts = list(compressors)
+        self.needs_attention |= any(part.needs_attention for part in compressors)
+        self.needs_hidden_states |= any(part.needs_hidden_states for part in compressors)
+        self.needs_output_norms |= any(part.needs_output_norms for part in compressors)
         self.weights = weights
         self.normalization: Normalization = normalization
         self.across_heads: HeadReduction | None = across_heads
@@ -100,21 +98,6 @@ class Combined(Compressor):
         parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
         return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
 
-    @property
-    def needs_attention(self) -> bool:
-        """Whether any part needs it."""
-        return any(part.needs_attention for part in self._parts)
-
-    @property
-    def needs_hidden_states(self) -> bool:
-        """Whether any part needs it."""
-        return any(part.needs_hidden_states for part in self._parts)
-
-    @property
-    def needs_output_norms(self) -> bool:
-        """Whether any part needs it."""
-        return any(part.needs_output_norms for part in self._parts)
-
     def update_state(self, update: StateUpdate) -> None:
         """Let every part that has running numbers update its own."""
         for index, part in enumerate(self._parts):
@@ -124,7 +107,10 @@ class Combined(Compressor):
 
     def score(self, layer: LayerState) -> Tensor:
         """The weighted sum (S, H, N), with ``across_heads`` the same for a token in every head."""
-        scores = [_comparable(scores, layer.valid, self.normalization) for scores in self.part_scores(layer)]
+        scores = self.part_scores(layer)
+        if self.normalization != "none":
+            comparable = normalized_ranks if self.normalization == "rank" else standardized
+            scores = [comparable(score, layer.valid) for score in scores]
         total = scores[0] * self.weights[0]
         for weight, score in zip(self.weights[1:], scores[1:], strict=True):
             total = total + weight * score
@@ -134,46 +120,34 @@ class Combined(Compressor):
 
     def part_scores(self, layer: LayerState) -> list[Tensor]:
         """Checked scores (S, H, N) of each part."""
-        return [
-            part.checked_score(
-                replace(
-                    newest_queries(layer, part.num_queries),
-                    state=_own(layer.state, index),
-                    head_state=_own(layer.head_state, index),
-                )
-            )
-            for index, part in enumerate(self._parts)
-        ]
+        scores = []
+        for index, part in enumerate(self._parts):
+            own = replace(layer, state=_own(layer.state, index), head_state=_own(layer.head_state, index))
+            scores.append(part.checked_score(newest_queries(own, part.num_queries)))
+        return scores
 
     def __repr__(self) -> str:
-        own = {name: value for name, value in vars(self).items() if name not in _SIZES and not name.startswith("_")}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in {"compressors": self._parts, **own}.items())
-        return f"{type(self).__name__}({arguments})"
+        names = ("weights", "normalization", "across_heads")
+        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{type(self).__name__}(compressors={self._parts!r}, {arguments})"
 
 
 def _check_part(name: str, first: Compressor, part: Compressor) -> None:
     """Refuse a part that never evicts or whose sizes differ from the first's."""
     if not part.evicts:
         raise UserError(f"{name}: {part} never evicts, so there are no scores to work on. Leave it out.")
-    for size in _SIZES:
-        own, other = _size(first, size), _size(part, size)
-        if own != other:
+    own, other = _sizes(first), _sizes(part)
+    for size in own:
+        if own[size] != other[size]:
             raise UserError(
-                f"{name}: all compressors inside must have the same {own[0]}, but {type(first).__name__} has "
-                f"{own[0]}={own[1]} and {type(part).__name__} has {own[0]}={other[1]}."
+                f"{name}: all compressors inside must have the same {size}, but {type(first).__name__} has "
+                f"{size}={own[size]} and {type(part).__name__} has {size}={other[size]}."
             )
 
 
-def _size(part: Compressor, name: str) -> tuple[str, str]:
-    """The argument and value of a size, as a user gave it."""
-    return ("budget", repr(part.schedule.plain)) if name == "schedule" else (name, repr(getattr(part, name)))
-
-
-def _comparable(scores: Tensor, valid: Tensor, how: Normalization) -> Tensor:
-    """Scores (S, H, N) that can be compared between heads and methods."""
-    if how == "none":
-        return scores
-    return normalized_ranks(scores, valid) if how == "rank" else standardized(scores, valid)
+def _sizes(part: Compressor) -> dict[str, str]:
+    """The sizes of a method as a user gave them."""
+    return {"budget": repr(part.schedule.plain)} | {size: repr(getattr(part, size)) for size in _SIZES}
 
 
 def _own(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:

@@ -27,9 +27,6 @@ class CUR(Compressor):
         leverage: The "product" of the shares of key and value, their "mean", or only that of "key" or "value".
         local_window: Neighboring entries that share one sum; 0 takes the norms as they are.
         **sizes: Arguments of :class:`Compressor`.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
     """
 
     num_queries = 0

@@ -38,16 +38,10 @@ def newest_queries(layer: LayerState, count: int) -> LayerState:
 
 
 def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
-    """Scores replaced by their order: the share of a row's other live entries that are lower, from 0 to 1.
+    """The ranks (S, H, N) of scores: the share of a row's other live entries that are lower, from 0 to 1.
 
-    Equal scores have equal ranks. A score of +inf, which means that the entry must stay, is left unchanged.
-
-    Args:
-        scores: Scores (S, H, N), float without NaN in live entries.
-        valid: Live entries (S, H, N), bool.
-
-    Returns:
-        The ranks (S, H, N) float32, undefined in free memory.
+    Equal scores have equal ranks. A score of +inf, which means that the entry must stay, is left unchanged. Free memory
+    is undefined.
     """
     known = scores.masked_fill(~valid, torch.inf).contiguous()
     lower = torch.searchsorted(known.sort(dim=-1).values, known, side="left")
@@ -56,16 +50,9 @@ def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def standardized(scores: Tensor, valid: Tensor) -> Tensor:
-    """Scores minus their mean, divided by their standard deviation, over the live entries of each row.
+    """Scores (..., N) minus their mean, divided by their standard deviation, over the live entries of each row.
 
-    Infinite scores do not count, and are left unchanged.
-
-    Args:
-        scores: Scores (..., N), float without NaN in live entries.
-        valid: Live entries, bool, broadcasts to ``scores``.
-
-    Returns:
-        The standardized scores (..., N), undefined in free memory.
+    Infinite scores do not count, and are left unchanged. Free memory is undefined.
     """
     counted = valid & scores.isfinite()
     number = counted.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -76,19 +63,11 @@ def standardized(scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def shared_scores(scores: Tensor, positions: Tensor, valid: Tensor, reduction: HeadReduction) -> Tensor:
-    """Give a token the same score in every head that has it.
+    """Give a token the same score in every head that has it: its best or its mean (S, H, N), 0 in free memory.
 
     Heads that always keep the same tokens have the same token at the same entry. Budgets per head, or a mixture with
-    scores that differ from head to head, break that, so tokens are found by their positions.
-
-    Args:
-        scores: Scores (S, H, N), float.
-        positions: True positions (S, H, N), increasing over the live entries of a row.
-        valid: Live entries (S, H, N), bool, first in their rows.
-        reduction: Reduction "max" or "mean" over the heads that have the token.
-
-    Returns:
-        The shared scores (S, H, N), 0 in free memory.
+    scores that differ from head to head, break that, so tokens are found by their positions, which increase over the
+    live entries of a row.
     """
     assert reduction in ("max", "mean"), reduction
     ordered = positions.masked_fill(~valid, _NOWHERE)
@@ -100,10 +79,7 @@ def shared_scores(scores: Tensor, positions: Tensor, valid: Tensor, reduction: H
         index = torch.searchsorted(there, wanted).clamp(max=there.shape[1] - 1)
         found = (there.gather(1, index) == wanted).view_as(scores)  # free memory is masked at the end
         score = scores[:, head].gather(1, index).view_as(scores)
-        if reduction == "max":
-            total = torch.where(found, torch.maximum(total, score), total)
-        else:
-            total = torch.where(found, total + score, total)
+        total = torch.where(found, torch.maximum(total, score) if reduction == "max" else total + score, total)
         holders += found
     result = total if reduction == "max" else total / holders.clamp(min=1)
     return result.masked_fill(~valid, 0.0)

@@ -39,9 +39,6 @@ class ExpectedAttention(Compressor):
         value_norm: Multiply by the norm of the value.
         epsilon: Added to the expected attention before, so that a large value counts without any.
         **sizes: Arguments of :class:`Compressor`.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
     """
 
     def __init__(

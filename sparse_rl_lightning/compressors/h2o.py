@@ -28,9 +28,6 @@ class H2O(Compressor):
         age_normalized: Divide by the number of queries that could see the token.
         value_weighted: Multiply by the norm of the value.
         **sizes: Arguments of :class:`Compressor`.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from.
     """
 
     num_queries = 0
@@ -38,12 +35,7 @@ class H2O(Compressor):
     needs_attention = True
 
     def __init__(
-        self,
-        budget: int | LengthSchedule,
-        *,
-        age_normalized: bool = False,
-        value_weighted: bool = False,
-        **sizes: Any,
+        self, budget: int | LengthSchedule, *, age_normalized: bool = False, value_weighted: bool = False, **sizes: Any
     ) -> None:
         super().__init__(budget, **sizes)
         self.age_normalized = age_normalized

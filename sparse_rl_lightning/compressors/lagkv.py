@@ -30,9 +30,6 @@ class LagKV(Compressor):
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         lag_size: Entries of a chunk, at least 2.
         **sizes: Arguments of :class:`Compressor`.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from, or a slot never has two chunks.
     """
 
     num_queries = 0

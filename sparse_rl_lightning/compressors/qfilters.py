@@ -24,9 +24,6 @@ class QFilters(Compressor):
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         statistics: File written by ``sparse-rl statistics``, or the statistics themselves.
         **sizes: Arguments of :class:`Compressor`.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from, or the statistics are missing.
     """
 
     num_queries = 0

@@ -22,11 +22,8 @@ COMMAND = "sparse-rl statistics POLICY TEXTS.jsonl"
 class QueryMoments:
     """Sums over the queries of one layer; sums of several batches add up to the layer's statistics.
 
-    Args:
-        queries: Queries (B, Hq, T, D) before the rotary positions are applied.
-        positions: True positions (B, T).
-        mask: Queries (B, T) that count, bool.
-        inv_freq: Rotary frequencies (D / 2,).
+    Queries (B, Hq, T, D) are those before the rotary positions (B, T) are applied; ``mask`` (B, T), bool, says which
+    count.
     """
 
     def __init__(self, queries: Tensor, positions: Tensor, mask: Tensor, inv_freq: Tensor) -> None:
@@ -84,15 +81,7 @@ class QueryStatistics:
 
     @classmethod
     def load(cls, path: str | Path, owner: str) -> QueryStatistics:
-        """Read a file.
-
-        Args:
-            path: File that :meth:`save` wrote.
-            owner: Class that needs it, for the message.
-
-        Raises:
-            ValueError: If it is missing or contains something else; the message includes the command that writes it.
-        """
+        """Read a file that :meth:`save` wrote, for the class ``owner``; the error has the command that writes one."""
         advice = f"Make it with: {COMMAND} {path}"
         if not Path(path).expanduser().is_file():
             raise UserError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
@@ -107,11 +96,7 @@ class QueryStatistics:
         write_files({Path(path).expanduser(): partial(save_file, tensors)})
 
     def layer(self, layer: LayerState, owner: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean (Hq, D), lengths (Hq, D / 2) and filters (H, D) of one layer, as float32 on its device.
-
-        Raises:
-            ValueError: If the statistics belong to another model.
-        """
+        """Mean (Hq, D), lengths (Hq, D / 2) and filters (H, D) of one layer, as float32 on its device."""
         num_layers, num_heads, dim = self.mean.shape
         _, num_kv_heads, _, key_dim = layer.keys.shape
         given = (num_heads, self.filters.shape[1], dim)

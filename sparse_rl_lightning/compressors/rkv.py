@@ -30,9 +30,6 @@ class RKV(SnapKV):
             similar to it.
         **options: Arguments of :class:`SnapKV`. Published R-KV is ``variant="decode"``; "original" sums over the
             queries, so its importance is up to ``window`` times larger.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from, or an option is outside its range.
     """
 
     def __init__(

@@ -11,16 +11,7 @@ from torch import Tensor
 
 
 def turn(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Multiply every pair of channels by ``cosine + i sine``.
-
-    Args:
-        vectors: Vectors (..., D).
-        cosine: Real parts (..., D / 2), broadcasts.
-        sine: Imaginary parts (..., D / 2), broadcasts.
-
-    Returns:
-        The products (..., D).
-    """
+    """Multiply every pair of channels of vectors (..., D) by ``cosine + i sine``, (..., D / 2) or broadcast to it."""
     real, imaginary = vectors.chunk(2, dim=-1)
     return torch.cat([real * cosine - imaginary * sine, imaginary * cosine + real * sine], dim=-1)
 
@@ -37,16 +28,9 @@ def rotate(vectors: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def rotate_to_mean(vectors: Tensor, position: Tensor, offsets: Tensor, inv_freq: Tensor) -> Tensor:
-    """The mean of vectors rotated to ``position + offset`` over all offsets, at the cost of one rotation.
+    """The mean (..., D) of vectors rotated to ``position + offset`` over all offsets, at the cost of one rotation.
 
-    Args:
-        vectors: Vectors (..., D).
-        position: Positions, broadcast to (...).
-        offsets: Numbers (O,) of tokens ahead.
-        inv_freq: Rotary frequencies (D / 2,).
-
-    Returns:
-        The mean (..., D), shorter than the vectors if the rotations disagree.
+    Positions broadcast to (...), offsets are (O,). It is shorter than the vectors if the rotations disagree.
     """
     ahead = angles(offsets, inv_freq.to(vectors.dtype))
     return turn(rotate(vectors, position, inv_freq), ahead.cos().mean(dim=0), ahead.sin().mean(dim=0))

@@ -34,9 +34,6 @@ class SnapKV(Compressor):
             importance after softmax and pooling.
         variant: "decode" or "original".
         **sizes: Arguments of :class:`Compressor`; ``window`` is also the number of queries that score.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from, or an option is not one of those listed.
     """
 
     def __init__(

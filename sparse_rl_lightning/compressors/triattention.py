@@ -33,9 +33,6 @@ class TriAttention(Compressor):
         max_offset: Largest distance ahead, in tokens.
         group_reduction: "max" or "mean" over the query heads of a KV head.
         **sizes: Arguments of :class:`Compressor`.
-
-    Raises:
-        ValueError: If the numbers leave nothing to choose from, or the statistics are missing.
     """
 
     num_queries = 0

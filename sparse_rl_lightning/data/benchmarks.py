@@ -107,7 +107,7 @@ class MathBenchmarks(PromptDataModule):
     ) -> None:
         super().__init__(max_val_prompts=max_val_prompts, **blocks)
         known = PUBLISHED | {name: own_benchmark(name, path) for name, path in (own or {}).items()}
-        self._known = {GSM8K_TRAIN.name: GSM8K_TRAIN} | known
+        self.known = {GSM8K_TRAIN.name: GSM8K_TRAIN} | known
         self.benchmarks = list(known if benchmarks is None else benchmarks)
         self.val_benchmarks = list(val_benchmarks)
         for argument, names in (("benchmarks", self.benchmarks), ("val_benchmarks", self.val_benchmarks)):
@@ -130,7 +130,7 @@ class MathBenchmarks(PromptDataModule):
         Its name is one of the seven, one of ``own``, or ``gsm8k_train``.
         """
         if name not in self._rows:
-            self._rows[name], self.reports[name] = self._read(self._known[name])
+            self._rows[name], self.reports[name] = self._read(self.known[name])
             rank_zero_info(str(self.reports[name]))
         return self._rows[name]
 

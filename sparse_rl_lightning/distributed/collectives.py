@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -23,21 +24,13 @@ RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective that a rank has begun and not completed.
+    """A collective that a rank has begun and not completed."""
 
-    Args:
-        operation: Name of the operation in torch.
-        group: Group of ranks.
-        number: Index among the group's collectives, counted on this rank.
-        sizes: Sizes of this rank's inputs.
-        place: Line that the main thread is in.
-    """
-
-    operation: str
+    operation: str  # its name in torch
     group: str
-    number: int
-    sizes: str
-    place: str
+    number: int  # among the group's collectives, counted on this rank
+    sizes: str  # of this rank's inputs
+    place: str  # line that the main thread is in
 
     @property
     def meeting(self) -> tuple[str, str, int, str]:
@@ -70,10 +63,9 @@ def current_wait() -> Wait | None:
 
 
 def oldest(dumps: Iterable[str]) -> dict[str, Any] | None:
-    """The oldest entry that has not completed, None if all have.
+    """The oldest entry that has not completed in the recorders' output as JSON, None if all have.
 
-    Args:
-        dumps: Output of the recorders, as JSON. Each numbers its entries by itself, but they share one clock.
+    Each recorder numbers its entries by itself, but they share one clock.
     """
     entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", [])]
     begun = [entry for entry in entries if not entry["retired"] and not entry["is_p2p"]]
@@ -81,12 +73,9 @@ def oldest(dumps: Iterable[str]) -> dict[str, Any] | None:
 
 
 def conflict(waits: Mapping[int, Wait | None]) -> str | None:
-    """The reason why ranks that are all blocked, or have left, can never continue; None if they can.
+    """The reason why ranks that are all blocked, or have left (None), can never continue; None if they can.
 
     Ranks in one and the same collective are no conflict: they wait for the network.
-
-    Args:
-        waits: Collective of each rank; None for a rank that has ended its training.
     """
     meetings = {None if wait is None else wait.meeting for wait in waits.values()}
     if len(meetings) < 2:
@@ -103,9 +92,7 @@ def conflict(waits: Mapping[int, Wait | None]) -> str | None:
 
 def place_of(frame: FrameType | None) -> str:
     """The innermost line of a stack outside Python's own and installed packages, and the line it has called."""
-    found = frame
-    while found is not None and not _is_ours(found.f_code.co_filename):
-        found = found.f_back
+    found = next((one for one, _ in walk_stack(frame) if _is_ours(one.f_code.co_filename)), None) if frame else None
     places = [_named(one) for one in (found, frame) if one is not None]
     return ", in ".join(dict.fromkeys(places)) or "an unknown place"
 

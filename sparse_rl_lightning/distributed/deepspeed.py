@@ -35,9 +35,6 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         config: A DeepSpeed configuration, or a JSON file with one, instead of the three above
             (``configs/deepspeed/`` has them to start from).
         **kwargs: Arguments of Lightning's DeepSpeedStrategy.
-
-    Raises:
-        ValueError: If the stage is unknown, or parameters that are not sharded are to be offloaded.
     """
 
     strategy_name = "sparse_rl_deepspeed"
@@ -56,11 +53,7 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
     # ---------------------------------------------------------------- CPUs
 
     def setup_environment(self) -> None:
-        """Set up the processes like Lightning, without its check for a GPU.
-
-        Raises:
-            ValueError: If float16 is requested on CPUs.
-        """
+        """Set up the processes like Lightning, without its check for a GPU, but not with float16 on CPUs."""
         if isinstance(self.accelerator, CPUAccelerator):
             precision = self.precision_plugin.precision
             if precision.startswith("16"):
@@ -116,11 +109,7 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         save_sharded(self, checkpoint, Path(self.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read what :meth:`save_checkpoint` wrote under this user's account, and nothing else.
-
-        Raises:
-            ValueError: If the folder is incomplete, was changed, or was written by someone else.
-        """
+        """Read what :meth:`save_checkpoint` wrote under this user's account, whole and unchanged, and nothing else."""
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return load_sharded(self, Path(checkpoint_path), with_optimizer=fitting)
@@ -143,25 +132,15 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
             name = f"{cls.strategy_name}_stage_{stage}{'_offload' if offload else ''}"
             where = ", offloaded to the CPU" if offload else ""
             strategy_registry.register(
-                name,
-                cls,
-                description=f"DeepSpeed ZeRO stage {stage}{where}, as sparse-rl drives it",
-                stage=stage,
-                offload_optimizer=offload,
-                offload_parameters=offload and stage == 3,
-            )
+                name, cls, description=f"DeepSpeed ZeRO stage {stage}{where}, as sparse-rl drives it", stage=stage,
+                offload_optimizer=offload, offload_parameters=offload and stage == 3,
+            )  # fmt: skip
 
 
 def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration of a ZeRO stage; Lightning sets accumulation, clipping and precision.
 
-    Args:
-        stage: ZeRO stage, 1, 2 or 3.
-        offload_optimizer: Keep the optimizer's state in the CPU's memory.
-        offload_parameters: Keep stage 3's weights there.
-
-    Raises:
-        ValueError: If the stage is unknown, or parameters that are not sharded are to be offloaded.
+    Arguments are those of :class:`SparseRLDeepSpeed`.
     """
     if stage not in (1, 2, 3):
         raise UserError(f"stage must be 1, 2 or 3, got stage={stage}. Without sharding use --trainer.strategy=ddp.")
@@ -181,11 +160,7 @@ def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters:
 
 
 def not_deepspeed(given: str) -> str:
-    """The error message for Lightning's own DeepSpeed strategies, with what to use instead.
-
-    Args:
-        given: Option as it was given, such as ``trainer.strategy=deepspeed_stage_2``.
-    """
+    """The error message for one of Lightning's own DeepSpeed strategies, as it was given, with what to use instead."""
     wanted = f"sparse_rl_{given.rpartition('=')[2]}"
     names = [name for name in StrategyRegistry.available_strategies() if name.startswith("sparse_rl_deepspeed")]
     return (

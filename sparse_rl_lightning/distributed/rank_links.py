@@ -54,11 +54,7 @@ def _keep_alive(connection: socket.socket, timeout: int) -> None:
 
 
 def connect(trainer: Trainer, timeout: int) -> dict[int, Link]:
-    """Links by rank: rank zero's to all others, every other rank's to rank zero. Collective.
-
-    Raises:
-        TimeoutError: If a rank did not connect.
-    """
+    """Links by rank: rank zero's to all others, every other rank's to rank zero. Collective."""
     trainer.strategy.barrier()  # data may be ready on one rank long before another, which is not an error
     if not trainer.is_global_zero:
         host, port, token = trainer.strategy.broadcast(("", 0, ""))  # rank zero's
@@ -73,11 +69,7 @@ def connect(trainer: Trainer, timeout: int) -> dict[int, Link]:
 
 
 def accept(server: socket.socket, token: str, world_size: int) -> dict[int, socket.socket]:
-    """One connection per other rank; strangers are disconnected, silent ones after a while.
-
-    Raises:
-        TimeoutError: If a rank did not connect.
-    """
+    """One connection per other rank; strangers are disconnected, silent ones after a while."""
     deadline = time.monotonic() + PATIENCE
     found: dict[int, socket.socket] = {}
     while len(found) < world_size - 1:

@@ -64,13 +64,9 @@ def mean_over_ranks(metrics: Mapping[str, Tensor | float], world_size: int) -> M
 def advantages_of_rank(
     rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards, trainer: Trainer | None
 ) -> Tensor:
-    """Advantages (B,) of this rank's rewards; a deviation over the batch covers all ranks.
+    """Advantages (B,) of this rank's rewards, B the same on every rank; a deviation over the batch covers all ranks.
 
-    Args:
-        rewards: Rewards (B,), with the same B on every rank.
-        num_generations: Samples per prompt.
-        scale_rewards: Scaling as for :func:`~sparse_rl_lightning.advantages.group_advantages`.
-        trainer: Trainer of several ranks, None for one.
+    Arguments are those of :func:`~sparse_rl_lightning.advantages.group_advantages`; one rank has no trainer.
     """
     if trainer is None or scale_rewards != "batch":
         return group_advantages(rewards, num_generations, scale_rewards)
@@ -80,11 +76,7 @@ def advantages_of_rank(
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Refuse Lightning's strategies that would train something else here, although supported ones have similar names.
-
-    Raises:
-        ValueError: If it is such a strategy.
-    """
+    """Refuse Lightning's strategies that would train something else here, although they are named like ours."""
     if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, SparseRLDeepSpeed):
         raise UserError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
     if isinstance(strategy, FSDPStrategy):
@@ -98,9 +90,6 @@ def check_processes(world_size: int) -> None:
     """Refuse a trainer unaware of the processes it was started in: each would train and save by itself.
 
     A launcher numbers its processes; if only WORLD_SIZE is set, it comes from a job's script or the machine.
-
-    Raises:
-        ValueError: If the launcher has started another number of processes.
     """
     is_one_of_them = "RANK" in os.environ or "LOCAL_RANK" in os.environ
     started = int(os.environ.get("WORLD_SIZE") or 1)
@@ -113,14 +102,7 @@ def check_processes(world_size: int) -> None:
 
 
 def check_agreement(facts: dict[str, str]) -> None:
-    """Compare, once and on all ranks, what must be the same on all of them. Collective; one rank always agrees.
-
-    Args:
-        facts: Values of this rank as text, by their names.
-
-    Raises:
-        ValueError: On all ranks, if any has a different value.
-    """
+    """Refuse facts, as text by their names, that are not the same on all ranks. Collective; one rank always agrees."""
     ranks = of_all_ranks(facts)
     for name in dict.fromkeys(name for own in ranks for name in own):
         values = [own.get(name, "none") for own in ranks]
@@ -135,12 +117,7 @@ def check_agreement(facts: dict[str, str]) -> None:
 def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
     """Refuse ranks that have other data, weights or checkpoints than the others, or a folder of their own. Collective.
 
-    Args:
-        trainer: The trainer of a fit that is starting.
-        facts: What must be the same on all ranks, as text; rows of data are added.
-
-    Raises:
-        ValueError: On all ranks, if any differs.
+    To the facts that must be the same on all ranks, rows of data are added.
     """
     loaders: dict[str, Any] = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
     for name, loader in loaders.items():
@@ -155,11 +132,7 @@ def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
 
 
 def check_shared(folders: list[Path]) -> None:
-    """Check that a folder which all ranks write into is one and the same. Collective.
-
-    Raises:
-        ValueError: On all ranks, if a rank does not see what rank zero has written.
-    """
+    """Refuse a folder which all ranks write into, and which is not one and the same. Collective."""
     rank = torch.distributed.get_rank()
     for folder in folders:
         name = [f".shared-{secrets.token_hex(8)}"]

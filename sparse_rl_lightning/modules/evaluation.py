@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.data import MathBenchmarks
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
@@ -128,6 +130,7 @@ class Evaluation(PolicyModule):
         super().on_test_start()
         if self.trainer.world_size > 1:
             raise UserError(f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1.")
+        self._check_benchmarks()
         writable_folder(self.folder.path, "trainer.default_root_dir")
         self.trainer.test_loop.verbose = False  # Lightning's own table would repeat ours, less readably
         self.results, self._problems = [], []
@@ -172,6 +175,11 @@ class Evaluation(PolicyModule):
                 "above is what there is of them."
             ) from error
 
+    def on_predict_start(self) -> None:
+        """Check settings of benchmarks that do not exist."""
+        super().on_predict_start()
+        self._check_benchmarks()
+
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
         """The rows, each with its ``completions`` by cache: a list of ``num_generations`` texts."""
         params = self.params(benchmark_name(batch))
@@ -186,6 +194,16 @@ class Evaluation(PolicyModule):
         return rows
 
     # ---------------------------------------------------------------- details
+
+    def _check_benchmarks(self) -> None:
+        """Refuse ``sampling_of`` for a name that the data module does not know; one that is not tested now may stay."""
+        data = getattr(self.trainer, "datamodule", None)
+        known = data.known if isinstance(data, MathBenchmarks) else self.sampling_of
+        for name in self.sampling_of:
+            if name not in known:
+                close = get_close_matches(name, known, 1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(known)}."
+                raise UserError(f"sampling_of: there is no benchmark {name!r}. {hint}")
 
     @property
     def folder(self) -> ResultFolder:

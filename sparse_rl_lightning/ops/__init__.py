@@ -1,4 +1,7 @@
-"""Operations on the cache, each in PyTorch and, where they are built, in compiled kernels."""
+"""Operations on the cache, each in PyTorch and, where they are built, in compiled kernels.
+
+All refuse tensors of the wrong shape, type, device or layout, and numbers out of range, with a ``ValueError``.
+"""
 
 from sparse_rl_lightning.ops.append import append
 from sparse_rl_lightning.ops.decode_attention import decode_attention

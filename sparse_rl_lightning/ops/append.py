@@ -40,7 +40,6 @@ def append(
         sin: Sines of the same shape and type.
 
     Raises:
-        ValueError: If a tensor has the wrong shape, type, device or layout.
         RuntimeError: If a slot is full; on a GPU by ``pools.raise_errors``, the token is dropped.
     """
     call(

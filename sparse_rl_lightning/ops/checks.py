@@ -22,15 +22,7 @@ _SETTLE = ("key_pool", "keys", "summaries", "offsets", "slots", "sources")  # de
 
 
 def check_arguments(op: str, args: tuple[Any, ...]) -> None:
-    """Refuse tensors of the wrong shape, type, device or layout.
-
-    Args:
-        op: Name of the op.
-        args: Arguments in the order of the schema.
-
-    Raises:
-        ValueError: If a tensor does not fit; the message has what was given and what is expected.
-    """
+    """Refuse tensors of the wrong shape, type, device or layout among the arguments of an op, in its schema's order."""
     given = {name: arg for name, arg in zip(PARAMETERS[op], args, strict=False) if isinstance(arg, Tensor)}
     first = [name for name in _SETTLE if name in given]
     like = first[0]
@@ -76,15 +68,7 @@ def _check_shape(name: str, tensor: Tensor, letters: list[str], sizes: dict[str,
 
 
 def check_slots(slots: Tensor, per_slot: Tensor) -> None:
-    """For the references: refuse slots (B,) that do not exist, as the compiled kernels do.
-
-    Args:
-        slots: Slots (B), int64.
-        per_slot: Tensor (S, H) or (L, S, H).
-
-    Raises:
-        RuntimeError: If there is such a slot, which is in the message.
-    """
+    """For the references: refuse slots (B,) that do not exist in (S, H) or (L, S, H), as the compiled kernels do."""
     count = per_slot.shape[-2]
     wrong = slots[(slots < -1) | (slots >= count)]
     if len(wrong):
@@ -94,22 +78,15 @@ def check_slots(slots: Tensor, per_slot: Tensor) -> None:
 def check_runs(slots: Tensor, offsets: Tensor, lengths: Tensor, limits: Tensor | int, pool_rows: int) -> None:
     """For the references: refuse heads that hold too many entries or lie outside the pool, as compiled kernels do.
 
-    Args:
-        slots: Slots (B), int64, -1 for a row to skip.
-        offsets: First rows (S, H) or (L, S, H) of the heads.
-        lengths: Number of entries, of the same shape.
-        limits: Limits of the lengths, of the same shape or one number.
-        pool_rows: Number of rows R of the pool.
-
-    Raises:
-        RuntimeError: If a number is wrong; the message has the first one.
+    Slots (B), int64, are -1 for a row to skip. Offsets, lengths and their limits are (S, H) or (L, S, H), or all limits
+    one number.
     """
     check_slots(slots, offsets)
     used = slots[slots >= 0]
     held, start = lengths[..., used, :], offsets[..., used, :]
     most = torch.as_tensor(limits, device=held.device).expand_as(lengths)[..., used, :]
-    if bool(((held < 0) | (held > most)).any()):
-        wrong = held[(held < 0) | (held > most)]
+    wrong = held[(held < 0) | (held > most)]
+    if len(wrong):
         raise RuntimeError(f"a head holds {int(wrong[0])} entries, allowed are 0 to {int(most.max())}.")
     outside = (start < 0) | (start > pool_rows - held)
     if bool(outside.any()):
@@ -120,11 +97,7 @@ def check_runs(slots: Tensor, offsets: Tensor, lengths: Tensor, limits: Tensor |
 
 
 def check_numbers(name: str, numbers: Tensor, limit: int | None = None) -> None:
-    """For the references: refuse numbers that are negative, or not below the limit.
-
-    Raises:
-        RuntimeError: If there is one; the message has the first.
-    """
+    """For the references: refuse numbers that are negative, or not below the limit."""
     wrong = numbers[(numbers < 0) if limit is None else (numbers < 0) | (numbers >= limit)]
     if len(wrong):
         allowed = "0 or more" if limit is None else f"0 to {limit - 1}"

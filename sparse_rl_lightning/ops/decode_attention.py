@@ -39,7 +39,6 @@ def decode_attention(
         The result (B, Hq, D), of the query's type.
 
     Raises:
-        ValueError: If a tensor has the wrong shape, type, device or layout.
         RuntimeError: If a head holds more than ``max_length`` entries; on a GPU by ``pools.raise_errors``.
     """
     out = torch.empty_like(query)

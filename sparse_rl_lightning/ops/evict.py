@@ -41,9 +41,6 @@ def evict(
         state_pool: Running state (R, C), float32, of each entry, moved along; in place only.
         source: Newly read prompts that replace the slots' content: other memory, offsets and lengths (L, B, H);
             entry i has position i. Its own positions and capacities are not used.
-
-    Raises:
-        ValueError: If a tensor has the wrong shape, type, device or layout, or a number is negative.
     """
     if num_sinks < 0 or window < 0:
         raise UserError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")

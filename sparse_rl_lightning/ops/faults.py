@@ -20,11 +20,7 @@ FAULTS = (  # numbers of the faults begin at 1 too
 
 
 def fault(word: int) -> str:
-    """Describe a fault in one sentence with op, slot and error.
-
-    Args:
-        word: Op in the lowest four bits, fault in the next four, then the slot.
-    """
+    """Describe a fault in one sentence: op in the lowest four bits, fault in the next four, then the slot."""
     op, kind, slot = OPS[(word & 15) - 1], FAULTS[(word >> 4 & 15) - 1], word >> 8
     return (
         f"{op} left out slot {slot}: {kind}. What was drawn since the last look is worthless; this is an error in what "

@@ -30,7 +30,6 @@ def fork(
         state_pool: Running state (R, C), float32.
 
     Raises:
-        ValueError: If a tensor has the wrong shape, type, device or layout.
         RuntimeError: On the CPU, if a destination is a source too or too small.
     """
     call(

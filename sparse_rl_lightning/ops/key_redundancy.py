@@ -33,9 +33,6 @@ def key_redundancy(keys: Tensor, lengths: Tensor, threshold: float = 0.5) -> Ten
     Returns:
         The similarities (S, H, N), in each row a mean over its own live entries, before R-KV's softmax; 0 in free
         memory; float64 if the keys are, else float32.
-
-    Raises:
-        ValueError: If a tensor has the wrong shape, type or device.
     """
     dtype, shape = accumulation_dtype(keys.dtype), keys.shape[:3]
     redundancy = torch.empty(shape, dtype=dtype, device=keys.device)

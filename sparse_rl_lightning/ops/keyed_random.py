@@ -15,14 +15,9 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def hash_bits(*keys: Tensor | int) -> Tensor:
-    """Compute 64 random bits per key tuple, as int64 over its whole range.
+    """Compute 64 random bits per tuple of keys, integer tensors that broadcast together: int64 over its whole range.
 
-    Args:
-        *keys: Integer tensors that broadcast together, or numbers. Put the largest tensor last: the keys before it
-            are mixed at their own, smaller shape.
-
-    Returns:
-        The bits, int64 of the broadcast shape.
+    Put the largest tensor last: the keys before it are mixed at their own, smaller shape.
     """
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:
@@ -36,12 +31,6 @@ def hash_uniform(*keys: Tensor | int) -> Tensor:
     47 random bits are rounded to the nearest float32, so numbers near 0 keep their full relative precision (down to
     2**-48) while those near 1 are 2**-24 apart. Rare events must therefore depend on small numbers: draw an exponential
     as ``-log1p(-u)``, not as ``-log(u)``.
-
-    Args:
-        *keys: Keys as in :func:`hash_bits`.
-
-    Returns:
-        The numbers, float32 of the broadcast shape.
     """
     bits = hash_bits(*keys)
     high = _logical_shift(bits, 40).to(torch.float32)  # 24 bits

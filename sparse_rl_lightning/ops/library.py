@@ -24,10 +24,7 @@ from sparse_rl_lightning.ops.schemas import SCHEMAS
 NAMESPACE = "sparse_rl"
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARIES = {"cpu": "_C", "cuda": "_cuda"}
-NATIVE_DTYPES = {
-    "cpu": {torch.float32, torch.bfloat16},
-    "cuda": {torch.float32, torch.bfloat16, torch.float16, FLOAT8},
-}
+NATIVE_DTYPES = {"cpu": {torch.float32, torch.bfloat16}, "cuda": {torch.float32, torch.bfloat16, torch.float16, FLOAT8}}
 REFERENCES: dict[str, Callable[..., None]] = {}
 """The PyTorch reference of each op, with its arguments checked, without gradients and autocast."""
 
@@ -38,12 +35,7 @@ def schema_hash() -> str:
 
 
 def register(name: str, reference: Callable[..., None]) -> None:
-    """Define one op of :data:`SCHEMAS` with its reference for all devices and its (empty) fake.
-
-    Args:
-        name: Name of the op.
-        reference: PyTorch function with the op's signature.
-    """
+    """Define one op of :data:`SCHEMAS` with its reference for all devices and its (empty) fake."""
 
     def run(*args: Any) -> None:
         check_arguments(name, args)
@@ -59,18 +51,10 @@ def register(name: str, reference: Callable[..., None]) -> None:
 
 
 def call(name: str, like: torch.Tensor, *args: Any) -> None:
-    """Run an op: its kernel if one supports the type and device of ``like``, else its reference.
+    """Run an op: its kernel if one supports the type, device and head size of the keys ``like``, else its reference.
 
     The kernels check their arguments themselves, and faster; Python checks again only after an error, for a clearer
     message.
-
-    Args:
-        name: Name of the op.
-        like: Keys, whose type, device and head size decide.
-        *args: Arguments of the op.
-
-    Raises:
-        ValueError: If a tensor has the wrong shape, type, device or layout.
     """
     op = getattr(torch.ops.sparse_rl, name).default
     if torch.compiler.is_compiling() or like.is_meta:
@@ -87,11 +71,7 @@ def call(name: str, like: torch.Tensor, *args: Any) -> None:
 
 
 def load() -> dict[str, str]:
-    """Load the compiled kernels that exist.
-
-    Returns:
-        For each library ("cpu", "cuda") an empty text if it is loaded, else the reason why it is not.
-    """
+    """Load the compiled kernels that exist; for each library the reason why it is not loaded, "" if it is."""
     if os.environ.get("SPARSE_RL_NATIVE", "1") == "0":
         return dict.fromkeys(LIBRARIES, "switched off by SPARSE_RL_NATIVE=0")
     return {device: _load(name) for device, name in LIBRARIES.items()}

@@ -41,7 +41,6 @@ def page_attention(
         The result (B, Hq, D), of the query's type.
 
     Raises:
-        ValueError: If a tensor has the wrong shape, type, device or layout.
         RuntimeError: If a list names a page that does not exist, by ``pools.raise_errors`` on a GPU; on the CPU also if
             it does not ascend.
     """

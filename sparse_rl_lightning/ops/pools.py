@@ -38,14 +38,7 @@ class KVPools:
 
     @classmethod
     def ragged(cls, capacities: Tensor, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> Self:
-        """Empty pools, the heads one after the other in the order of ``capacities``.
-
-        Args:
-            capacities: Number of entries of each head, (L, S, H) or (S, H), int32 on the CPU.
-            head_dim: Head size D.
-            dtype: Type of keys and values.
-            device: Device of the pools.
-        """
+        """Empty pools, heads one after the other in the order of capacities (L, S, H) or (S, H), int32 on the CPU."""
         ends = capacities.flatten().cumsum(0)
         keys = torch.zeros(int(ends[-1]), head_dim, dtype=dtype, device=device)
         offsets = (ends - capacities.flatten()).view(capacities.shape).to(device)
@@ -64,7 +57,7 @@ class KVPools:
         """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
-    def layer(self, index: int) -> Self:
+    def layer(self, index: int | slice) -> Self:
         """One layer of (L, S, H) pools."""
         return replace(
             self, offsets=self.offsets[index], capacities=self.capacities[index], lengths=self.lengths[index]
@@ -72,15 +65,10 @@ class KVPools:
 
     def single(self, index: int) -> Self:
         """One layer of (L, S, H) pools as (1, S, H), for ops on all layers."""
-        one = slice(index, index + 1)
-        return replace(self, offsets=self.offsets[one], capacities=self.capacities[one], lengths=self.lengths[one])
+        return self.layer(slice(index, index + 1))
 
     def raise_errors(self) -> None:
-        """Raise the error that CUDA kernels have reported since the last time; waits for the device.
-
-        Raises:
-            RuntimeError: If there is one; the message has op, slot and error of the first.
-        """
+        """Raise the error that CUDA kernels have reported since the last time; waits for the device."""
         word = 0 if self.errors is None else int(self.errors)
         if self.errors is not None and word:
             self.errors.zero_()
@@ -108,16 +96,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gather_heads(offsets: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Compute the pool rows of the first ``width`` entries of each head, for the references.
+    """The pool rows (..., N) of the first ``width`` entries of each head, and which are live, for the references.
 
-    Args:
-        offsets: First rows (...), int64.
-        lengths: Number of live entries (...), int32.
-        width: Number of entries N.
-
-    Returns:
-        ``rows`` (..., N), where free entries repeat the head's first row so that free memory is never read, and
-        ``live`` (..., N) bool.
+    Free entries repeat the head's first row, so that free memory is never read.
     """
     live = live_entries(lengths, width)
     return offsets.unsqueeze(-1) + torch.where(live, torch.arange(width, device=offsets.device), 0), live

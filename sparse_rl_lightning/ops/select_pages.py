@@ -55,7 +55,6 @@ def select_pages(
         float64 pools), of the pages that competed, 0 elsewhere.
 
     Raises:
-        ValueError: If a tensor has the wrong shape, type, device or layout, or a number is out of range.
         RuntimeError: If a head has more pages than ``summaries``, or a row reads more than ``width``; on a GPU by
             ``pools.raise_errors``.
     """
@@ -81,18 +80,11 @@ def page_counts(lengths: Tensor, page_size: int) -> Tensor:
 
 
 def page_scores(queries: Tensor, summaries: Tensor, reduction: PageReduction) -> Tensor:
-    """Score each page for each query, one number for a group of query heads.
+    """Score pages for queries (..., G, Q, D) by their vectors (..., C, P, D): (..., Q, P), at least float32.
 
     With one vector per page, its mean key c, the score is q . c. With two, the bounds u and l, it is
     ``sum_i max(q_i u_i, q_i l_i)``, which no key of the page exceeds: positive elements of q meet u, negative ones l.
-
-    Args:
-        queries: Queries (..., G, Q, D).
-        summaries: Vectors (..., C, P, D) from :func:`page_means` or :func:`page_bounds`.
-        reduction: Reduction over G.
-
-    Returns:
-        The scores (..., Q, P), at least float32.
+    The scores of the G query heads of a group become one.
     """
     assert reduction in ("mean", "max"), reduction
     dtype = accumulation_dtype(summaries.dtype)
@@ -109,15 +101,8 @@ def page_scores(queries: Tensor, summaries: Tensor, reduction: PageReduction) ->
 def keep_pages(scores: Tensor, counts: Tensor, limits: Tensor, num_first: int, num_last: int) -> Tensor:
     """Choose the pages to read: the first, the last, and the best scores among the rest; ties go to the lowest index.
 
-    Args:
-        scores: Scores (..., P), float, NaN counts as -inf; those of pages always read, or not there, do not matter.
-        counts: Number of pages that exist, broadcasts to (...).
-        limits: Number of pages to read, at least ``num_first + num_last``; broadcasts to (...).
-        num_first: Number of first pages that are always read.
-        num_last: Number of last pages that are always read.
-
-    Returns:
-        The mask (..., P), bool, of the pages to read.
+    NaN among the scores (..., P) counts as -inf; those of pages always read, or not there, do not matter. The numbers
+    of pages that exist, and of pages to read, at least ``num_first + num_last``, broadcast to (...).
     """
     index = torch.arange(scores.shape[-1], device=scores.device)
     there = index < counts.unsqueeze(-1)

@@ -33,7 +33,6 @@ def summarize_pages(
         newest_only: Whether to summarize only the page that the newest entry has completed, if it has.
 
     Raises:
-        ValueError: If a tensor has the wrong shape, type, device or layout.
         RuntimeError: If a head has more pages than ``summaries``; on a GPU by ``pools.raise_errors``.
     """
     check_pages(pools, page_size)
@@ -44,11 +43,7 @@ def summarize_pages(
 
 
 def check_pages(pools: KVPools, page_size: int) -> None:
-    """Refuse pools and page sizes that no op on pages supports.
-
-    Raises:
-        ValueError: If the pools are float8, whose means and bounds would need another type, or a page has no entries.
-    """
+    """Refuse float8 pools, whose means and bounds would need another type, and pages without entries."""
     if pools.keys.dtype == FLOAT8:
         raise UserError("pages are not read from float8 pools: keep keys and values in bfloat16, float16 or float32.")
     if page_size < 1:

@@ -60,9 +60,6 @@ def window_importance(
 
     Returns:
         The importance (S, H, N), 0 in the window and in free memory; float64 if the keys are, else float32.
-
-    Raises:
-        ValueError: If a tensor has the wrong shape, type or device, or an option is unknown.
     """
     _check_options(window, group_reduction, query_reduction, pooling, kernel_size)
     dtype, shape = accumulation_dtype(keys.dtype), keys.shape[:3]
@@ -113,16 +110,9 @@ def reference(
 
 
 def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: int) -> Tensor:
-    """Pool neighbors along the last dimension by maximum or average, as if only the entries ``inside`` existed.
+    """Pool neighbors (..., N) by maximum or average, as if only the first entries, those ``inside``, existed.
 
-    Args:
-        values: Values (..., N), float, finite where ``inside``.
-        inside: Mask, bool, that broadcasts to ``values``: one run of entries from the first one on.
-        pooling: Pooling "max", "avg" (missing neighbors count as zeros) or "none".
-        kernel_size: Odd number of entries.
-
-    Returns:
-        The pooled values (..., N), 0 where not ``inside``.
+    Missing neighbors count as zeros in an average. What is not inside becomes 0.
     """
     if pooling == "none":
         return values.masked_fill(~inside, 0.0)

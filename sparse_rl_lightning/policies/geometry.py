@@ -45,14 +45,9 @@ class CacheGeometry:
 
     @classmethod
     def of(cls, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> CacheGeometry:
-        """Read the geometry from a transformers causal language model.
+        """Read the geometry from a supported causal language model of transformers.
 
-        Args:
-            model: Policy to read.
-            kv_dtype: Type to store keys and values in, by default the type that the model computes in.
-
-        Raises:
-            ValueError: If the model is not a full-attention decoder with rotary positions.
+        Keys and values are stored in ``kv_dtype``, by default the type that the model computes in.
         """
         check_supported(model)
         config, decoder = model.config, model.get_decoder()
@@ -75,12 +70,20 @@ class CacheGeometry:
         )
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse a model whose cache could not be evicted correctly.
+def kv_type(kind: torch.dtype | str | None) -> torch.dtype | None:
+    """The type that keys and values are stored in, by its name; None for the model's own."""
+    known = {
+        "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
+        "float8_e4m3fn": FLOAT8, "fp8": FLOAT8,
+    }  # fmt: skip
+    found = known.get(kind) if isinstance(kind, str) else kind
+    if kind is not None and found not in known.values():
+        raise UserError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
+    return found
 
-    Raises:
-        ValueError: For hybrid models, and for models without weights, an output head or a plain rotary decoder.
-    """
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse a model whose cache could not be evicted correctly: hybrid, without weights, no rotary decoder."""
     if not hasattr(model, "get_output_embeddings"):
         raise UserError(f"model must be a causal language model of transformers, got {type(model)}.")
     check_reachable(model)
@@ -125,12 +128,7 @@ def context_length(config: Any) -> int | None:
 def check_window(model: PreTrainedModel, longest: int) -> None:
     """Refuse sequences that a sliding window would cut: eviction and replay support full attention only.
 
-    Args:
-        model: Policy to check.
-        longest: Number of tokens of the longest sequence, prompt and completion.
-
-    Raises:
-        ValueError: If it exceeds the model's sliding window.
+    ``longest`` is the number of tokens of the longest sequence, prompt and completion.
     """
     types = getattr(model.config, "layer_types", None)
     slides = getattr(model.config, "use_sliding_window", True) if types is None else "sliding_attention" in types

@@ -26,10 +26,6 @@ class LoraPolicy(PolicySource):
         lora_alpha: Numerator of the factor lora_alpha / r on the adapters' output.
         lora_dropout: Dropout on the adapters' input; has no effect with the module's ``disable_dropout``.
         target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head.
-
-    Raises:
-        ValueError: If a number is out of range, peft is missing, or the adapters would train nothing or only some of
-            the layers named.
     """
 
     def __init__(
@@ -73,25 +69,20 @@ class _AdaptersOff:
 
     @property
     def config(self) -> Any:
-        """The model's configuration, which names its attention."""
         return self.model.config
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        """The model's modules, for code that changes their attention."""
         return self.model.modules()
 
     def get_decoder(self) -> Any:
-        """The decoder as a function."""
         return self._decode
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        """The output head."""
         head = self.model.get_output_embeddings()
         return cast(torch.nn.Module, getattr(head, "base_layer", head))
 
     def to(self, **_: Any) -> _AdaptersOff:
-        """The object itself, which is always on the policy's device."""
-        return self
+        return self  # always on the policy's device
 
     def _decode(self, **inputs: Any) -> Any:
         with eval_mode(self.model):
@@ -103,11 +94,7 @@ class _AdaptersOff:
 
 
 def check_adapter(r: int, lora_alpha: float) -> None:
-    """Refuse an adapter that would train nothing.
-
-    Raises:
-        ValueError: If its rank or factor is not positive.
-    """
+    """Refuse an adapter that would train nothing."""
     check_number("r", r, least=1)
     check_number("lora_alpha", lora_alpha, above=0)
 
@@ -115,13 +102,7 @@ def check_adapter(r: int, lora_alpha: float) -> None:
 def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **options: Any) -> None:
     """Freeze a model under fresh adapters, the same in every call, whose output is zero until they are trained.
 
-    Args:
-        model: Policy, changed in place.
-        target_modules: Names of the layers, as in :class:`LoraPolicy`.
-        **options: ``r``, ``lora_alpha`` and ``lora_dropout``, as in :class:`LoraPolicy`.
-
-    Raises:
-        ValueError: If peft is missing, or the adapters would train nothing or only some of the layers named.
+    Arguments are those of :class:`LoraPolicy`.
     """
     try:
         from peft import LoraConfig
@@ -135,12 +116,7 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **optio
 
 
 def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:
-    """A copy of the model without its adapters.
-
-    Args:
-        model: Policy with adapters, which stays unchanged.
-        merge: Whether to add the adapters to the weights first.
-    """
+    """A copy of the model without its adapters, which ``merge`` adds to the weights first."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     plain = copy.deepcopy(model)

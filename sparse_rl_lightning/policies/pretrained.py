@@ -27,14 +27,8 @@ def load_pretrained(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, from safetensors only and without running code from the folder.
 
-    Args:
-        path: Folder or hub name.
-        dtype: Type of the weights, ``auto`` for the folder's.
-        attn_implementation: Attention of the model, None for transformers' choice.
-
-    Raises:
-        ValueError: If it cannot be loaded, a weight is missing, of another shape, NaN or infinite, or there is no
-            tokenizer.
+    A model that cannot be loaded, is incomplete, of other shapes, NaN or infinite, or without tokenizer is refused. The
+    type ``auto`` is the folder's, no attention transformers' choice.
     """
     where = f"policy: {path!r}"
     with _without_reports():
@@ -62,12 +56,7 @@ def load_pretrained(
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Refuse weights with NaN or infinity, which would spoil every number computed from them.
 
-    Args:
-        weights: Names and tensors.
-        where: Origin of the weights, which begins the error message.
-
-    Raises:
-        ValueError: If a weight has one.
+    ``where`` is their origin, which begins the error message.
     """
     broken = [name for name, value in weights if value.is_floating_point() and not bool(value.isfinite().all())]
     if broken:

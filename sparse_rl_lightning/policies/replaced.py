@@ -48,11 +48,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def check_reachable(model: Any) -> None:
     """Refuse a causal language model whose own forward does more than its decoder and its output head.
 
-    Args:
-        model: Model of transformers, or one wrapped by peft.
-
-    Raises:
-        ValueError: For soft prompts (prefix, prompt and p-tuning), which peft adds there, and a replaced ``forward``.
+    It does with soft prompts (prefix, prompt and p-tuning), which peft adds there, and with a replaced ``forward``.
     """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         if getattr(config, "is_prompt_learning", False):

@@ -59,16 +59,9 @@ def of_all_ranks(value: Any) -> list[Any]:
 def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Tensor) -> _Found:
     """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
 
-    It replaces the module's forward. Calling the module itself would gather in every call, and ranks that call it a
-    different number of times would wait for each other forever.
-
-    Args:
-        module: Module whose weights the function multiplies with.
-        function: Function that reads the weights and does not call the module.
-        *inputs: Arguments of the function; in backward the weights are released at the first that carries gradient.
-
-    Raises:
-        ValueError: If the weights are sharded by ZeRO-3, and the module is not a plain ``nn.Linear``.
+    The function replaces the module's forward, and does not call the module: calling it would gather in every call, and
+    ranks that call it a different number of times would wait for each other forever. In backward the weights are
+    released at the first input that carries gradient. Under ZeRO-3 the module must be a plain ``nn.Linear``.
     """
     if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         return function(*inputs)
@@ -88,10 +81,7 @@ def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Ten
 def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard a module's policy with FSDP2: decoder layers one by one, everything else when a step of the module runs.
 
-    Args:
-        module: Module with the policy and the steps that use it, ``training_step`` and the like.
-        policy: Causal language model of transformers.
-        mesh: One-dimensional mesh of the ranks that share the weights.
+    The mesh is one-dimensional, of the ranks that share the weights.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 

@@ -51,12 +51,7 @@ class PretrainedPolicy(PolicySource):
         self.attn_implementation = attn_implementation
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Load the model and its tokenizer, from safetensors only.
-
-        Raises:
-            ValueError: If the path has no complete model with finite weights and a tokenizer, the hub does not
-                have it, or its attention needs a package that is missing.
-        """
+        """Load the model and its tokenizer, from safetensors only."""
         check_attention(self.attn_implementation)
         looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
         path = os.path.expanduser(self.path)
@@ -81,11 +76,7 @@ class LoadedPolicy(PolicySource):
         self.tokenizer = tokenizer
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The given objects.
-
-        Raises:
-            ValueError: If a weight is NaN or infinite.
-        """
+        """The given objects, if all weights are finite."""
         check_finite(self.model.named_parameters(), "policy: the model given")
         return self.model, self.tokenizer
 
@@ -102,11 +93,7 @@ FLASH_PACKAGES = {
 
 
 def check_attention(name: str | None) -> None:
-    """Refuse flash attention without its package; transformers would look for kernels on its hub instead.
-
-    Raises:
-        ValueError: If it is not installed.
-    """
+    """Refuse flash attention without its package; transformers would look for kernels on its hub instead."""
     module, remedy = FLASH_PACKAGES.get(name or "", ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise UserError(

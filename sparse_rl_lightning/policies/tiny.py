@@ -7,26 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.source import PolicySource
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {  # configuration and model classes, whose arguments differ
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
 
 ARITHMETIC_ALPHABET = "0123456789+-*/%()=;#,>"
@@ -66,13 +57,9 @@ class TinyPolicy(PolicySource):
         self.architecture = architecture
         self.alphabet = alphabet
         self.sizes = {
-            "hidden_size": hidden_size,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "max_position_embeddings": max_position_embeddings,
-            "intermediate_size": 3 * hidden_size,
-        }
+            "hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
+            "max_position_embeddings": max_position_embeddings, "intermediate_size": 3 * hidden_size,
+        }  # fmt: skip
         self.seed = seed
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -92,12 +79,9 @@ def character_tokenizer(alphabet: Iterable[str] = string.printable) -> PreTraine
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -117,21 +101,8 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A randomly initialized causal language model small enough for a test: float32, CPU, reproducible.
 
-    Args:
-        architecture: ``llama``, ``qwen2`` or ``qwen3``.
-        vocab_size: Number of tokens.
-        hidden_size: Width of the model.
-        num_layers: Number of decoder layers.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of KV heads.
-        intermediate_size: Width of the feed-forward layer, default four times the width.
-        max_position_embeddings: Context length in tokens.
-        seed: Seed of the initial weights; the global random state is left alone.
-        initializer_range: Standard deviation of the initial weights; a large one gives peaked distributions.
-        eos_token_id: Tokens that end a completion.
-
-    Raises:
-        ValueError: If the architecture is unknown.
+    Arguments are as in :class:`TinyPolicy`. The feed-forward layer has four times the width by default; a large
+    ``initializer_range`` gives peaked distributions. The global random state is left alone.
     """
     if architecture not in ARCHITECTURES:
         raise UserError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")

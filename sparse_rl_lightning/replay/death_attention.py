@@ -7,6 +7,7 @@ FlexAttention needs no mask: blocks in which everything is dead are skipped, and
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,17 +22,10 @@ BLOCK = 128
 
 
 def death_attention(query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float) -> Tensor:
-    """Attention with gradient under the deaths of one layer, using the implementation for the device and length.
+    """Attention (B, Hq, T, D) with gradient under the deaths of one layer, by the way for the device and length.
 
-    Args:
-        query: Queries (B, Hq, T, D).
-        key: Keys (B, H, T, D); H divides Hq.
-        value: Values (B, H, T, D).
-        death: First query (B, H, T) that does not see the key any more.
-        scale: Factor on query x key.
-
-    Returns:
-        The outputs (B, Hq, T, D).
+    The first query that does not see a key any more is in ``death`` (B, H, T); other arguments are as in
+    :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
     """
     if query.is_cuda:
         return flex_death_attention(query, key, value, death, scale, compiled=True)
@@ -64,17 +58,15 @@ def flex_death_attention(
         return (k <= q) & (q < death[b, h // group, k])
 
     blocks = death_blocks(death, group, alive)
-    out: Any = _flex(compiled)(query, key, value, block_mask=blocks, scale=scale, enable_gqa=group > 1)
-    return out  # type: ignore[no-any-return]
+    flex: Any = _compiled_flex() if compiled else flex_attention
+    out: Tensor = flex(query, key, value, block_mask=blocks, scale=scale, enable_gqa=group > 1)
+    return out
 
 
 def death_blocks(death: Tensor, group: int, alive: Any) -> BlockMask:
-    """The blocks of queries and keys that FlexAttention computes, derived from the deaths without pairwise masks.
+    """The blocks of queries and keys that FlexAttention computes, derived from deaths (B, H, T) without pairwise masks.
 
-    Args:
-        death: Death steps (B, H, T).
-        group: Query heads per KV head.
-        alive: Function ``mask_mod`` for blocks that are neither dead nor fully visible.
+    ``group`` is the number of query heads per KV head, ``alive`` the ``mask_mod`` of blocks neither dead nor visible.
     """
     length = death.shape[-1]
     count = -(-length // BLOCK)
@@ -94,14 +86,6 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(dim=-1).to(torch.int32), order.to(torch.int32)
 
 
-def _flex(compiled: bool) -> Any:
-    return _compiled_flex() if compiled else flex_attention
-
-
+@cache
 def _compiled_flex() -> Any:
-    if not _COMPILED:
-        _COMPILED.append(torch.compile(flex_attention, dynamic=True))
-    return _COMPILED[0]
-
-
-_COMPILED: list[Any] = []
+    return torch.compile(flex_attention, dynamic=True)

@@ -18,25 +18,21 @@ from sparse_rl_lightning.replay.death_attention import death_attention
 REPLAY = "sparse_rl_replay"
 
 
-def replay_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    death: Tensor,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of the learner under the sampler's evictions: the query at q sees the key at k iff k <= q < death."""
-    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
-    return death_attention(query, key, value, death[layer], scaling).transpose(1, 2), None
+Attend = Callable[[Any, int, Tensor, Tensor, Tensor, float], Tensor]
+"""Function of a model's keyword argument, the layer, queries, keys, values and scale: outputs (B, Hq, T, D)."""
 
 
-def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+def register(name: str, keyword: str, attend: Attend) -> None:
     """Register an attention function for models under a name, for :func:`attention_implementation`."""
-    AttentionInterface.register(name, function)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
+        **others: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+        return attend(others[keyword], layer, query, key, value, scaling).transpose(1, 2), None
+
+    AttentionInterface.register(name, attention)
 
 
 @contextmanager
@@ -80,4 +76,8 @@ def _config(model: PreTrainedModel, name: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
-register(REPLAY, replay_attention)
+def _under_deaths(death: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    return death_attention(query, key, value, death[layer], scale)
+
+
+register(REPLAY, "death", _under_deaths)

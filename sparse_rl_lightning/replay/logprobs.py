@@ -42,20 +42,9 @@ def replay_statistics(
     chunk_size: int = 512,
     head_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies under the sampler's own evictions, like ``sequence_logprobs`` without them.
+    """Log-probabilities and entropies (B, T) under the sampler's own evictions, with gradient, 0 outside completions.
 
-    Args:
-        model: Policy to evaluate.
-        rollout: Sequences with their evictions.
-        temperature: Temperature of the sampler, 1 for greedy rollouts.
-        chunk_size: Number of tokens per chunk, as in ``sequence_logprobs``.
-        head_in_float32: Precision of the output head, as in ``sequence_logprobs``.
-
-    Returns:
-        Two (B, T) tensors with gradient, 0 outside the completions.
-
-    Raises:
-        ValueError: For the reasons of :func:`replay_logprobs`.
+    Arguments and errors are those of :func:`replay_logprobs`, chunks and precision those of ``sequence_logprobs``.
     """
     if rollout.evictions is None:
         raise UserError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")

@@ -32,14 +32,9 @@ def masked_attention(
         mask_of: Function that gives the mask of a range of queries; called again in the backward pass.
         scale: Factor on query x key.
         mask_bytes: Size limit of one mask in bytes.
-
-    Returns:
-        The outputs (B, Hq, T, D).
     """
-    batch, heads, length, width = key.shape
-    # the query heads of a KV head become the heads, so that one mask serves them all by broadcasting
-    grouped = query.reshape(batch * heads, -1, length, width)
-    keys, values = (t.reshape(batch * heads, 1, length, width).expand_as(grouped) for t in (key, value))
+    batch, heads, length, _ = key.shape
+    grouped, keys, values = group_heads(query, key, value)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         mask = mask_of(start, start + query.shape[2]).flatten(0, 1)
@@ -55,3 +50,11 @@ def masked_attention(
         # the graph would keep every mask until the backward pass
         chunks.append(checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(chunks, dim=2).reshape(query.shape)
+
+
+def group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the query heads of a KV head as the heads, so that one mask serves them all by broadcasting."""
+    batch, heads, length, width = key.shape
+    grouped = query.reshape(batch * heads, -1, length, width)
+    keys, values = (t.reshape(batch * heads, 1, length, width).expand_as(grouped) for t in (key, value))
+    return grouped, keys, values

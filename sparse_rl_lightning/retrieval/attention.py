@@ -6,15 +6,14 @@ Gradient flows through the attention; the choice of pages is a constant.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparse_rl_lightning.ops.select_pages import keep_pages
 from sparse_rl_lightning.replay.hooks import register
-from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
+from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, group_heads, masked_attention
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.retrievers.base import PageLimits
 
@@ -27,18 +26,12 @@ class LearnerPages:
 
     Queries of prompts read everything. For the others pages are chosen from each layer's own queries and keys in this
     very pass, with the rule of the rollout engine.
-
-    Args:
-        prompt_lengths: Lengths (B,) of the prompts.
-        retriever: Retriever of the sampler.
-        mask_bytes: Size limit as in :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
-        num_layers: Number of layers of the model, for a budget rule of the retriever; 0 if all layers read as much.
     """
 
-    prompt_lengths: Tensor
-    retriever: Retriever
-    mask_bytes: int = MASK_BYTES
-    num_layers: int = 0
+    prompt_lengths: Tensor  # (B,)
+    retriever: Retriever  # the sampler's
+    mask_bytes: int = MASK_BYTES  # limit of a mask, as in masked_attention
+    num_layers: int = 0  # layers of the model, for a budget rule of the retriever; 0 if all layers read as much
     limits_at: PageLimits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,11 +42,8 @@ class LearnerPages:
         """Compute one layer's attention (B, Hq, T, D) from queries (B, Hq, T, D), keys and values (B, H, T, D)."""
         batch, heads, length, width = key.shape
         if layer < self.retriever.num_dense_layers:
-            grouped = query.reshape(batch * heads, -1, length, width)
-            keys, values = (t.reshape(batch * heads, 1, length, width).expand_as(grouped) for t in (key, value))
-            return F.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale).reshape(
-                query.shape
-            )
+            alike = group_heads(query, key, value)
+            return F.scaled_dot_product_attention(*alike, is_causal=True, scale=scale).reshape(query.shape)
         with torch.no_grad():
             grouped = query.detach().reshape(batch, heads, -1, length, width)
             summaries = self._summaries(key.detach())
@@ -64,8 +54,6 @@ class LearnerPages:
                 return self._tokens(pages, start, stop)
 
         return masked_attention(query, key, value, mask_of, scale, self.mask_bytes)
-
-    # ---------------------------------------------------------------- inside
 
     def _summaries(self, key: Tensor) -> Tensor:
         """The vectors (B, H, C, P, D) of the complete pages of keys (B, H, T, D)."""
@@ -93,20 +81,4 @@ class LearnerPages:
         return (seen & (step <= at)).unsqueeze(2)
 
 
-def retrieval_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    retrieval: LearnerPages,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of the learner to the pages that queries read."""
-    layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
-    return retrieval.attend(layer, query, key, value, scaling).transpose(1, 2), None
-
-
-register(RETRIEVAL, retrieval_attention)
+register(RETRIEVAL, "retrieval", LearnerPages.attend)

@@ -51,15 +51,14 @@ class PagedCache(SlotCache):
     def __init__(self, geometry: CacheGeometry, size: PagedCacheSize) -> None:
         super().__init__(geometry, size)
         g, self.retriever = geometry, size.retriever
-        counts = [
-            -(-entries // self.retriever.page_size) for entries in size.entries[self.retriever.num_dense_layers :]
-        ]
-        heads = (size.num_slots, g.num_kv_heads, self.retriever.num_vectors)
+        r = self.retriever
+        counts = [-(-entries // r.page_size) for entries in size.entries[r.num_dense_layers :]]
+        heads = (size.num_slots, g.num_kv_heads, r.num_vectors)
         self.summaries = [  # (S, H, C, P, D) for each layer that retrieves
             torch.zeros(*heads, count, g.head_dim, dtype=g.kv_dtype, device=g.device) for count in counts
         ]
-        self.width = min(max(counts), max(self.retriever.layer_pages(len(counts), budget=self.retriever.budget)))  # K
-        self.limits_at = self.retriever.page_limits(len(counts), g.device)
+        self.width = min(max(counts), max(r.layer_pages(len(counts), budget=r.budget)))  # K
+        self.limits_at = r.page_limits(len(counts), g.device)
         self.limits = torch.zeros(0, dtype=torch.int32, device=g.device)  # (L, R) pages that rows of a step read
         self.read = torch.zeros_like(self.held)  # entries read by the step that fed a token
 
@@ -92,15 +91,9 @@ class PagedCache(SlotCache):
         self.read[places, positions] = self.count_read(self.lengths[:, slots.clamp(min=0)])
 
     def count_read(self, lengths: Tensor) -> Tensor:
-        """The number of entries that a step reads, one key and one value each, a mean over layers and heads.
+        """The number of entries (R,) that a step reads, one key and one value each, a mean over layers and heads.
 
-        Vectors of pages count half an entry each, if they are scored.
-
-        Args:
-            lengths: Number of live entries (L, R, H) during the step.
-
-        Returns:
-            The numbers (R,), float32.
+        There are (L, R, H) live entries during the step. Vectors of pages count half an entry each, if they are scored.
         """
         r = self.retriever
         held, dense = lengths[r.num_dense_layers :], lengths[: r.num_dense_layers].sum(dim=(0, 2))
@@ -116,9 +109,8 @@ class PagedCache(SlotCache):
             return super()._attend(layer, slots, query, probs)
         self._refresh(layer, slots, newest_only=True)
         pages = self.choose(layer, slots, query)
-        return ops.page_attention(
-            self.layers[layer], slots, query, pages, self.retriever.page_size, self.geometry.scale
-        )
+        size, scale = self.retriever.page_size, self.geometry.scale
+        return ops.page_attention(self.layers[layer], slots, query, pages, size, scale)
 
     def choose(self, layer: int, slots: Tensor, query: Tensor) -> Tensor:
         """The pages (R, H, K), int32, that queries (R, Hq, D) read."""
@@ -192,11 +184,7 @@ class PagedCache(SlotCache):
 
 
 def check_retriever(retriever: Retriever, compressor: Compressor, num_layers: int, kv_dtype: torch.dtype) -> None:
-    """Refuse combinations that a retriever cannot work with, by name.
-
-    Raises:
-        ValueError: If something does not fit; the message says what to change.
-    """
+    """Refuse combinations that a retriever cannot work with, by name."""
     name, other = type(retriever).__name__, type(compressor).__name__
     if retriever.num_dense_layers >= num_layers:
         raise UserError(

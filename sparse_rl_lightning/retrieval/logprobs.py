@@ -38,17 +38,9 @@ def retrieval_logprobs(
 ) -> RetrievalLogprobs:
     """Compute log-probabilities and entropies of the rollout's tokens when the learner itself retrieves.
 
-    Args:
-        model: Policy of the learner.
-        retriever: Retriever that chooses pages from each layer's queries and keys in this pass; queries of prompts read
-            everything, as in the rollout engine.
-        rollout: Sequences of a sampler with this retriever.
-        temperature: Divisor of the logits; the sampler's, 1 for greedy rollouts.
-        chunk_size: Chunk size as in ``sequence_logprobs``.
-        head_in_float32: Option as in ``sequence_logprobs``.
-
-    Raises:
-        ValueError: If the rollout has evictions as well.
+    The retriever, the sampler's, chooses pages from each layer's queries and keys in this pass; queries of prompts read
+    everything, as in the rollout engine. The temperature is the sampler's, 1 for greedy rollouts; chunks and precision
+    are as in ``sequence_logprobs``.
     """
     kv = rollout.kv
     if kv is not None and bool((kv.stored < kv.full).any()):

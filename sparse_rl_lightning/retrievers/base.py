@@ -31,9 +31,6 @@ class Retriever(Budgeted):
         num_dense_layers: First layers whose queries read everything.
         budget_rule: Rule by which the other layers share the budget, null for equally; a layer reads whole pages. All
             heads of a layer read as much, so rules that split heads are refused.
-
-    Raises:
-        ValueError: If the rule splits heads, a budget is not a whole number of pages, or leaves nothing to choose.
     """
 
     num_vectors = 1
@@ -119,11 +116,7 @@ class Retriever(Budgeted):
         return None
 
     def layer_pages(self, num_layers: int, budget: int) -> list[int]:
-        """The number of pages that a query reads in each retrieving layer, under one budget of the schedule.
-
-        Raises:
-            ValueError: If a layer would read fewer pages than are always read.
-        """
+        """The number of pages that a query reads in each retrieving layer, under one budget of the schedule."""
         reserved = self.num_first_pages + self.num_last_pages
         shares = self.budget_rule.layer_budgets(budget, num_layers, reserved * self.page_size)
         return [max(round(share / self.page_size), reserved) for share in shares]
@@ -138,9 +131,7 @@ class Retriever(Budgeted):
 class PageLimits:
     """A schedule in pages, as tensors created once, so that a decode step does not copy numbers to the device.
 
-    Args:
-        starts: Lengths (n,) int64 at which a limit begins, ascending from 0.
-        limits: Pages (L, n) int32 of each retrieving layer.
+    From lengths ``starts`` (n,) int64 on, ascending from 0, retrieving layers read ``limits`` (L, n) int32 pages.
     """
 
     def __init__(self, starts: Tensor, limits: Tensor) -> None:

@@ -23,9 +23,6 @@ class Centroid(Retriever):
         group_reduction: Scores of the query heads of a group are averaged (``mean``, as Sparrow does) or the largest
             counts (``max``).
         **sizes: Arguments of :class:`Retriever`.
-
-    Raises:
-        ValueError: If the numbers do not fit, or the reduction is unknown.
     """
 
     def __init__(self, budget: int | LengthSchedule, *, group_reduction: PageReduction = "mean", **sizes: Any) -> None:

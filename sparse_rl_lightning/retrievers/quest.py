@@ -24,9 +24,6 @@ class Quest(Retriever):
         budget: Tokens that a query reads per layer and KV head.
         group_reduction: The largest bound of the query heads of a group counts (``max``) or their mean (``mean``).
         **sizes: Arguments of :class:`Retriever`.
-
-    Raises:
-        ValueError: If the numbers do not fit, or the reduction is unknown.
     """
 
     num_vectors = 2

@@ -86,11 +86,7 @@ def reward_batch(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> dict[str, Sequence[Any]]:
-    """The arguments of reward functions for B samples, by name.
-
-    Raises:
-        ValueError: If a column has the name of an argument, or another number of entries.
-    """
+    """The arguments of reward functions for B samples, by name."""
     reserved = [name for name in (*_ARGUMENTS, "self") if name in columns]
     if reserved:
         raise UserError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
@@ -120,11 +116,6 @@ def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[An
     The function gets copies of the lists, so that its changes to them affect nobody else. The working directory,
     torch's default type and gradient mode are restored after the call.
 
-    Args:
-        function: Reward function to call.
-        name: Name of the function in errors.
-        batch: Arguments of the function, one entry per sample each.
-
     Raises:
         RewardMistake: If the columns do not fit its signature, or it does not return a list of finite numbers.
         RewardFailure: If it raises anything, even to end the program; KeyboardInterrupt passes through.
@@ -144,15 +135,7 @@ def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[An
 
 
 def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:
-    """Refuse reward functions that cannot be called, before anything is drawn.
-
-    Args:
-        functions: Reward functions.
-        columns: Names of the rows' columns besides the prompt.
-
-    Raises:
-        ValueError: If one is async, or its signature does not fit the columns.
-    """
+    """Refuse reward functions that are async or do not fit the rows' columns, before anything is drawn."""
     given = [*_ARGUMENTS, *columns]
     for function, name in zip(functions, reward_names(functions), strict=True):
         if any(map(_is_async, (function, getattr(function, "__call__", None)))):  # noqa: B004  # of a class
@@ -171,11 +154,7 @@ def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
 
 
 def reward_counters(functions: Sequence[Any]) -> dict[str, float]:
-    """The counts of reward functions since the last call, as ``{function}/{counter}``.
-
-    Args:
-        functions: Reward functions, guarded or not; only those with ``take_counters() -> dict[str, float]`` count.
-    """
+    """The counts of those reward functions that count since the last call, as ``{function}/{counter}``."""
     return {
         f"{called}/{name}": float(value)
         for function, called in zip(functions, reward_names(functions), strict=True)

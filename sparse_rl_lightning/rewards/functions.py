@@ -31,9 +31,6 @@ class MathReward:
         num_workers: Number of processes for the few answers that only math-verify can compare.
         timeout: Seconds such a comparison may take before its process is killed.
         answers: Convention, ``strict``, or ``lenient`` to also pay what papers' graders do, such as ``2+3`` for 5.
-
-    Raises:
-        ValueError: If a number is out of range, or the convention is unknown.
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, answers: Convention = "strict") -> None:
@@ -42,14 +39,9 @@ class MathReward:
         self.answers = answers
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        completion_ids: Sequence[Any],
-        answer: Sequence[str],
-        tolerance: Sequence[float] | None = None,
-        **_: Any,
-    ) -> list[float | None]:
+        self, prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], answer: Sequence[str],
+        tolerance: Sequence[float] | None = None, **_: Any,
+    ) -> list[float | None]:  # fmt: skip
         """The rewards of a batch."""
         golds = ["" if gold is None else str(gold) for gold in answer]  # files may contain numbers
         right = self.checker.check_by(self.answers, completions, golds, tolerance)
@@ -83,13 +75,9 @@ def boxed_format_reward(
 
 
 def arithmetic_reward(
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    completion_ids: Sequence[Any],
-    answer: Sequence[str],
-    task: Sequence[str] | None = None,
-    **_: Any,
-) -> list[float | None]:
+    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], answer: Sequence[str],
+    task: Sequence[str] | None = None, **_: Any,
+) -> list[float | None]:  # fmt: skip
     """1 if the text after the last ``#`` is the answer; for ``ArithmeticTasks``.
 
     In countdown any expression counts that reaches the target with the given numbers, each used at most once. Both

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.policies.geometry import kv_type
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.engine.memory import check_limit
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
@@ -66,8 +67,11 @@ class RolloutOptions:
         if self.num_slots is not None:
             check_number("rollout.num_slots", self.num_slots, least=1)
         object.__setattr__(self, "end_tokens", as_texts(self.end_tokens, "rollout.end_tokens"))
+        if isinstance(self.memory_limit, bool):
+            raise UserError(f"rollout.memory_limit is a number of bytes or a share, got {self.memory_limit}.")
         if self.memory_limit is not None:
             check_limit(self.memory_limit)
+        kv_type(self.kv_dtype)  # raises for an unknown name
         check_number("rollout.oversampling", self.oversampling, least=1)
         if self.reward_timeout is not None:
             check_number("rollout.reward_timeout", self.reward_timeout, above=0)

@@ -14,7 +14,7 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import PartialCheckpoint
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
-from sparse_rl_lightning.rollout.session import RolloutSession
+from sparse_rl_lightning.rollout.session import RolloutSession, changed_settings
 
 STORABLE = (str, int, float, bool, type(None))
 
@@ -53,11 +53,7 @@ class PartialRollouts:
         self._saved: dict[str, Any] | None = None  # state from a checkpoint, until there is a session
 
     def begin(self, max_prompt_length: int) -> None:
-        """Start a fit: with an empty session, created on first use, or with the one of the checkpoint.
-
-        Args:
-            max_prompt_length: Length of the longest prompt in tokens.
-        """
+        """Start a fit: with an empty session, created on first use, or with the one of the checkpoint."""
         self.max_prompt_length, self.session, self.rows = max_prompt_length, None, {}
 
     def draw(
@@ -69,18 +65,10 @@ class PartialRollouts:
         sequence_ids: Sequence[int],
         progress: Callable[[Progress], None] | None = None,
     ) -> tuple[Rollout, Rows]:
-        """Add prompts, decode, and take the complete groups.
+        """Add prompts, decode, and take at least ``unit`` and at most ``len(rows)`` complete groups with their rows.
 
-        Args:
-            sampler: Sampler with model, compressor and slots.
-            params: Sampling parameters, the same in every call.
-            rows: Rows of the data set for the prompts.
-            prompts: Token ids of the prompts.
-            sequence_ids: Sequence ids as in :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`.
-            progress: Function called after every decode step; it counts from the beginning of this call.
-
-        Returns:
-            A rollout of at least ``unit`` and at most ``len(rows)`` groups, and their rows.
+        Arguments are as in :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`, sampling parameters the same
+        in every call; ``progress`` counts from the beginning of this one.
         """
         session = self._session_for(sampler, params)
         self.rows |= dict(zip(session.add(prompts, sequence_ids), rows, strict=True))
@@ -133,7 +121,7 @@ class PartialRollouts:
         return self.session
 
     def _settings(self, session: RolloutSession) -> dict[str, Any]:
-        """The settings that stored slots depend on; a restart needs only the first, the number of samples."""
+        """The settings that stored slots depend on."""
         return {
             "num_generations": session.params.num_generations,
             "max_completion_length": session.params.max_completion_length,
@@ -144,22 +132,16 @@ class PartialRollouts:
 
     def _check(self, saved: dict[str, Any]) -> None:
         assert self.session is not None
-        own = self._settings(self.session)
-        names = list(own) if saved["session"]["slots"] else ["num_generations"]
-        changed = [f"{n} was {saved['settings'][n]}, is {own[n]}" for n in names if saved["settings"][n] != own[n]]
+        changed = changed_settings(saved["settings"], self._settings(self.session), saved["session"])
         if changed:
             raise UserError(
-                f"The checkpoint's unfinished sequences were drawn under other settings: {'; '.join(changed)}. Resume "
-                "with the same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
+                f"The checkpoint's unfinished sequences were drawn under other settings: {changed}. Resume with the "
+                "same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
             )
 
 
 def check_storable(rows: Rows) -> None:
-    """Check that rows fit into a checkpoint: only text, numbers, lists and dictionaries.
-
-    Raises:
-        ValueError: If a column has other values.
-    """
+    """Refuse rows that do not fit into a checkpoint: only text, numbers, lists and dictionaries do."""
     for row in rows:
         for name, value in row.items():
             if (foreign := _foreign(value)) is not None:
@@ -192,14 +174,9 @@ def _since(start: Progress, progress: Callable[[Progress], None]) -> Callable[[P
     """The progress since ``start``, for a session that is already under way."""
 
     def report(now: Progress) -> None:
-        progress(
-            replace(
-                now,
-                step=now.step - start.step,
-                finished=now.finished - start.finished,
-                total=now.total - start.finished,
-                tokens=now.tokens - start.tokens,
-            )
-        )
+        progress(replace(
+            now, step=now.step - start.step, finished=now.finished - start.finished,
+            total=now.total - start.finished, tokens=now.tokens - start.tokens,
+        ))  # fmt: skip
 
     return report

@@ -14,8 +14,7 @@ from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.pools import FLOAT8
-from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
@@ -85,7 +84,7 @@ class RolloutSampler:
             raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
         if max_prefill_tokens < 1:
             raise UserError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
-        geometry = CacheGeometry.of(model, _kv_dtype(kv_dtype))  # refuses unsupported models
+        geometry = CacheGeometry.of(model, kv_type(kv_dtype))  # refuses unsupported models
         self.model = model
         self.compressor = compressor or FullKV()
         self.retriever = retriever
@@ -96,7 +95,7 @@ class RolloutSampler:
         self.end_token_ids = check_end_tokens(ends, model.config.vocab_size)
         self.max_prefill_tokens = max_prefill_tokens
         self.tokenizer = tokenizer
-        self.kv_dtype = _kv_dtype(kv_dtype)
+        self.kv_dtype = kv_type(kv_dtype)
         self.keep_pool = keep_pool
         self.cuda_graphs = cuda_graphs
         self.memory_limit = memory_limit
@@ -243,14 +242,3 @@ class RolloutSampler:
                 "of a full cache. Lower the compressor's budget or buffer to save memory.",
                 stacklevel=3,
             )
-
-
-def _kv_dtype(kind: torch.dtype | str | None) -> torch.dtype | None:
-    known = {
-        "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
-        "float8_e4m3fn": FLOAT8, "fp8": FLOAT8,
-    }  # fmt: skip
-    found = known.get(kind) if isinstance(kind, str) else kind
-    if kind is not None and found not in known.values():
-        raise UserError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
-    return found

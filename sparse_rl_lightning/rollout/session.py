@@ -34,9 +34,6 @@ class RolloutSession:
         params: Sampling parameters.
         max_prompt_length: Length of the longest prompt in tokens.
 
-    Raises:
-        ValueError: If the sampler has no ``num_slots``.
-
     Example::
 
         session = RolloutSession(sampler, SamplingParams(num_generations=8), max_prompt_length=200)
@@ -56,17 +53,9 @@ class RolloutSession:
             self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots)
 
     def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
-        """Queue prompts behind the waiting ones.
+        """Queue prompts of token ids behind the waiting ones; from now on the numbers returned identify them.
 
-        Args:
-            prompts: Token ids of each prompt.
-            sequence_ids: Sequence ids as in :meth:`RolloutSampler.generate`.
-
-        Returns:
-            The numbers that identify the prompts from now on.
-
-        Raises:
-            ValueError: If a prompt cannot be completed, or is longer than ``max_prompt_length``.
+        Sequence ids are as in :meth:`RolloutSampler.generate`.
         """
         prompts = check_prompts(prompts, self.params, self.sampler.model)
         longest = max(len(prompt) for prompt in prompts)
@@ -178,11 +167,7 @@ class RolloutSession:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned, in a session with the same settings.
-
-        Raises:
-            ValueError: If a slot of the state does not exist, or was written under other settings.
-        """
+        """Load what :meth:`state` returned, in a session with the same settings."""
         scheduler, device = self.scheduler, self.engine.key.geometry.device
         self._check_settings(state)
         missing = [slot for slot in state["slots"] if slot >= scheduler.num_slots]
@@ -215,7 +200,7 @@ class RolloutSession:
         return self.engine.logs
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that the state depends on; a restart needs only the first, the number of samples."""
+        """The settings that the state depends on."""
         g, size, params = self.engine.key.geometry, self.engine.key.size, self.params
         return {
             "num_generations": params.num_generations,
@@ -235,12 +220,14 @@ class RolloutSession:
     def _check_settings(self, state: dict[str, Any]) -> None:
         if "groups" not in state:
             raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
-        own, was = self._settings(), state["settings"]
-        names = list(own) if state["slots"] else ["num_generations"]
-        changed = [f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name]]
-        if changed:
+        if changed := changed_settings(state["settings"], self._settings(), state):
             raise UserError(
-                f"The state was written by a session with other settings: {'; '.join(changed)}. Make the session with "
-                "the same, or save unfinished sequences for a restart, state(restart=True), with the same "
-                "num_generations."
+                f"The state was written by a session with other settings: {changed}. Make the session with the same, "
+                "or save unfinished sequences for a restart, state(restart=True), with the same num_generations."
             )
+
+
+def changed_settings(was: dict[str, Any], own: dict[str, Any], state: dict[str, Any]) -> str:
+    """What has changed of the settings that a session's state depends on: of a restart only the first."""
+    names = list(own) if state["slots"] else list(own)[:1]
+    return "; ".join(f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name])

@@ -29,15 +29,7 @@ Note = Callable[[SequenceLogs, Tensor, Tensor, Tensor], None]
 
 
 class ForcedEngine(Engine):
-    """Engine that takes the next token from a text instead of drawing it.
-
-    Args:
-        model: Policy that runs.
-        key: Key of the engine.
-        compression: Compression of the cache.
-        texts: Token ids (S, T), sequence i in slot i.
-        note: Function called at every step.
-    """
+    """Engine that takes the next token from a text instead of drawing it."""
 
     def __init__(
         self, model: PreTrainedModel, key: EngineKey, compression: Compression, texts: Tensor, note: Note
@@ -63,19 +55,18 @@ def force(
     note: Note,
     ids: Sequence[int] | None = None,
 ) -> Rollout:
-    """Feed texts to a compressed cache, token by token, to their ends.
+    """Feed texts (B, T) to a compressed cache, token by token, to their ends; the values are those that ``note`` wrote.
+
+    Padding on the right is decoded like the rest and changes nothing before it.
 
     Args:
         model: Policy that runs.
-        texts: Token ids (B, T); padding on the right is decoded like the rest and changes nothing before it.
+        texts: Token ids (B, T).
         prompt_lengths: Number of tokens of each text that are prefilled.
         compression: Compression of the cache.
         params: Sampling parameters: the length of completions, and the seed of random eviction.
         note: Function called at every step, including that of the prompts.
         ids: Ids of the sequences, default 0 to B - 1.
-
-    Returns:
-        The texts as if they had been drawn, with the values that ``note`` wrote into the logs.
     """
     geometry, count = CacheGeometry.of(model), len(texts)
     length = max(prompt_lengths) + params.max_completion_length
@@ -107,9 +98,6 @@ def forced_rollout(
         compressor: Compressor of the cache.
         temperature: Temperature of the log-probabilities, 1 for greedy rollouts.
         seed: Seed that, with the id of a sequence, determines random eviction.
-
-    Raises:
-        ValueError: If the model has layers that cannot be evicted from, or a budget leaves less than sinks and window.
     """
     counts, prompt_lengths = rollout.completion_mask.sum(dim=1), rollout.prompt_lengths
     params = SamplingParams(max_completion_length=int(counts.max()), temperature=temperature, seed=seed)

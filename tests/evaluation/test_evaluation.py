@@ -359,3 +359,10 @@ def test_real_rows_go_through_too(folder: Path, policy: Path, data_dir: Path) ->
     tokenizer.save_pretrained(folder / "long")
     cli = main(["test", "--config", file, *arguments, f"{cut}={folder / 'long'}"])
     assert [r.accuracy.num_problems for r in cli.model.results] == [1] * 21
+
+
+@pytest.mark.parametrize("command", ["test", "predict"])
+def test_settings_of_an_unknown_benchmark_are_refused(command: str, folder: Path, policy: Path) -> None:
+    arguments = [command, "--config", config(folder, policy), "--data.benchmarks=[gsm8k]"]
+    with pytest.raises(ValueError, match=r"sampling_of: there is no benchmark 'aime42'. Did you mean 'aime24'\?"):
+        main([*arguments, "--model.init_args.sampling_of={amc23: {top_k: 5}, aime42: {top_k: 5}}"])

@@ -19,6 +19,7 @@ from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import SparseAdapter
 from sparse_rl_lightning.policies import PretrainedPolicy
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.retrieval.attention import LearnerPages
 from sparse_rl_lightning.retrievers import Centroid
 
 pytest.importorskip("peft", reason="peft is an extra (lora)")
@@ -199,14 +200,27 @@ def test_export_is_the_dense_policy_with_the_adapter_beside_it(tmp_path: Path) -
             torch.testing.assert_close(plain(ids).logits, grpo.policy(ids, use_cache=False).logits, atol=1e-5, rtol=0)
 
 
-def test_under_retrieval_the_learner_chooses_pages_again() -> None:
+def test_under_retrieval_the_learner_chooses_pages_again(monkeypatch: pytest.MonkeyPatch) -> None:
     retriever = Centroid(budget=8, page_size=2, num_first_pages=1, num_last_pages=1, num_dense_layers=1)
     grpo = shaken(distill(compressor=FullKV(), retriever=retriever, max_completion_length=24))
     rollout = scored_part(grpo)
     torch.testing.assert_close(rollout.replay_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
     assert (rollout.old_logprobs - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() > 0.01
+    chosen: list[tuple[int, Tensor]] = []  # by layer, (B, H, t, P)
+    own = LearnerPages.choose
+
+    def choose(pages: LearnerPages, layer: int, *args: Any) -> Tensor:
+        kept = own(pages, layer, *args)
+        chosen.append((layer, kept))
+        return kept
+
+    monkeypatch.setattr(LearnerPages, "choose", choose)
     trainer = fit(grpo, steps=4)
     assert trainer.callback_metrics["distill/kl"] > 0
+    assert {layer for layer, _ in chosen} == set(range(1, grpo.policy.config.num_hidden_layers))
+    last = [kept[..., -1, :] for _, kept in chosen if kept.shape[-1] > 4]  # (B, H, P), of queries that must choose
+    assert len(last) >= 4  # in every step
+    assert all(bool((kept.sum(dim=-1) == 4).all()) for kept in last)
     with pytest.raises(ValueError, match=r"either evictions or a retriever: RKV moves entries"):
         distill(retriever=retriever)
 

@@ -16,6 +16,7 @@ from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.rollout import RolloutOptions
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 
 
@@ -115,6 +116,18 @@ def test_what_the_sampler_refuses_is_refused_before_the_first_rollout(options: d
 def test_a_text_is_not_taken_for_a_list_of_letters(name: str) -> None:
     with pytest.raises(ValueError, match=r"write \['stop'\]"):
         module(**{name: "stop"})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"memory_limit": True}, "rollout.memory_limit is a number of bytes or a share, got True"),
+        ({"kv_dtype": "int3"}, "kv_dtype must be one of float32, bfloat16, .*got 'int3'"),
+    ],
+)
+def test_options_of_rollouts_are_refused_at_construction(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RolloutOptions(**options)
 
 
 @pytest.mark.parametrize(("given", "taken"), [("0.5", 0.5), ("500000000", 500_000_000), ("null", None)])

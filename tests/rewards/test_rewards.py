@@ -17,7 +17,8 @@ from sparse_rl_lightning.rewards import (
     reward_name,
     worked_steps_reward,
 )
-from sparse_rl_lightning.rewards.expression import MAX_DEPTH, MAX_LENGTH, evaluate_expression
+from sparse_rl_lightning.rewards.expression import MAX_LENGTH, evaluate_expression
+from sparse_rl_lightning.rewards.math.expressions import MAX_DEPTH
 
 
 def length(prompts: Any, completions: Sequence[str], completion_ids: Any, **_: Any) -> list[float]:

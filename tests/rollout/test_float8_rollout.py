@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from native_cases import head_rows
 from test_float8_ops import rounded
+from test_native_scores import importance_of, published_redundancy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.cache.compression import slot_state
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
+from sparse_rl_lightning.ops import key_redundancy, window_importance
 from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
@@ -168,6 +172,38 @@ def test_compressors_see_numbers_they_can_compute_with() -> None:
             for numbers in (layer.keys[layer.valid], layer.values[layer.valid]):
                 torch.testing.assert_close(numbers.double(), rounded(numbers), atol=0, rtol=0)
             assert (layer.queries.double() != rounded(layer.queries)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["snapkv", "heads"])
+def test_scores_are_those_of_the_stored_numbers(name: str, dtype: torch.dtype) -> None:
+    """The two scores with an op of their own, against float64 on what the pools hold; "heads" have unequal lengths."""
+    policy = model(eos_token_id=None).to(dtype)
+    session = RolloutSession(RolloutSampler(policy, COMPRESSORS[name], num_slots=4, kv_dtype="fp8"), PARAMS, 40)
+    session.add(PROMPTS, sequence_ids=range(10))
+    session.advance(max_steps=20)
+    cache, slots = session.engine.cache, [0, 2, 3]
+    choice = {"window": 4, "exclude_window": True, "group_reduction": "max", "query_reduction": "mean",
+              "pooling": "max", "kernel_size": 7}  # fmt: skip
+    for layer, pools in enumerate(cache.layers):
+        state = slot_state(cache, layer, slots)
+        assert pools.keys.dtype == FLOAT8
+        given = (state.queries, state.query_positions, state.keys, state.lengths, state.positions, state.scale)
+        importance = window_importance(*given, **choice)
+        redundancy = key_redundancy(state.keys, state.lengths, 0.5)
+        for row, slot in enumerate(slots):
+            grouped = state.queries[row].double().unflatten(0, (state.keys.shape[1], -1))
+            for head, queries in enumerate(grouped):
+                rows = head_rows(pools, slot, head)
+                keys = pools.keys[rows].double()
+                want = importance_of(
+                    queries, state.query_positions[row], keys, pools.positions[rows], state.scale, **choice
+                )
+                held = slice(0, len(keys))
+                assert len(keys) > 8
+                torch.testing.assert_close(importance[row, head, held].double(), want, atol=5e-6, rtol=5e-5)
+                want = published_redundancy(keys, 0.5)
+                torch.testing.assert_close(redundancy[row, head, held].double(), want, atol=5e-6, rtol=5e-5)
 
 
 def test_a_saved_session_goes_on_as_if_nothing_had_happened() -> None:

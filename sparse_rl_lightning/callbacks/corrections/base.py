@@ -27,11 +27,7 @@ class CorrectionCallback(RolloutCallback):
         self._warned = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second correction of the same kind.
-
-        Raises:
-            ValueError: If there is one.
-        """
+        """Refuse a second correction of the same kind."""
         others = [c for c in trainer.callbacks if isinstance(c, CorrectionCallback) and c is not self]  # type: ignore[attr-defined]
         for other in others:
             if type(other) is type(self) or (other.weighs and self.weighs):
@@ -41,11 +37,7 @@ class CorrectionCallback(RolloutCallback):
                 )
 
     def log_ratio(self, rollout: Rollout) -> Tensor:
-        """The log-ratios log xi (B, T) of the rollout, 0 outside the completions.
-
-        Raises:
-            ValueError: If the rollout has no log-probs of the dense policy.
-        """
+        """The log-ratios log xi (B, T) of the rollout, 0 outside the completions; it must have been rescored."""
         name = type(self).__name__
         if rollout.old_logprobs is None:
             raise UserError(

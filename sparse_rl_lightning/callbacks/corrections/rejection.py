@@ -35,9 +35,6 @@ class SparsityAwareRejection(CorrectionCallback):
         high: Ratio xi above which a token is left out, null for no bound.
         level: Level of the bounds: the xi of each ``token``, or of a whole sequence, as its product (``sequence``) or
             its ``geometric`` mean over the tokens.
-
-    Raises:
-        ValueError: If a bound is out of range.
     """
 
     def __init__(

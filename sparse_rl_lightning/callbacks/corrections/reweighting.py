@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -43,9 +43,6 @@ class ImportanceReweighting(CorrectionCallback):
             ``micro_batch`` the gradient depends on how sequences are grouped into micro-batches.
         normalize_clip_max: Bound in the divisor: null divides by the mean of the weights themselves, a number by the
             mean of min(ratio, that number), as the authors' code does.
-
-    Raises:
-        ValueError: If an option is unknown, a bound out of range, or the two contradict each other.
     """
 
     weighs = True
@@ -98,7 +95,5 @@ class ImportanceReweighting(CorrectionCallback):
         """The weights (B, T) whose mean is the divisor."""
         if self.normalize_clip_max is None:
             return weights
-        level: dict[str, WeightMode] = {
-            "token": "token_truncate", "sequence": "sequence_truncate", "geometric": "geometric_truncate"
-        }  # fmt: skip
-        return importance_weights(log_ratio, mask, level[self.mode.split("_")[0]], clip_max=self.normalize_clip_max)
+        mode = cast(WeightMode, f"{self.mode.split('_')[0]}_truncate")
+        return importance_weights(log_ratio, mask, mode, clip_max=self.normalize_clip_max)

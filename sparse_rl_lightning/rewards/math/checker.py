@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from sparse_rl_lightning.rewards.math.boxes import extract_boxed, is_within_limits
 from sparse_rl_lightning.rewards.math.compare import Comparison, Pair, read_atom
@@ -23,7 +23,7 @@ Convention: TypeAlias = Literal["strict", "lenient"]
 """What counts as the answer: what this package considers the same, or also what graders of papers pay."""
 AnswerKind: TypeAlias = Literal["number", "expression", "parts", "text", "uncheckable"]
 """The kind of a gold answer, which decides how it is compared."""
-CONVENTIONS: tuple[Convention, ...] = ("strict", "lenient")
+CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 
 _FAILURES = {"unparsed": "unparsed", "timeout": "timeouts", "crash": "crashes"}
 
@@ -37,9 +37,6 @@ class MathChecker:
     Args:
         num_workers: Number of processes for math-verify.
         timeout: Seconds after which a comparison by math-verify is stopped and counts as wrong.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0) -> None:
@@ -49,12 +46,9 @@ class MathChecker:
     def check(
         self, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
     ) -> list[bool]:
-        """Whether each completion has its gold answer in its last box.
+        """Whether each completion, hostile ones too, has its bare gold answer in its last box.
 
-        Args:
-            completions: Texts (B), hostile ones too.
-            golds: Bare answers (B).
-            tolerances: Relative tolerances of numbers (B), default none.
+        Tolerances are relative ones of numbers, default none.
         """
         boxed = [extract_boxed(completion) for completion in completions]
         self._counts.update(checks=len(boxed), no_box=boxed.count(None))
@@ -63,25 +57,14 @@ class MathChecker:
     def check_both(
         self, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
     ) -> dict[Convention, list[bool]]:
-        """Whether each completion has its gold answer, by both conventions: lenient pays all that strict pays.
-
-        Args:
-            completions: Texts (B), hostile ones too.
-            golds: Bare answers (B).
-            tolerances: Relative tolerances of numbers (B), default none.
-        """
+        """The same by both conventions; lenient pays all that strict pays."""
         strict = self.check(completions, golds, tolerances)
         wrong = [place for place, is_right in enumerate(strict) if not is_right]
-        lenient = list(strict)
-        found = self._same(
-            [extract_answer(completions[place]) or "" for place in wrong],
-            [golds[place] for place in wrong],
-            [tolerances[place] for place in wrong] if tolerances else None,
-            LenientComparison,
-        )
-        for place, is_right in zip(wrong, found, strict=True):
-            lenient[place] = is_right
-        return {"strict": strict, "lenient": lenient}
+        answers = [extract_answer(completions[place]) or "" for place in wrong]
+        allowed = [tolerances[place] for place in wrong] if tolerances else None
+        paid = self._same(answers, [golds[place] for place in wrong], allowed, LenientComparison)
+        right = dict(zip(wrong, paid, strict=True))
+        return {"strict": strict, "lenient": [right.get(place, True) for place in range(len(strict))]}
 
     def check_by(
         self,
@@ -90,7 +73,7 @@ class MathChecker:
         golds: Sequence[str],
         tolerances: Sequence[float] | None = None,
     ) -> list[bool]:
-        """Whether each completion has its gold answer, by one convention; arguments as in :meth:`check`."""
+        """The same by one convention."""
         if answers == "strict":
             return self.check(completions, golds, tolerances)
         return self.check_both(completions, golds, tolerances)["lenient"]
@@ -98,7 +81,7 @@ class MathChecker:
     def same(
         self, answers: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
     ) -> list[bool]:
-        """Whether each bare answer is its gold answer; arguments as in :meth:`check`."""
+        """Whether each bare answer is its gold answer."""
         return self._same(answers, golds, tolerances, Comparison)
 
     def _same(
@@ -165,23 +148,14 @@ def same_answer(answer: str, gold: str) -> bool:
 class GoldAudit:
     """The number of golds of each kind, and the golds that nothing can be compared with."""
 
-    kinds: dict[AnswerKind, int] = field(default_factory=dict)
-    uncheckable: list[int] = field(default_factory=list)  # their indices
+    kinds: dict[AnswerKind, int]
+    uncheckable: list[int]  # their indices
 
 
 def audit_golds(golds: Sequence[str]) -> GoldAudit:
-    """Classify every gold answer once.
-
-    Args:
-        golds: Bare answers.
-    """
-    audit = GoldAudit()
-    for place, gold in enumerate(golds):
-        kind = answer_kind(gold)
-        audit.kinds[kind] = audit.kinds.get(kind, 0) + 1
-        if kind == "uncheckable":
-            audit.uncheckable.append(place)
-    return audit
+    """Classify every gold answer."""
+    kinds = [answer_kind(gold) for gold in golds]
+    return GoldAudit(dict(Counter(kinds)), [place for place, kind in enumerate(kinds) if kind == "uncheckable"])
 
 
 def answer_kind(gold: str) -> AnswerKind:

@@ -27,7 +27,7 @@ from sparse_rl_lightning.rewards.math.structure import (
 from sparse_rl_lightning.rewards.math.symbolic import needs_math_verify
 from sparse_rl_lightning.rewards.math.text import plain_text, tidy
 from sparse_rl_lightning.rewards.math.units import split_unit
-from sparse_rl_lightning.rewards.math.values import product_of_letters, readable, same_equation, same_expression
+from sparse_rl_lightning.rewards.math.values import nodes, product_of_letters, readable, same_equation, same_expression
 
 MAX_PAIRS = 4
 """Largest number of pairs of expressions that one answer may send to math-verify."""
@@ -53,9 +53,7 @@ class Reading(NamedTuple):
 class Comparison:
     """Compares one answer with one gold answer.
 
-    Args:
-        tolerance: Largest relative difference of two numbers if one is not an integer.
-        known: Verdicts of math-verify on pairs of expressions.
+    Numbers may differ by a relative ``tolerance`` if one is not an integer. ``known`` are verdicts of math-verify.
     """
 
     def __init__(self, tolerance: float = 0.0, known: Mapping[Pair, bool] | None = None) -> None:
@@ -138,8 +136,11 @@ class Comparison:
         return self.known.get(pair)
 
     def _wants_number(self, gold: Reading) -> bool:
-        """Whether a gold answer is a number, so that a calculation with that result does not match it."""
-        return gold.number is not None and not _is_product(gold.plain)
+        """Whether a gold answer is a number, and not written as a power or a product such as ``10^5``.
+
+        A calculation with that result then does not match it.
+        """
+        return gold.number is not None and not any(sign in gold.plain for sign in ("^", *TIMES))
 
 
 @lru_cache(maxsize=4096)
@@ -171,12 +172,9 @@ def _alike(first: Group, second: Group) -> tuple[Group, Group]:
 def _is_union(group: Group) -> bool:
     """Whether a group is a union of intervals, or inequalities of one variable that may be meant as one."""
     names = {variable_of(item) for item in group.items if isinstance(item, Group)}
-    is_one = len(names) == 1 and all(isinstance(item, Group) for item in group.items)
-    return is_one and (None not in names or (group.kind == "union" and all(map(_is_interval, group.items))))
-
-
-def _is_interval(answer: Answer) -> bool:
-    return isinstance(answer, Group) and answer.kind in ("()", "(]", "[)", "[]")
+    kinds = {item.kind if isinstance(item, Group) else "" for item in group.items}
+    is_one = len(names) == 1 and "" not in kinds
+    return is_one and (None not in names or (group.kind == "union" and kinds <= {"()", "(]", "[)", "[]"}))
 
 
 def _same_words(first: str, second: str, is_text: bool) -> bool:
@@ -189,25 +187,20 @@ def _same_words(first: str, second: str, is_text: bool) -> bool:
     return bool(words.fullmatch(first) and words.fullmatch(second))
 
 
-def _is_product(text: str) -> bool:
-    """Whether a number is written as a power or a product, such as ``10^5``, so that any calculation may match it."""
-    return any(sign in text for sign in ("^", *TIMES))
-
-
 def _read(text: str) -> tuple[Number | None, Node | None]:
     if text.endswith("}"):
         text = _BRACED_NUMBER.sub(r"\1\2", text)
     number = parse_number(text)
     if number is None:
         return None, readable(text)
-    small = abs(number.exponent) <= 2000
-    value = number.mantissa * Fraction(10) ** number.exponent if small else None
-    return number, None if value is None else Node("num", value=value)
+    if abs(number.exponent) > 2000:
+        return number, None
+    return number, Node("num", value=number.mantissa * Fraction(10) ** number.exponent)
 
 
 def has_letters(tree: Node) -> bool:
     """Whether an expression has a letter that stands for a number."""
-    return tree.kind == "var" or any(map(has_letters, tree.parts))
+    return any(node.kind == "var" for node in nodes(tree))
 
 
 def _all(verdicts: list[bool | None]) -> bool | None:

@@ -8,40 +8,29 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import takewhile
 from typing import NamedTuple, NoReturn
 
 TIMES = ("*", "\\cdot", "\\times")
 BRACKETS = {"{": "}", "(": ")", "[": "]", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 ROUNDED = {"\\lfloor": "floor", "\\lceil": "ceil"}
 
-FUNCTIONS = frozenset(
-    f"\\{name}"
-    for name in (
-        *("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"),
-        *("exp", "ln", "log", "lg"),
-    )
-)
-"""Functions of one argument."""
 
-GREEK = frozenset(
-    f"\\{name}"
-    for name in (
-        *("alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "kappa"),
-        *("lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "hbar", "ell"),
-        *("Gamma", "Delta", "Theta", "Lambda", "Sigma", "Phi", "Psi", "Omega"),
-    )
+def _commands(names: str) -> frozenset[str]:
+    return frozenset(f"\\{name}" for name in names.split())
+
+
+FUNCTIONS = _commands("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh exp ln log lg")
+"""Functions of one argument."""
+GREEK = _commands(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma tau phi varphi "
+    "chi psi omega hbar ell Gamma Delta Theta Lambda Sigma Phi Psi Omega"
 )
 """Greek letters; pi is a number."""
-
-MARKS = frozenset(
-    f"\\{name}"
-    for name in ("vec", "overrightarrow", "dot", "ddot", "bar", "overline", "hat", "tilde", "mathbb", "mathcal")
-)
+MARKS = _commands("vec overrightarrow dot ddot bar overline hat tilde mathbb mathcal")
 """Commands that turn a letter into a name."""
-
-PRIMARY = frozenset({"\\frac", "\\sqrt", "\\binom", "\\pi", "\\lfloor", "\\lceil"}) | FUNCTIONS | GREEK | MARKS
+PRIMARY = _commands("frac sqrt binom pi lfloor lceil") | FUNCTIONS | GREEK | MARKS
 """Commands that can begin an operand."""
-
 MAX_DEPTH = 24
 """Largest depth of nested brackets and functions."""
 
@@ -66,14 +55,7 @@ class Unreadable(ValueError):
 
 
 def read_expression(text: str) -> Node:
-    """The tree of an expression.
-
-    Args:
-        text: Text tidied by :func:`~sparse_rl_lightning.rewards.math.text.tidy`.
-
-    Raises:
-        Unreadable: If anything in it is unknown or ambiguous.
-    """
+    """The tree of a tidied expression; raises :class:`Unreadable` for anything unknown or ambiguous."""
     text = _ROMAN.sub(r"\1", text)
     if _WORD.fullmatch(text):
         raise Unreadable("a word")
@@ -118,7 +100,7 @@ class _Reader:
         terms = [self.signed_product()]
         while self.token in ("+", "-"):
             terms.append(self.signed_product())
-        return terms[0] if len(terms) == 1 else Node("sum", tuple(terms))
+        return _joined("sum", terms)
 
     def signed_product(self) -> Node:
         sign = self.take() if self.token in ("+", "-") else "+"
@@ -139,7 +121,7 @@ class _Reader:
             elif self.starts_factor():
                 factors.append(self.implicit_factor(after_literal=is_literal and len(factors) == 1))
             else:
-                return factors[0] if len(factors) == 1 else Node("product", tuple(factors))
+                return _joined("product", factors)
 
     def signed_factor(self) -> Node:
         if self.token == "-":
@@ -178,17 +160,15 @@ class _Reader:
 
     def primes(self) -> str:
         r"""The primes of ``x^{\prime\prime}``, "" if another exponent follows."""
-        end = self.place + 1
-        while end < len(self.tokens) and self.tokens[end] == "\\prime":
-            end += 1
-        count = end - self.place - 1
         if self.token == "\\prime":
             self.take()
             return "'"
-        if self.token != "{" or count == 0 or self.tokens[end : end + 1] != ["}"]:
+        inside = list(takewhile("\\prime".__eq__, self.tokens[self.place + 1 :]))
+        end = self.place + 1 + len(inside)
+        if self.token != "{" or not inside or self.tokens[end : end + 1] != ["}"]:
             return ""
         self.place = end + 1
-        return "'" * count
+        return "'" * len(inside)
 
     def script(self) -> Node:
         """Read an exponent: a group, or one token of one character."""
@@ -231,7 +211,7 @@ class _Reader:
         node = self.sum()
         self.take(BRACKETS[opening])
         self.depth, self.bars = self.depth - 1, bars
-        return Node(ROUNDED[opening], (node,)) if opening in ROUNDED else node
+        return Node("rounded", (node,), ROUNDED[opening]) if opening in ROUNDED else node
 
     def absolute(self) -> Node:
         self.take("|")
@@ -326,7 +306,11 @@ class _Reader:
             factors.append(self.implicit_factor(after_literal=False))
         if self.token == "/":
             self.refuse()  # \sin x/2
-        return factors[0] if len(factors) == 1 else Node("product", tuple(factors))
+        return _joined("product", factors)
+
+
+def _joined(kind: str, parts: list[Node]) -> Node:
+    return parts[0] if len(parts) == 1 else Node(kind, tuple(parts))
 
 
 def _is_number(node: Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TypeAlias
 
 from sparse_rl_lightning.rewards.exact_numbers import parse_number
@@ -72,11 +73,7 @@ Answer: TypeAlias = Atom | Group
 
 @lru_cache(maxsize=4096)
 def parse_answer(text: str) -> Answer:
-    """The parts of an answer, recursively.
-
-    Args:
-        text: Text tidied by :func:`~sparse_rl_lightning.rewards.math.text.tidy`.
-    """
+    """The parts of a tidied answer, recursively."""
     return _parse(text, depth=0)
 
 
@@ -146,13 +143,10 @@ def variable_of(group: Group) -> str | None:
 
 def _variable_place(group: Group) -> int | None:
     signs, items = group.kind.split(" "), group.items
-    if signs == ["\\in"]:
-        return 0 if _is_name(items[0]) else None
-    if not _LESS.issuperset(signs):
-        return None
-    if len(items) == 3:
-        return 1 if _is_name(items[1]) else None
-    return next((place for place in (0, 1) if len(items) == 2 and _is_name(items[place])), None)
+    is_element = signs == ["\\in"]
+    places = (0,) if is_element else (1,) if len(items) == 3 else (0, 1)
+    is_read = is_element or (_LESS.issuperset(signs) and len(items) in (2, 3))
+    return next((place for place in places if is_read and _is_name(items[place])), None)
 
 
 def has_relation(text: str) -> bool:
@@ -245,27 +239,21 @@ def split_outside(text: str, separators: frozenset[str]) -> tuple[list[str], lis
     """The pieces of a text between separators outside all brackets, and those separators."""
     if not any(separator in text for separator in separators):
         return [text.strip()], []
-    pieces, found, start, depth = [""], [], 0, 0
-    for match in _TOKEN.finditer(text):
-        token = match[0]
+    pieces, found, depth = [""], [], 0
+    for token in _TOKEN.findall(text):
         if token in separators and depth == 0:
-            pieces[-1] = text[start : match.start()].strip()
-            pieces.append("")
             found.append(token)
-            start = match.end()
+            pieces.append("")
+        else:
+            pieces[-1] += token
         depth += _step(token)
-    pieces[-1] = text[start:].strip()
-    return pieces, found
+    return [piece.strip() for piece in pieces], found
 
 
 def _closing(tokens: list[str]) -> int:
     """The index of the bracket that closes the first token; -1 if none does."""
-    depth = 0
-    for place, token in enumerate(tokens):
-        depth += _step(token)
-        if depth == 0:
-            return place
-    return -1
+    depths = accumulate(map(_step, tokens))
+    return next((place for place, depth in enumerate(depths) if depth == 0), -1)
 
 
 def _step(token: str) -> int:

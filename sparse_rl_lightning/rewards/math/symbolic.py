@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -51,9 +52,6 @@ class SymbolicPool:
         num_workers: Number of processes.
         timeout: Seconds after which a pair's process is killed.
         memory_limit: Bytes of address space of a process.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, memory_limit: int = MEMORY_LIMIT) -> None:
@@ -62,9 +60,7 @@ class SymbolicPool:
                 f"num_workers must be at least 1 and timeout above 0 seconds, got num_workers={num_workers}, "
                 f"timeout={timeout}."
             )
-        self.num_workers = num_workers
-        self.timeout = timeout
-        self.memory_limit = memory_limit
+        self.num_workers, self.timeout, self.memory_limit = num_workers, timeout, memory_limit
         self._begin()
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Outcome]:
@@ -91,7 +87,9 @@ class SymbolicPool:
         while waiting or busy:
             while waiting and len(busy) < self.num_workers:
                 index = waiting.pop()
-                worker = self._idle_worker(busy)
+                worker = next((worker for worker in self._workers if worker not in busy), None)
+                if worker is None:
+                    self._workers.append(worker := _Worker(self.memory_limit, self.timeout))
                 if worker.send(pairs[index], self.timeout):
                     busy[worker] = index
                 else:
@@ -101,13 +99,6 @@ class SymbolicPool:
                 if outcome in ("timeout", "crash"):
                     self._drop(worker)
         return outcomes
-
-    def _idle_worker(self, busy: dict[_Worker, int]) -> _Worker:
-        idle = [worker for worker in self._workers if worker not in busy]
-        if not idle:
-            idle = [_Worker(self.memory_limit, self.timeout)]
-            self._workers.extend(idle)
-        return idle[0]
 
     def _drop(self, worker: _Worker) -> None:
         worker.kill()
@@ -121,23 +112,20 @@ class _Worker:
             [sys.executable, "-P", str(_SCRIPT), str(memory_limit), str(timeout)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.deadline = 0.0
         self.is_started = False
         self.line = b""
 
-    @property
-    def pipe(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
     def send(self, pair: tuple[str, str], timeout: float) -> bool:
         """Send a pair to the process; False if it is gone."""
-        assert self.process.stdin is not None
         self.deadline = time.monotonic() + timeout + (0.0 if self.is_started else START_SECONDS)
         self.timeout = timeout
         try:
-            self.process.stdin.write(json.dumps(pair).encode() + b"\n")
-            self.process.stdin.flush()
+            self.stdin.write(json.dumps(pair).encode() + b"\n")
+            self.stdin.flush()
         except OSError:
             return False
         return True
@@ -148,7 +136,7 @@ class _Worker:
 
     def read(self) -> None:
         """Read what the process has written."""
-        data = os.read(self.pipe, 4096)
+        data = os.read(self.stdout.fileno(), 4096)
         self.line = self.line + data if data else b"end"
         if not self.is_started and self.line.startswith(b"ready\n"):
             self.is_started = True
@@ -164,12 +152,9 @@ class _Worker:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # unwritten bytes for a dead process
-                    pass
+        self.stdout.close()
+        with suppress(OSError):  # unwritten bytes for a dead process
+            self.stdin.close()
 
 
 def _end(workers: list[_Worker], owner: int) -> None:
@@ -183,7 +168,7 @@ def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
     while not (done := [worker for worker in busy if worker.is_done()]) and busy:
         with selectors.DefaultSelector() as selector:
             for worker in busy:
-                selector.register(worker.pipe, selectors.EVENT_READ, worker)
+                selector.register(worker.stdout, selectors.EVENT_READ, worker)
             wait = min(worker.deadline for worker in busy) - time.monotonic()
             for key, _ in selector.select(max(0.0, wait) + 0.001):
                 key.data.read()

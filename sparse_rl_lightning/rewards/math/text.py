@@ -33,10 +33,9 @@ _OVER = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}|^([^{}]*)\\
 _HALF_DAY = re.compile(r"(?<=[0-9])([aApP])\.?[mM]$")
 
 _DROPPED = (
-    *("\\left", "\\right", "\\displaystyle", "\\textstyle", "\\limits", "\\$", "\\%", "\\degree", "\\boxed", "\\fbox"),
-    *("\\big", "\\Big", "\\bigl", "\\bigr", "\\Bigl", "\\Bigr", "\\boldsymbol", "\\bm", "\\pmb", "\\underline"),
-    *("\\large", "\\Large", "\\(", "\\)", "\\[", "\\]", "\\hline"),
-)
+    r"\left \right \displaystyle \textstyle \limits \$ \% \degree \boxed \fbox \big \Big \bigl \bigr \Bigl \Bigr "
+    r"\boldsymbol \bm \pmb \underline \large \Large \( \) \[ \] \hline"
+).split()
 _SPACES = ("\\ ", "\\;", "\\:", "\\\n")
 _REPLACED = {
     **dict.fromkeys(("\\,", "\\!"), _THIN),
@@ -48,20 +47,10 @@ _REPLACED = {
     **dict.fromkeys(("\\dbinom", "\\tbinom"), "\\binom"),
     **dict.fromkeys(("\\le", "\\leqslant"), "\\leq"),
     **dict.fromkeys(("\\ge", "\\geqslant"), "\\geq"),
-    "\\ne": "\\neq",
-    "\\lt": "<",
-    "\\gt": ">",
-    "\\div": "/",
-    "\\colon": ":",
-    "\\langle": "(",
-    "\\rangle": ")",
-    "\\lbrace": "\\{",
-    "\\rbrace": "\\}",
-    "\\lbrack": "[",
-    "\\rbrack": "]",
-    "\\varnothing": "\\emptyset",
+    "\\ne": "\\neq", "\\lt": "<", "\\gt": ">", "\\div": "/", "\\colon": ":", "\\langle": "(", "\\rangle": ")",
+    "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[", "\\rbrack": "]", "\\varnothing": "\\emptyset",
     "\\rightarrow": "\\to",
-}
+}  # fmt: skip
 _NOT_OURS = dict.fromkeys(map(ord, "\x00\x01\x02"), "\ufffd")  # characters reserved for internal use
 _PLAIN = str.maketrans(
     {

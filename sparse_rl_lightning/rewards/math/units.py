@@ -47,11 +47,7 @@ _PIECE = re.compile(rf"[^\W\d_]+|{_POWER}|[/*]")
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """A quantity and its unit in one spelling; the whole text and "" if no unit follows.
-
-    Args:
-        text: Text tidied by :func:`~sparse_rl_lightning.rewards.math.text.tidy`.
-    """
+    """A tidied quantity and its unit in one spelling; the whole text and "" if no unit follows."""
     start = _START.search(text)
     if start is None:
         bare = _BARE.search(text)

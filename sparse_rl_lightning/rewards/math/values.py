@@ -10,8 +10,9 @@ before they are computed, and so is a second evaluation that would take long.
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
@@ -32,6 +33,7 @@ MAX_CHOICE = 10_000
 Value: TypeAlias = Any  # a Fraction, or a number of mpmath
 Point: TypeAlias = Callable[[str], Fraction]  # the number for each letter
 
+_PLAIN: dict[str, Callable[[Value], Value]] = {"neg": operator.neg, "abs": abs, "inverse": lambda value: 1 / value}
 _SLOW = 8  # largest number of factorials of non-integers in one expression
 _SHORT = 180  # bits whose differences show in PRECISION bits
 _MAX_PRECISION = 13_000
@@ -55,38 +57,26 @@ def product_of_letters(text: str) -> Node | None:
 def same_expression(first: Node, second: Node, tolerance: float = 0.0) -> bool | None:
     """Whether two expressions are equal for all values of their letters; None if that cannot be decided.
 
-    Args:
-        first: Tree of the first expression.
-        second: Tree of the second expression.
-        tolerance: Largest relative difference of two constants.
+    ``tolerance`` is the largest relative difference of two constants.
     """
-    tolerance = 0.0 if "var" in _leaves(first) | _leaves(second) else tolerance
-
-    def values(evaluation: _Evaluation) -> tuple[Value, Value]:
-        return evaluation.value(first), evaluation.value(second)
-
+    tolerance = 0.0 if "var" in _kinds(first, second) else tolerance
     try:
         for number, point in enumerate(_points(first, second)):
             evaluation = _Evaluation(point)
-            if not evaluation.close(*values(evaluation), tolerance):
+            if not evaluation.same(first, second, tolerance):
                 return False
-            for finer in _finer(evaluation) if number == 0 and not tolerance else ():
-                if not finer.close(*values(finer)):
-                    return False
+            finer = _finer(evaluation) if number == 0 and not tolerance else []
+            if finer and not finer[0].same(first, second):
+                return False
     except (ArithmeticError, TypeError, ValueError):  # including Unreadable
         return None
     return True
 
 
 def same_equation(first: tuple[Node, Node], second: tuple[Node, Node]) -> bool | None:
-    """Whether two equations are equivalent: the difference of one's sides is the other's times a constant.
-
-    Args:
-        first: Sides of the first equation.
-        second: Sides of the second equation.
-    """
+    """Whether two equations, given by their sides, are the same: one's difference is the other's times a constant."""
     one, two = (Node("sum", (left, Node("neg", (right,)))) for left, right in (first, second))
-    if "var" not in _leaves(one) & _leaves(two):
+    if "var" not in _kinds(one) & _kinds(two):
         return None  # no shared letter, as in 1=2
     try:
         evaluations = [_Evaluation(point) for point in _points(one, two)]
@@ -100,9 +90,15 @@ def same_equation(first: tuple[Node, Node], second: tuple[Node, Node]) -> bool |
         return None
 
 
-def _leaves(node: Node) -> frozenset[str]:
-    """The kinds of all nodes of a tree."""
-    return frozenset({node.kind}).union(*map(_leaves, node.parts))
+def nodes(*trees: Node) -> Iterator[Node]:
+    """All nodes of some trees."""
+    for tree in trees:
+        yield tree
+        yield from nodes(*tree.parts)
+
+
+def _kinds(*trees: Node) -> set[str]:
+    return {node.kind for node in nodes(*trees)}
 
 
 def _points(first: Node, second: Node) -> Iterator[Point]:
@@ -111,18 +107,16 @@ def _points(first: Node, second: Node) -> Iterator[Point]:
     They are integers for all letters if values are rounded, and for letters in the exponent of a negative number. With
     absolute values, the last point has negative numbers.
     """
-    kinds, whole = _leaves(first) | _leaves(second), _whole_exponents(first) | _whole_exponents(second)
-    is_rounded, signs = bool(kinds & {"floor", "ceil"}), "abs" in kinds
+    kinds, whole = _kinds(first, second), _whole_exponents(first, second)
+    is_rounded = "rounded" in kinds
     count = NUM_WHOLE_POINTS if is_rounded else NUM_WHOLE_EXPONENTS if whole else NUM_POINTS
-    for number in range(count + signs if "var" in kinds else 1):
+    for number in range(count + ("abs" in kinds) if "var" in kinds else 1):
 
         def value(name: str, number: int = number) -> Fraction:
             digest = sha256(f"{number} {name}".encode("utf-8", "backslashreplace")).digest()
             bits = int.from_bytes(digest[:5], "big")
             size = Fraction(1, 2) + Fraction(bits, 2**39)
-            if (
-                is_rounded or name in whole
-            ):  # every number from 3 to 50 in turn, from different starts, then larger ones
+            if is_rounded or name in whole:  # 3 to 50 in turn, from different starts, then larger ones
                 start = int.from_bytes(sha256(name.encode("utf-8", "backslashreplace")).digest()[:4], "big")
                 size = Fraction(3 + (start + number) % 48 if number < 48 else 50 + bits % 950)
             return -size if number == count else size
@@ -130,11 +124,10 @@ def _points(first: Node, second: Node) -> Iterator[Point]:
         yield value
 
 
-def _whole_exponents(node: Node) -> frozenset[str]:
+def _whole_exponents(*trees: Node) -> set[str]:
     """Letters in exponents of negative numbers: ``(-1/2)^k`` is real only for integer k."""
-    found = frozenset[str]().union(*map(_whole_exponents, node.parts))
-    has_sign = node.kind == "power" and _is_negative(node.parts[0])
-    return found | _letters(node.parts[1]) if has_sign else found
+    signed = [node.parts[1] for node in nodes(*trees) if node.kind == "power" and _is_negative(node.parts[0])]
+    return {node.name for node in nodes(*signed) if node.kind == "var"}
 
 
 def _is_negative(node: Node) -> bool:
@@ -144,17 +137,8 @@ def _is_negative(node: Node) -> bool:
     return node.kind == "product" and sum(map(_is_negative, node.parts)) % 2 == 1
 
 
-def _letters(node: Node) -> frozenset[str]:
-    return frozenset({node.name} if node.kind == "var" else ()).union(*map(_letters, node.parts))
-
-
 def evaluate(node: Node, point: Point) -> Value:
-    """The value of an expression at a point.
-
-    Raises:
-        ArithmeticError: If it is undefined there.
-        ValueError: If it is too large to be computed.
-    """
+    """The value of an expression at a point; ArithmeticError if it is undefined there, ValueError if too large."""
     return _Evaluation(point).value(node)
 
 
@@ -165,6 +149,9 @@ class _Evaluation:
         self.bits = 0  # bits of the longest fraction and of the largest and smallest number so far
         self.is_exact = True
         self.mp = _context(precision)
+
+    def same(self, first: Node, second: Node, tolerance: float = 0.0) -> bool:
+        return self.close(self.value(first), self.value(second), tolerance)
 
     def close(self, first: Value, second: Value, tolerance: float = 0.0) -> bool:
         """Whether two values are equal: fractions exactly, others to two thirds of the bits."""
@@ -184,7 +171,7 @@ class _Evaluation:
         if node.kind == "const":
             return self.mp.mpc(0, 1) if node.name == "i" else +(self.mp.e if node.name == "e" else self.mp.pi)
         values = [self.value(part) for part in node.parts]
-        operation = getattr(self, node.kind)
+        operation = _PLAIN.get(node.kind) or getattr(self, node.kind)
         return self.checked(operation(node.name, *values) if node.name else operation(*values))
 
     def checked(self, value: Value) -> Value:
@@ -207,25 +194,21 @@ class _Evaluation:
             raise Unreadable("too long")
 
     def ratio(self, first: Node, second: Node) -> Value:
-        return self.product(self.value(first), self.inverse(self.value(second)))
+        return self.product(self.value(first), 1 / self.value(second))
 
     def sum(self, *terms: Value) -> Value:
-        total = terms[0]
-        for term in terms[1:]:
-            total = self.checked(self.same_kind(total, term, lambda a, b: a + b))
-        return total
+        return self.folded(operator.add, terms)
 
     def product(self, *factors: Value) -> Value:
-        total = factors[0]
-        for factor in factors[1:]:
-            total = self.checked(self.same_kind(total, factor, lambda a, b: a * b))
+        return self.folded(operator.mul, factors)
+
+    def folded(self, operation: Callable[[Value, Value], Value], values: Sequence[Value]) -> Value:
+        total, *others = values
+        for value in others:
+            if not (isinstance(total, Fraction) and isinstance(value, Fraction)):
+                total, value = self.number(total), self.number(value)
+            total = self.checked(operation(total, value))
         return total
-
-    def neg(self, value: Value) -> Value:
-        return -value
-
-    def inverse(self, value: Value) -> Value:
-        return 1 / value
 
     def power(self, base: Value, exponent: Value) -> Value:
         if isinstance(exponent, Fraction) and exponent.denominator == 1 and isinstance(base, Fraction):
@@ -236,7 +219,7 @@ class _Evaluation:
                 return base ** (int(exponent) % 2 if base == -1 else int(exponent))
         base, exponent = self.number(base), self.number(exponent)
         if base == 0:
-            return self.mp.mpf(0) if self.mp.re(exponent) > 0 else self.inverse(base)
+            return self.mp.mpf(0) if self.mp.re(exponent) > 0 else 1 / base
         if self.mp.mag(exponent) > 40 or abs(exponent * self.mp.log(base)) > MAX_BITS:
             raise Unreadable("too large")
         self.worked()
@@ -246,7 +229,7 @@ class _Evaluation:
         if isinstance(value, Fraction) and value < 0 and isinstance(degree, Fraction) and degree % 2 == 1:
             return -self.root(degree, -value)
         exact = _exact_root(value, degree)
-        return exact if exact is not None else self.power(value, self.inverse(degree))
+        return exact if exact is not None else self.power(value, 1 / degree)
 
     def function(self, name: str, value: Value) -> Value:
         value = self.number(value)
@@ -260,24 +243,15 @@ class _Evaluation:
     def log(self, base: Value, value: Value) -> Value:
         return self.function("\\ln", value) / self.function("\\ln", base)
 
-    def abs(self, value: Value) -> Value:
-        return abs(value)
-
-    def floor(self, value: Value) -> Value:
-        return self.rounded(value, math.floor)
-
-    def ceil(self, value: Value) -> Value:
-        return self.rounded(value, math.ceil)
-
-    def rounded(self, value: Value, rounding: Callable[[Value], int]) -> Value:
+    def rounded(self, name: str, value: Value) -> Value:
         if isinstance(value, Fraction):
-            return Fraction(rounding(value))
+            return Fraction(math.ceil(value) if name == "ceil" else math.floor(value))
         if self.mp.im(value) != 0:
             raise Unreadable("no real number")
         real = self.mp.re(value)  # also of i^2, which is stored as a complex number
         if abs(real - self.mp.nint(real)) < 2.0**-200:
             raise Unreadable("too near to a whole number to be rounded")
-        return Fraction(int(self.mp.floor(real)) + (rounding is math.ceil))
+        return Fraction(int(self.mp.floor(real)) + (name == "ceil"))
 
     def factorial(self, value: Value) -> Value:
         if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 1500:
@@ -297,11 +271,6 @@ class _Evaluation:
     def number(self, value: Value) -> Value:
         """A fraction as a number of mpmath."""
         return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
-
-    def same_kind(self, first: Value, second: Value, operation: Callable[[Value, Value], Value]) -> Value:
-        if isinstance(first, Fraction) and isinstance(second, Fraction):
-            return operation(first, second)
-        return operation(self.number(first), self.number(second))
 
 
 def _finer(*evaluations: _Evaluation) -> list[_Evaluation]:
@@ -323,9 +292,7 @@ def _exact_root(value: Value, degree: Value) -> Fraction | None:
     return Fraction(above, below) if above**2 == value.numerator and below**2 == value.denominator else None
 
 
-@lru_cache(maxsize=64)
-def _choices(above: int, below: int) -> int:
-    return math.comb(above, below)
+_choices = lru_cache(maxsize=64)(math.comb)
 
 
 @lru_cache(maxsize=32)

@@ -22,13 +22,13 @@ def main(memory_limit: int, timeout: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     compare(r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}")  # so that no pair pays for lazy imports
-    _write("ready")
+    print("ready", flush=True)
     for line in sys.stdin.buffer:
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = int(used.ru_utime + used.ru_stime + timeout) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         answer, gold = json.loads(line)
-        _write(compare(answer, gold))
+        print(compare(answer, gold), flush=True)
 
 
 def compare(answer: str, gold: str) -> str:
@@ -72,11 +72,6 @@ def read(text: str) -> object | None:
     letters = [symbol for symbol in expression.atoms(sympy.Symbol) if symbol.name[0].isalpha() or symbol.name[0] == "_"]
     plain: object = expression.xreplace({letter: sympy.Symbol(letter.name, real=True) for letter in letters})
     return plain  # the parser's assumptions on a letter depend on the others
-
-
-def _write(word: str) -> None:
-    sys.stdout.write(f"{word}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
