@@ -101,8 +101,9 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A randomly initialized causal language model small enough for a test: float32, CPU, reproducible.
 
-    Arguments are as in :class:`TinyPolicy`. The feed-forward layer has four times the width by default; a large
-    ``initializer_range`` gives peaked distributions. The global random state is left alone.
+    Arguments are as in :class:`~sparse_rl_lightning.policies.tiny.TinyPolicy`. The feed-forward layer has four times
+    the width by default; a large ``initializer_range`` gives peaked distributions. The global random state is left
+    alone.
     """
     if architecture not in ARCHITECTURES:
         raise UserError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")
