@@ -35,8 +35,9 @@ on_each_device = pytest.mark.parametrize(
 
 OPS = torch.ops.sparse_rl
 SCORES = ["window_importance", "key_redundancy"]  # they know no slots and no pools
+APART = [*SCORES, "draw"]  # nor does the draw, which knows no keys either
 CASES = [*SCHEMAS, "evict from a source"]
-POOLED = [name for name in CASES if name not in SCORES]
+POOLED = [name for name in CASES if name not in APART]
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = st.fixed_dictionaries(
     {
@@ -217,6 +218,8 @@ class Case:
         counts = -(-self.layer.lengths[self.slots.clamp(min=0)] // PAGE)
         self.pages = list_pages(torch.arange(CAPACITY // PAGE) < counts.unsqueeze(-1), CAPACITY // PAGE)
         self.sources, self.destinations = torch.tensor([0, -1, 2]), torch.tensor([1, 0, 2])
+        self.logits, self.drawn_from = normal(SLOTS, DIM), normal(SLOTS, DIM)
+        self.steps, self.end_ids = torch.tensor([0, 1, 7]), torch.tensor([3, 5])
         for name, value in vars(self).items():
             if isinstance(value, Tensor | KVPools):
                 setattr(self, name, value.to(device) if isinstance(value, Tensor) else moved(value, device))
@@ -248,6 +251,9 @@ class Case:
                 self.layer, self.slots, self.query, self.summaries, self.limits, PAGE, 1, 1, "max", 4)[0],
             "page_attention": lambda: ops.page_attention(
                 self.layer, self.slots, self.query, self.pages, PAGE, 0.3, lse=lse),
+            "draw": lambda: ops.draw(
+                self.logits, self.seen, self.steps, 0.7, 12, 0.9, 0.01, self.end_ids, 2,
+                self.drawn_from if self.full else None, 3 if self.full else 0).logprobs,
         }  # fmt: skip
 
     def tensors(self) -> list[Tensor]:

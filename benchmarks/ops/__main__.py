@@ -3,6 +3,7 @@
     OMP_WAIT_POLICY=PASSIVE python -m benchmarks.ops [--device cpu] [--threads 2] [--rounds 15] [--parts ...] [--save D]
 
 retrieval: a decode step that reads 1024 of 8192 or 16384 tokens by pages, choosing them included, against reading all.
+draw: the next tokens of 32 sequences, with their log-probabilities.
 
 Own op and rivals take turns within every round, so a busy machine slows all of them; a ratio is the median of the
 rounds' ratios. "share" is the time of a plain sum (attention: reading) or copy (eviction: reading and writing) of as
@@ -22,13 +23,14 @@ from torch import Tensor
 
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import label
+from benchmarks.ops.drawing import drawing_rows
 from benchmarks.ops.retrieval import retrieval_rows
 from benchmarks.ops.timing import SHAPES, Bench, Call, Row, comparison
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.evict import compaction_order, select_entries
 
-PARTS = ("attention", "redundancy", "eviction", "retrieval")
+PARTS = ("attention", "redundancy", "eviction", "retrieval", "draw")
 
 
 def make_pools(shape: tuple[int, ...], dtype: torch.dtype, device: str, layers: int = 1) -> KVPools:
@@ -154,6 +156,8 @@ def rows_of(part: str, bench: Bench, dtype: torch.dtype, quick: bool) -> list[Ro
         return [bench_attention(bench, name, dtype) for name in SHAPES]
     if part == "redundancy":
         return [bench_redundancy(bench, dtype, kind) for kind in ("moderate", "no", "great")]
+    if part == "draw":
+        return drawing_rows(bench, dtype, quick)
     return [bench_eviction(bench, dtype)] if part == "eviction" else retrieval_rows(bench, dtype, quick)
 
 
@@ -164,7 +168,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="retrieval in toy sizes: seconds, numbers without meaning")
+    parser.add_argument("--quick", action="store_true", help="toy sizes of retrieval and draw, without meaning")
     parser.add_argument("--save", type=Path, help="folder for the table: ops-<device>.md, or <parts>-<device>.md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -5,6 +5,7 @@ All refuse tensors of the wrong shape, type, device or layout, and numbers out o
 
 from sparse_rl_lightning.ops.append import append
 from sparse_rl_lightning.ops.decode_attention import decode_attention
+from sparse_rl_lightning.ops.draw import Drawn, draw
 from sparse_rl_lightning.ops.evict import evict
 from sparse_rl_lightning.ops.fork import fork
 from sparse_rl_lightning.ops.key_redundancy import key_redundancy
@@ -24,9 +25,11 @@ HAS_NATIVE = not MISSING["cpu"]
 __all__ = [
     "HAS_NATIVE",
     "MISSING",
+    "Drawn",
     "KVPools",
     "append",
     "decode_attention",
+    "draw",
     "evict",
     "fork",
     "has_kernel",

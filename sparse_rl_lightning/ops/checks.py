@@ -18,7 +18,8 @@ PARAMETERS = {
 """Names of the arguments of each op, in order."""
 
 _WORDS = {"L": "layers", "S": "slots", "B": "rows", "H": "KV heads", "Hq": "query heads", "D": "head_dim", "R": "rows"}
-_SETTLE = ("key_pool", "keys", "summaries", "offsets", "slots", "sources")  # determine the sizes, in this order
+_STORED = ("key_pool", "keys", "summaries", "logits")
+_SETTLE = (*_STORED, "offsets", "slots", "sources")  # determine the sizes, in this order
 
 
 def check_arguments(op: str, args: tuple[Any, ...]) -> None:
@@ -45,7 +46,7 @@ def check_arguments(op: str, args: tuple[Any, ...]) -> None:
 def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
     """The types that the words of ``SHAPES`` stand for."""
     own = next((given[name] for name in ("query", "queries", "query_ring") if name in given), None)
-    stored = next((given[name].dtype for name in ("key_pool", "keys", "summaries") if name in given), torch.float32)
+    stored = next((given[name].dtype for name in _STORED if name in given), torch.float32)
     if stored != FLOAT8 or own is None:
         return {"pool": stored, "query": stored, "sum": accumulation_dtype(stored)}
     if own.dtype not in COMPUTING:

@@ -60,7 +60,7 @@ def call(name: str, like: torch.Tensor, *args: Any) -> None:
     if torch.compiler.is_compiling() or like.is_meta:
         op(*args)
         return
-    if not (has_kernel(name, like.device.type) and _serves(like, args)):
+    if not (has_kernel(name, like.device.type) and _serves(name, like, args)):
         REFERENCES[name](*args)
         return
     try:
@@ -77,11 +77,11 @@ def load() -> dict[str, str]:
     return {device: _load(name) for device, name in LIBRARIES.items()}
 
 
-def _serves(keys: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether compiled kernels for the device of the keys support their type and head size, and the queries' type."""
+def _serves(name: str, keys: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether the op's kernel for the device of the keys supports their type and head size, and the queries' type."""
     device = keys.device.type
-    # CUDA kernels load 16 bytes at a time, and eight elements
-    whole_words = device != "cuda" or keys.shape[-1] % max(8, 16 // keys.element_size()) == 0
+    # CUDA kernels load heads 16 bytes at a time, and eight elements
+    whole_words = device != "cuda" or name == "draw" or keys.shape[-1] % max(8, 16 // keys.element_size()) == 0
     # float8 pools go with queries of any type; no kernel computes in float64
     wide = keys.dtype == FLOAT8 and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
     return keys.dtype in NATIVE_DTYPES.get(device, ()) and whole_words and not wide

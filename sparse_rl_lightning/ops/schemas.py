@@ -8,7 +8,7 @@ the number of tokens fed to each slot so far: the position of the token being ap
 entries.
 
 The two scores, ``window_importance`` and ``key_redundancy``, use neither slots nor pools. They read the heads of a
-strided (S, H, N, D) tensor, such as a view of a pool.
+strided (S, H, N, D) tensor, such as a view of a pool. ``draw`` reads logits, and nothing of the cache.
 
 CUDA kernels cannot raise: they report to ``errors`` what they had to skip (``ops/faults.py``); all others raise.
 Ops return nothing, allocate nothing and do not wait for the device.
@@ -18,8 +18,8 @@ SHAPES = {
     # Sizes and type of every tensor, in all ops. L layers (only in ops on all layers), S slots, B rows of a call, H KV
     # heads, Hq query heads, D head size, R rows of the pools, N entries, T tokens of a sequence, A recent queries,
     # r rotated elements, P pages, C vectors kept of a page, K pages read. `query` is the type of queries, new keys and
-    # new values, `pool` that of the pools: the same or float8_e4m3fn (ops/pools.py). `sum` is float32, or float64
-    # for float64.
+    # new values, `pool` that of the pools (the same, or float8_e4m3fn of ops/pools.py) or of the logits. `sum` is
+    # float32, or float64 for float64.
     "key_pool": "R D pool", "value_pool": "R D pool", "position_pool": "R int32", "state_pool": "R f float32",
     "offsets": "L S H int64", "capacities": "L S H int32", "lengths": "L S H int32",
     "slots": "B int64", "sources": "B int64", "destinations": "B int64", "seen": "S int64", "errors": "1 int32",
@@ -33,6 +33,9 @@ SHAPES = {
     "queries": "S Hq A D query", "query_positions": "S A int64",
     "keys": "S H N D query", "positions": "S H N int64",
     "importance": "S H N sum", "redundancy": "S H N sum", "scratch": "S H X N sum",
+    "logits": "B V pool", "drawn_from": "B V pool", "sequence_keys": "B int64", "steps": "B int64",
+    "end_ids": "E int64", "tokens": "B int64", "token_logprobs": "B sum", "behavior": "B sum", "top_ids": "B K int64",
+    "top_logprobs": "B K sum", "chunks": "B G C 2 float64",
 }  # fmt: skip
 STRIDED = ("keys", "positions")  # heads may be anywhere, each contiguous; everything else is contiguous
 ON_ALL_LAYERS = ("evict", "fork")
@@ -78,4 +81,10 @@ SCHEMAS = {
     "page_attention": """(
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, Tensor pages,
         int page_size, float scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? errors=None) -> ()""",
+    # C = ceil(V / 512): of each chunk of logits the maximum and the sum of exponentials. G = 2 with end_ids that are
+    # forbidden before min_length, or with logits to draw from that are not the policy's
+    "draw": """(
+        Tensor logits, Tensor? drawn_from, Tensor sequence_keys, Tensor steps, Tensor end_ids, int min_length,
+        float temperature, int top_k, float top_p, float min_p, Tensor(a!) tokens, Tensor(b!) token_logprobs,
+        Tensor(c!)? behavior, Tensor(d!)? top_ids, Tensor(e!)? top_logprobs, Tensor(f!) chunks) -> ()""",
 }

@@ -59,6 +59,9 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("select_pages", "limits", lambda t: t - 9, "limits.0. is -6"),
     ("page_attention", "pages", lambda t: t + 7, "page 7 of a list"),
     ("fork", "destinations", lambda t: t[:1], "destinations has shape"),
+    ("draw", "steps", lambda t: t[:1], "steps has shape"),
+    ("draw", "drawn_from", lambda t: t.bfloat16(), "drawn_from is torch.bfloat16"),
+    ("draw", "logits", lambda t: t[:, :2].contiguous(), "the vocabulary has 2 tokens"),
 ]
 
 
@@ -93,6 +96,8 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
     empty = x.new_zeros(0)
     if (name, place) == ("summarize_pages", 1):
         shorter = empty = other_type  # any number of slots will do, none too
+    if (name, place) == ("draw", 4):
+        shorter = empty = other_type  # any number of end tokens
     for wrong in (shorter, other_type, strided, x.unsqueeze(0), empty):
         before = [a.clone() if isinstance(a, Tensor) else a for a in args]
         spoiled = [*args[:place], wrong, *args[place + 1 :]]
@@ -112,7 +117,7 @@ Way = Callable[[str], Callable[..., None]]
 def test_heads_outside_the_pool_are_refused(
     name: str, value: int, part: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if part == "offsets" and name in ("select_pages", *SCORES):
+    if name == "draw" or (part == "offsets" and name in ("select_pages", *SCORES)):
         pytest.skip("it does not look into the pool")
     case = Case()
     if part == "lengths":
@@ -189,6 +194,7 @@ def test_unknown_options_of_importance_are_refused(options: dict[str, Any]) -> N
 def test_tensors_on_two_devices_are_refused(name: str) -> None:
     case = Case()
     case.slots, case.sources, case.lengths = case.slots.cuda(), case.sources.cuda(), case.lengths.cuda()
+    case.steps = case.steps.cuda()
     with pytest.raises((ValueError, RuntimeError), match=r"device|cuda"):
         case.calls()[name]()
 
@@ -199,12 +205,12 @@ def test_tensors_on_two_devices_are_refused(name: str) -> None:
      ("window_importance", "ring"), ("key_redundancy", "lengths"),
      ("evict", "scores"), ("evict", "death"), ("evict from a source", "seen"),
      ("fork", "sources"), ("fork", "state"),
-     ("summarize_pages", "summaries"), ("select_pages", "limits"), ("page_attention", "pages")],
+     ("summarize_pages", "summaries"), ("select_pages", "limits"), ("page_attention", "pages"), ("draw", "steps")],
 )  # fmt: skip
 def test_a_tensor_elsewhere_is_refused(name: str, field: str) -> None:
     case = Case()
     setattr(case, field, getattr(case, field).to("meta"))
-    with pytest.raises(ValueError, match=r"is on meta, key\w+ is on cpu|is on meta, summaries is on cpu"):
+    with pytest.raises(ValueError, match=r"is on meta, (key\w+|summaries|logits) is on cpu"):
         case.calls()[name]()
 
 
@@ -245,6 +251,8 @@ def test_heads_too_large_for_the_kernels_are_refused() -> None:
         ("select_pages", 5, -1, "page_size is -1"),
         ("select_pages", 6, -1, "num_first is -1"),
         ("page_attention", 7, 0, "page_size is 0"),
+        ("draw", 6, -1.0, "temperature is -1"),
+        ("draw", 8, 0.0, "top_p"),
     ],
 )
 def test_kernels_check_what_the_typed_functions_check(

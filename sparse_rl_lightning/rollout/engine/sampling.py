@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_seed
+from sparse_rl_lightning.ops.draw import Drawn, truncate
 from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
 
 
@@ -94,17 +95,6 @@ class SamplingParams:
         return self.repetition_penalty != 1
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Tokens just drawn, one per sequence, and their probabilities under the sampler."""
-
-    tokens: Tensor  # (n,)
-    logprobs: Tensor  # (n,) log-softmax(logits / T) over the whole vocabulary, T = 1 when greedy
-    behavior: Tensor | None = None  # (n,) under the truncated distribution actually drawn from, None if it is the same
-    topk_ids: Tensor | None = None  # (n, K) the most likely tokens of the whole vocabulary
-    topk_logprobs: Tensor | None = None  # (n, K)
-
-
 def draw(
     logits: Tensor,
     params: SamplingParams,
@@ -167,29 +157,6 @@ def occurring(tokens: Tensor, lengths: Tensor, vocabulary: int) -> Tensor:
     held = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     found = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
     return found.scatter_(1, tokens.where(held, vocabulary), True)[:, :vocabulary]
-
-
-def truncate(logprobs: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Set the log-probabilities of tokens outside top-k, then top-p, then min-p to -inf; the best token stays.
-
-    Args:
-        logprobs: Log-probabilities (n, V), not necessarily normalized.
-        top_k: Number of tokens to keep, 0 for all. Ties with the k-th are kept too.
-        top_p: Probability to keep after top-k, 1 for all.
-        min_p: Least probability relative to the best token, 0 for all.
-    """
-    if 0 < top_k < logprobs.shape[-1]:
-        kth = logprobs.topk(top_k, dim=-1).values[:, -1:]
-        logprobs = logprobs.masked_fill(logprobs < kth, -torch.inf)
-    if top_p < 1:
-        ordered, order = logprobs.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered  # probability of all better tokens
-        outside = torch.zeros_like(before, dtype=torch.bool).scatter_(-1, order, before >= top_p)
-        logprobs = logprobs.masked_fill(outside, -torch.inf)
-    if min_p > 0:
-        best = logprobs.max(dim=-1, keepdim=True).values
-        logprobs = logprobs.masked_fill(logprobs < best + math.log(min_p), -torch.inf)
-    return logprobs
 
 
 def sequence_keys(seed: int, sequence_ids: Sequence[int] | Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl_lightning.cache.slots import SlotCache
+from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout, tensors_to
-from sparse_rl_lightning.rollout.engine.sampling import Drawn, SamplingParams
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
 UNLIMITED = torch.iinfo(torch.int64).max
 

@@ -1,0 +1,231 @@
+"""draw: tokens, probabilities and truncation against float64 by hand, transformers' rules, and long-run frequencies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_cases import EMULATED, on_each_device
+from torch import Tensor
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops.draw import CHUNK, Drawn, keyed_uniform
+from sparse_rl_lightning.ops.library import REFERENCES
+
+SIZES = [1, 2, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
+NO_ENDS = torch.empty(0, dtype=torch.int64)
+rules = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.3, 1.0, 1.7]),
+        "top_k": st.sampled_from([0, 0, 1, 5, 700, 10**6]),
+        "top_p": st.sampled_from([1.0, 1.0, 0.01, 0.5, 0.95, 0.9999]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
+    }
+)
+
+
+def rows(size: int, kind: str, seed: int, count: int = 6) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, size, generator=g) * {"flat": 0.01, "wide": 9.0}.get(kind, 2.0)
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "forbidden":
+        logits[torch.rand(logits.shape, generator=g) < 0.3] = -torch.inf
+        logits[:, -1] = 0.0
+    return logits
+
+
+def keys_of(logits: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    count = len(logits)
+    return torch.arange(count) * 7919 + seed, torch.arange(count) % 5
+
+
+def kept_by_hand(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> list[int]:
+    """The allowed tokens of one row, one after the other, in float64."""
+    order = sorted((i for i in range(len(row)) if row[i] > -math.inf), key=lambda i: (-float(row[i]), i))
+    if 0 < top_k < len(row):
+        order = [i for i in order if row[i] >= row[order[min(top_k, len(order)) - 1]]]
+    best = float(row[order[0]])
+    weights = {i: math.exp((float(row[i]) - best) / temperature) for i in order}
+    if top_p < 1:
+        total, before, kept = sum(weights.values()), 0.0, []
+        for i in order:
+            if before >= top_p * total:
+                break
+            kept.append(i)
+            before += weights[i]
+        order = kept
+    least = best + temperature * math.log(min_p) if min_p else -math.inf
+    return sorted(i for i in order if float(row[i]) >= least)
+
+
+def check(logits: Tensor, drawn: Drawn, keys: Tensor, steps: Tensor, temperature: float, **rule: Any) -> None:
+    """The token stands where the uniform number falls, up to the rounding of single exponentials."""
+    uniform = keyed_uniform(keys, steps)
+    for b, row in enumerate(logits.double()):
+        kept = kept_by_hand(row, temperature, **rule)
+        weights = torch.tensor([math.exp((float(row[i]) - float(row.max())) / temperature) for i in kept]).double()
+        ends = weights.cumsum(0) / weights.sum()
+        token = int(drawn.tokens[b])
+        at = kept.index(token)
+        assert float(ends[at] - weights[at] / weights.sum()) - 1e-6 <= float(uniform[b]) <= float(ends[at]) + 1e-6
+        policy = (row / temperature).log_softmax(0)
+        assert float(drawn.logprobs[b]) == pytest.approx(float(policy[token]), abs=2e-6, rel=2e-6)
+        if drawn.behavior is not None:
+            behavior = float((weights[at] / weights.sum()).log())
+            assert float(drawn.behavior[b]) == pytest.approx(behavior, abs=2e-6, rel=2e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(SIZES), st.sampled_from(["normal", "flat", "wide", "ties", "forbidden"]), rules, st.integers(0, 99)
+)
+def test_token_and_probabilities_are_those_by_hand(size: int, kind: str, rule: dict[str, Any], seed: int) -> None:
+    logits = rows(size, kind, seed)
+    keys, steps = keys_of(logits, seed)
+    check(logits, ops.draw(logits, keys, steps, **rule), keys, steps, **rule)
+    # and of the reference, which computes in float64
+    check(logits, ops.draw(logits.double(), keys, steps, **rule), keys, steps, **rule)
+
+
+@on_each_device
+@settings(deadline=None, max_examples=30)
+@given(
+    size=st.sampled_from(SIZES), kind=st.sampled_from(["normal", "ties", "forbidden"]), rule=rules, low=st.booleans()
+)
+def test_kernel_equals_reference(device: str, size: int, kind: str, rule: dict[str, Any], low: bool) -> None:
+    """bfloat16 and float32, with everything that can be asked for at once."""
+    logits = rows(size, kind, size).to(torch.bfloat16 if low else torch.float32)
+    keys, steps = keys_of(logits)
+    other = rows(size, "normal", size + 1).to(logits.dtype)
+    options = {**rule, "end_ids": torch.tensor([0, size // 2]), "min_length": 3, "top_logprobs": min(size, 4)}
+    if size <= 2:
+        options["end_ids"] = NO_ENDS
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    for from_other in (False, True):
+        source = other if from_other else None
+        own = ops.draw(
+            logits.to(device), keys.to(device), steps.to(device), **moved,
+            drawn_from=None if source is None else source.to(device),
+        )  # fmt: skip
+        want = ops.draw(logits.double(), keys, steps, **options, drawn_from=None if source is None else source.double())
+        same = own.tokens.cpu() == want.tokens
+        assert same.float().mean() > 0.8  # a number may fall on the edge between two tokens
+        for name in ("logprobs", "behavior"):
+            mine, theirs = getattr(own, name).cpu().double()[same], getattr(want, name)[same]
+            torch.testing.assert_close(mine, theirs, atol=5e-6, rtol=5e-6)
+        assert torch.equal(own.topk_ids.cpu(), want.topk_ids)
+        torch.testing.assert_close(own.topk_logprobs.cpu().double(), want.topk_logprobs, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.skipif(EMULATED, reason="a thread takes turns with 255 others")
+def test_frequencies_are_the_probabilities_of_rare_tokens_too() -> None:
+    """Half a million draws; tokens of probability 4e-5 stand at the beginning, in the middle and at the end."""
+    size, count = 2 * CHUNK + 100, 500_000
+    row = torch.full((size,), -30.0)
+    rare = [0, CHUNK - 1, CHUNK, size - 1]
+    row[rare], row[5], row[CHUNK + 7] = math.log(4e-5), math.log(0.6), math.log(0.4 - 16e-5)
+    counts = torch.zeros(size, dtype=torch.int64)
+    for start in range(0, count, 50_000):
+        keys = torch.arange(start, start + 50_000)
+        tokens = ops.draw(row.expand(50_000, -1).contiguous(), keys, torch.full_like(keys, 3)).tokens
+        counts += torch.bincount(tokens, minlength=size)
+    expected = row.double().softmax(0) * count
+    seen = expected > 10
+    assert int(seen.sum()) == 6
+    chi_square = float(((counts[seen] - expected[seen]) ** 2 / expected[seen]).sum())
+    assert chi_square < 20.5  # 5 degrees of freedom, one in a thousand
+    assert int(counts[~seen].sum()) == 0
+
+
+def test_a_very_rare_token_gets_its_share_of_the_numbers() -> None:
+    """Of 2**53 numbers, not of the 2**24 that float32 knows: the end of a token's interval is found by bisection."""
+    uniform = keyed_uniform(torch.arange(100_000), torch.tensor(0))
+    assert float(uniform.min()) > 0
+    assert float(uniform.max()) < 1
+    assert len(uniform.unique()) == 100_000
+    assert bool((uniform * 2.0**53 == (uniform * 2.0**53).floor()).all())
+    assert bool(((uniform * 2.0**24).frac() != 0).all())
+
+
+@on_each_device
+def test_a_row_does_not_depend_on_its_batch(device: str) -> None:
+    logits = rows(3 * CHUNK + 5, "normal", 3, count=40).to(device)
+    keys, steps = (t.to(device) for t in keys_of(logits.cpu()))
+    for rule in ({}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}):
+        whole = ops.draw(logits, keys, steps, **rule)
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).to(device)
+        mixed = ops.draw(logits[order], keys[order], steps[order], **rule)
+        one = ops.draw(logits[7:8].contiguous(), keys[7:8], steps[7:8], **rule)
+        assert torch.equal(mixed.tokens, whole.tokens[order])
+        assert torch.equal(mixed.logprobs, whole.logprobs[order])
+        assert torch.equal(one.tokens, whole.tokens[7:8])
+        assert torch.equal(one.logprobs, whole.logprobs[7:8])
+
+
+@on_each_device
+def test_greedy_takes_the_first_of_the_best_and_obeys_forbidden_ends(device: str) -> None:
+    logits = torch.zeros(3, CHUNK + 9, device=device)
+    logits[0, [4, CHUNK + 2]] = 2.0
+    logits[1, CHUNK + 2] = 2.0
+    logits[2, 1] = 2.0
+    steps = torch.tensor([0, 0, 5], device=device)
+    ends = torch.tensor([1, CHUNK + 2], device=device)
+    drawn = ops.draw(logits, steps, steps, temperature=0.0, end_ids=ends, min_length=5)
+    assert drawn.tokens.tolist() == [4, 0, 1]
+    assert drawn.behavior is None
+    assert drawn.logprobs.tolist() == pytest.approx(logits.log_softmax(-1)[[0, 1, 2], drawn.tokens].tolist(), abs=1e-6)
+
+
+@on_each_device
+@pytest.mark.parametrize("rule", [{}, {"top_p": 0.5}, {"top_k": 3}, {"temperature": 0.0}, {"min_length": 9}])
+def test_broken_rows_are_told_by_nan_and_leave_the_others(device: str, rule: dict[str, Any]) -> None:
+    logits = rows(CHUNK + 40, "normal", 1).to(device)
+    keys, steps = (t.to(device) for t in keys_of(logits.cpu()))
+    want = ops.draw(logits, keys, steps, top_logprobs=2, **rule)
+    broken = logits.clone()
+    broken[0, CHUNK + 3], broken[2, 0], broken[4] = torch.nan, torch.inf, -torch.inf
+    drawn = ops.draw(broken, keys, steps, top_logprobs=2, **rule)
+    assert drawn.logprobs.isnan().tolist() == [True, False, True, False, True, False]
+    for name, tensor in drawn._asdict().items():
+        if tensor is not None:
+            assert torch.equal(tensor[[1, 3, 5]], getattr(want, name)[[1, 3, 5]])
+    assert drawn.tokens[[0, 2, 4]].tolist() == [0, 0, 0]
+
+
+@pytest.mark.skipif(EMULATED, reason="a thread takes turns with 255 others")
+@pytest.mark.parametrize(("rule", "warper"), [
+    ({"top_k": 7}, TopKLogitsWarper(7)),
+    ({"top_p": 0.8}, TopPLogitsWarper(0.8)),
+    ({"min_p": 0.1}, MinPLogitsWarper(0.1)),
+])  # fmt: skip
+def test_what_may_be_drawn_is_what_transformers_leaves(rule: dict[str, Any], warper: Any) -> None:
+    logits = rows(60, "normal", 5, count=1)
+    allowed = set((warper(None, logits) > -torch.inf).nonzero()[:, 1].tolist())
+    keys = torch.arange(20_000)
+    drawn = ops.draw(logits.expand(20_000, -1).contiguous(), keys, torch.zeros_like(keys), **rule)
+    assert set(drawn.tokens.tolist()) == allowed
+
+
+def test_wrong_arguments_are_refused() -> None:
+    logits, keys = torch.zeros(2, 8), torch.arange(2)
+    with pytest.raises(ValueError, match="the vocabulary has 8 tokens"):
+        ops.draw(logits, keys, keys, top_logprobs=9)
+    with pytest.raises(ValueError, match="steps"):
+        ops.draw(logits, keys, keys[:1])
+    with pytest.raises(ValueError, match="drawn_from"):
+        ops.draw(logits, keys, keys, drawn_from=torch.zeros(2, 9))
+    with pytest.raises(ValueError, match="not contiguous"):
+        ops.draw(torch.zeros(8, 2).mT, keys, keys)
+
+
+@pytest.mark.skipif(EMULATED, reason="the reference alone")
+def test_reference_draws_nothing_from_no_rows() -> None:
+    drawn = ops.draw(torch.zeros(0, 8, dtype=torch.float64), NO_ENDS, NO_ENDS)
+    assert drawn.tokens.shape == (0,)
+    assert "draw" in REFERENCES
