@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from sparse_rl_lightning.calibration.shapes import Hardware
 from sparse_rl_lightning.compressors import FullKV
@@ -35,16 +35,25 @@ def measure_hardware(
     size, width = SIZES[device.type]
     numbers = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
     # read and written
-    bandwidth = 2 * size / _seconds("copy.copy_(numbers)", repeats, numbers=numbers, copy=torch.empty_like(numbers))
+    copy = torch.empty_like(numbers)
+    bandwidth = 2 * size / _seconds(lambda: copy.copy_(numbers), device, repeats)
     left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-    flops = 2 * width**3 / _seconds("left @ right", repeats, left=left, right=right)
+    flops = 2 * width**3 / _seconds(lambda: left @ right, device, repeats)
     return Hardware(bandwidth, flops, _step_overhead(device, dtype, num_layers))
 
 
-def _seconds(work: str, repeats: int, **given: Tensor) -> float:
+def _seconds(work: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
     """The seconds of the fastest repetition, after a warm-up: other work on the machine can only slow it down."""
-    timer = Timer(work, globals=given, num_threads=torch.get_num_threads())  # waits for a GPU
-    return min(timer.timeit(1).mean for _ in range(repeats))
+
+    def once() -> float:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    return min(once() for _ in range(repeats))
 
 
 def _step_overhead(device: torch.device, dtype: torch.dtype, num_layers: int) -> float:

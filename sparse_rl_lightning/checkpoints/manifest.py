@@ -58,8 +58,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def changed_files(folder: Path, digests: dict[str, str]) -> list[str]:
     """Names of files that are missing or have changed since they were written."""
-    found = {name: digest(folder / name) if (folder / name).is_file() else "" for name in digests}
-    return [name for name, known in digests.items() if not hmac.compare_digest(found[name], known)]
+    return [name for name, known in digests.items() if not _matches(folder / name, known)]
+
+
+def _matches(path: Path, known: str) -> bool:
+    return path.is_file() and hmac.compare_digest(digest(path), known)
 
 
 def _sign(body: str) -> str:

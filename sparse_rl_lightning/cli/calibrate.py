@@ -104,7 +104,9 @@ def calibrate(
     params = rollout.for_evaluation(sampling)
     params = replace(params, top_logprobs=min(params.top_logprobs, model.config.vocab_size))
     ends = {*rollout.sampler(model, tokenizer, FullKV()).end_token_ids, tokenizer.eos_token_id} - {None}
-    options = {name: getattr(rollout, name) for name in ("num_slots", "memory_limit", "kv_dtype", "cuda_graphs")}
+    options = {
+        name: getattr(rollout, name) for name in ("num_slots", "memory_limit", "kv_dtype", "cuda_graphs", "keep_pool")
+    }
     options |= {"end_token_ids": sorted(ends), "tokenizer": tokenizer}
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], rollout.chat_template_kwargs)
     keeps = compressor if retriever and compressor else FullKV()

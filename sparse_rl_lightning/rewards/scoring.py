@@ -65,7 +65,7 @@ class Rewards:
         self.guards = [GuardedReward(function, timeout, name) for function, name in named]
         self._warn = warn
         self._warned: set[tuple[str, str]] = set()
-        self._fitting: list[str] = []  # columns that the functions were found to fit
+        self._fitting: list[str] | None = None  # columns that the functions were found to fit
 
     @property
     def functions(self) -> list[RewardFunction]:

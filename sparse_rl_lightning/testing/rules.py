@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.combined import Combined
-from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
@@ -342,16 +342,31 @@ def _pickled(compressor: Compressor) -> Compressor:
     return duplicate
 
 
-def _contents(thing: Any) -> dict[str, str]:
-    """A fingerprint of each attribute of an object, or of each value of a dictionary."""
-    return {
-        name: fingerprint(value=value) for name, value in (thing if isinstance(thing, dict) else vars(thing)).items()
-    }
+def _contents(thing: Any) -> dict[str, Any]:
+    """A copy of an object's attributes, or of a dictionary."""
+    return copy.deepcopy(thing if isinstance(thing, dict) else vars(thing))
 
 
-def _changed(thing: Any, before: dict[str, str]) -> list[str]:
+def _changed(thing: Any, before: dict[str, Any]) -> list[str]:
     """The names of what has changed since."""
-    return sorted({name for name, _ in before.items() ^ _contents(thing).items()})
+    after = thing if isinstance(thing, dict) else vars(thing)
+    return [name for name in sorted(before.keys() | after.keys()) if not _equal(before.get(name), after.get(name))]
+
+
+def _equal(a: Any, b: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether the content is the same; NaN equals NaN. Objects, including torch modules, are compared by attributes."""
+    if id(a) in seen:  # a part that contains the whole
+        return True
+    inner = seen | {id(a)}
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key], inner) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_equal(x, y, inner) for x, y in zip(a, b, strict=True))
+    if type(a) is type(b) and hasattr(a, "__dict__") and not isinstance(a, type | FunctionType):
+        return _equal(vars(a), vars(b), inner)
+    return bool(a == b)
 
 
 def _difference(a: Tensor, b: Tensor) -> str | None:

@@ -25,10 +25,11 @@ def test_trigger_and_a_walk_token_by_token_agree() -> None:
         trigger = Trigger(KNorm(schedule, **SIZES, budget_rule=rule), 3)
         layers = [rule.layer_budgets(budget, 3, 4) for budget in schedule.budgets]
         at = lambda t, layers=layers, s=schedule: layers[bisect_right(s.starts, t) - 1]  # noqa: E731
-        evicted, _ = trigger.after_prompt(prompt)
+        evicted, first_room = trigger.after_prompt(prompt)
         held = [b if prompt >= b + 5 else prompt for b in at(prompt)]
         assert [prompt - lost for lost in evicted] == held
         fed = prompt
+        assert first_room == trigger.room(prompt, evicted)  # which the walk below follows step by step
         for _ in range(8):
             room = trigger.room(fed, evicted)
             for step in range(1, room + 1):

@@ -101,6 +101,18 @@ class FractionOfQueries(KNorm):
     num_queries = 0.5
 
 
+class RemembersInAModule(KNorm):
+    """One number of many: in a network, whose parameters count as they are."""
+
+    def __init__(self, budget: int = 10, **sizes: Any) -> None:
+        super().__init__(budget, **sizes)
+        self.network = torch.nn.Linear(600, 600)
+
+    def score(self, layer: LayerState) -> Tensor:
+        self.network.weight.data[17, 4] += 1
+        return super().score(layer)
+
+
 class Unheard(KNorm):
     def update_state(self, update: StateUpdate) -> None:
         update.state["mass"].add_(update.mass.sum(dim=2))
@@ -267,6 +279,7 @@ BROKEN = [
         "power of the tokens behind",
     ),
     (CountsCalls, "reading", r"update.head_state\['calls'\] after blocks of \[9\] tokens", "count .*positions.shape"),
+    (RemembersInAModule, "no state", "score changed self.network", "set attributes in __init__ only"),
     (Lambda, "copies", "pickle does not work: .*lambda", "no lambdas"),
     (Fades, "replay", r"log-probs differ by up to \d", "keys or values were changed"),
 ]

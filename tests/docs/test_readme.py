@@ -189,7 +189,7 @@ def test_wrong_commands_do_not_parse() -> None:
         "fit --config configs/no_such.yaml",
         "fit --config configs/dense.yaml --model.num_generation=4",
         "calibrate --config configs/calibrate.yaml --bins=8",
-        "calibrate --hardware --bin_size=8",
+        "calibrate --hardware --binning.bin_size=8",
         "report",
         "report runs/a --out=x.html",
     ):

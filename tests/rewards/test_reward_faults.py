@@ -117,6 +117,11 @@ def test_async_functions_are_refused_before_anything_is_drawn(kind: str) -> None
         check_rewards([function], [])
 
 
+def test_rows_of_nothing_but_prompts_are_checked_too() -> None:
+    with pytest.raises(ValueError, match="answer"):
+        Rewards(lambda completions, answer: [0.0]).check([{"prompt": "1 + 1"}])
+
+
 LAZY: dict[str, Callable[[list[str]], Any]] = {
     "list": lambda texts: [1 / (ord(text) - ord("b")) for text in texts],
     "generator": lambda texts: (1 / (ord(text) - ord("b")) for text in texts),

@@ -75,7 +75,7 @@ class EmptyRollouts(RolloutCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the counts."""
         for name in self.state_dict():
-            setattr(self, name, state_dict[name])
+            setattr(self, name, state_dict.get(name, 0))  # few_in_a_row is missing in older checkpoints
 
 
 def _tokens(trainer: Trainer, module: RolloutModule, rollout: Rollout) -> list[float]:

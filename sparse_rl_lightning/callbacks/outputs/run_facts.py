@@ -114,4 +114,5 @@ def versions(module: RolloutModule) -> dict[str, str]:
     is_gpu = module.device.type == "cuda"
     device = torch.cuda.get_device_name(module.device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
     found = package_versions()
-    return found | {"python": f"{found['python']}, {os.cpu_count()} cores", "device": device}
+    python = found.pop("python")  # after the packages
+    return found | {"python": f"{python}, {os.cpu_count()} cores", "device": device}
