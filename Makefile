@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill bench-launches docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and a
 
 bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, half an hour
 	$(BIN)/python -m benchmarks.reliability --save benchmarks/results
+
+bench-launches: $(INSTALLED) ## count launches, bytes and waits of a GPU's host at real shapes, without a GPU; a minute
+	$(BIN)/python -m benchmarks.launches --save benchmarks/results
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q
 docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning an error

@@ -129,8 +129,7 @@ class PretendGPU(TorchFunctionMode):
         super().__init__()
         self.backing, self.answer = backing, answer
         self.waits: Counter[Place] = Counter()
-        self.launches: Counter[Place] = Counter()
-        self.bytes_moved: Counter[Place] = Counter()
+        self.log: list[tuple[Place, int]] = []  # every launch, and the bytes that it moves if it is one of torch's
         self.captures = Captures(place)
         self._ops, self._patches = _Ops(self), contextlib.ExitStack()
 
@@ -149,8 +148,12 @@ class PretendGPU(TorchFunctionMode):
     def reset(self) -> None:
         """Begin to count anew."""
         self.waits.clear()
-        self.launches.clear()
-        self.bytes_moved.clear()
+        self.log.clear()
+
+    @property
+    def launches(self) -> Counter[Place]:
+        """How often what was launched where."""
+        return Counter(key for key, _ in self.log)
 
     def copy_of(self, model: Any) -> Any:
         """A copy of a model on the pretend GPU; tied weights stay tied."""
@@ -207,7 +210,7 @@ class PretendGPU(TorchFunctionMode):
 
     def _upload(self, values: Tensor, kwargs: Any) -> DeviceTensor:
         self.wait("copy from host memory")
-        self.launches[place(), "copy from host memory"] += 1
+        self._count("copy_", [values], [values])
         return DeviceTensor(values.to(self.backing, **kwargs))
 
     def _on_tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -225,7 +228,7 @@ class PretendGPU(TorchFunctionMode):
             if not named or isinstance(named[0], DeviceTensor) or is_gpu(named[0]):
                 return self.run(func, (source, *rest), kwargs)
             self.wait("copy to host memory")
-            self.launches[place(), "copy to host memory"] += 1
+            self._count("copy_", [source.inner], [source.inner])
             return source.inner if self.backing == "meta" else func(source.inner, *rest, **{**kwargs, "copy": True})
         return self._upload(func(source, *rest, **kwargs).clone(), {})
 
@@ -233,7 +236,8 @@ class PretendGPU(TorchFunctionMode):
         return self._on_to(Tensor.to, (args[0], "cpu"), {})
 
     def _on_tolist(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(self._on_cpu(func, args, {}))
+        values = self._on_cpu(func, args, {})
+        return func(torch.zeros_like(values, device="cpu") if values.is_meta else values)
 
     _on_numpy = _on_tolist
 
@@ -261,6 +265,18 @@ class PretendGPU(TorchFunctionMode):
         if on_cpu and (not _is_number(value) or indices or host(target)[mapped(host, index)].dim() == 0):
             self.wait("copy of a number from host memory" if _is_number(value) else "copy from host memory")
         return self.run(func, args, kwargs)
+
+    def _on_scaled_dot_product_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One kernel on a GPU, whatever it is on the device of the values."""
+        inside = mapped(host, args), mapped(host, kwargs)
+        out = func(*inside[0], **inside[1])
+        self._count(func.__name__, [leaf for leaf in leaves_of(inside) if isinstance(leaf, Tensor)], [out])
+        self.captures.record(func, *inside, [out])
+        return DeviceTensor(out)
+
+    def _count(self, name: str, tensors: list[Tensor], outs: list[Tensor]) -> None:
+        is_own = name.startswith(library.NAMESPACE)
+        self.log.append(((place(), name), 0 if is_own else moved(name, tensors, outs)))
 
     def _check_index(self, target: Any, index: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
@@ -292,8 +308,7 @@ class PretendGPU(TorchFunctionMode):
         if name in ALLOCATIONS:
             self.captures.allocated(outs)
             return poison(out)
-        self.launches[place(), f"sparse_rl::{name}" if own else name] += 1
-        self.bytes_moved[place(), name] += 0 if own else moved(name, tensors, outs)
+        self._count(f"{library.NAMESPACE}::{name}" if own else name, tensors, outs)
         self.captures.record(func, args, kwargs, [] if written else outs)
         return out
 
@@ -302,7 +317,7 @@ class PretendGPU(TorchFunctionMode):
         assert self.answer is not None, f"{name} at {place()} needs an answer"
         first = args[0]
         count = self.answer(name, first)
-        self.launches[place(), name] += 1
+        self._count(name, [first], [])
         if name == "nonzero":
             return first.new_empty((count, first.dim()), dtype=torch.int64)
         if name == "repeat_interleave":

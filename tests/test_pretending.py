@@ -107,7 +107,7 @@ def test_launches_and_bytes_are_counted_and_views_are_free(gpu: PretendGPU) -> N
     assert view.shape == (1, 8, 3)
     (tensor + tensor[:1]).mul_(2)  # fmt: skip
     assert sorted(what for _, what in gpu.launches) == ["add", "mul_"]
-    assert sorted(gpu.bytes_moved.values()) == [4 * (32 + 32), 4 * (32 + 8 + 32)]
+    assert sorted(nbytes for _, nbytes in gpu.log) == [4 * (32 + 32), 4 * (32 + 8 + 32)]
 
 
 def test_new_memory_is_poisoned(gpu: PretendGPU) -> None:
