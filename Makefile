@@ -68,7 +68,7 @@ sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and und
 		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/ops/test_native_attention.py tests/ops/test_native_pages.py \
 		tests/ops/test_native_scores.py tests/ops/test_native_evict.py tests/ops/test_native_torch.py tests/ops/test_native_errors.py tests/ops/test_native_loaded.py
 
-cuda-check: $(INSTALLED) ## compile the CUDA kernels where nvcc is; fails on warnings and spilled registers
+cuda-check: $(INSTALLED) ## compile the CUDA kernels where nvcc is; fails on warnings, spilled registers and too few blocks per multiprocessor
 	$(BIN)/python cuda_ext/check.py
 
 EMULATED := build/emulated
