@@ -14,6 +14,7 @@ from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
@@ -117,7 +118,8 @@ def test_a_rollout_is_what_it_is_on_the_cpu(name: str) -> None:
     compressor = made(case.compressor, model)
     want = RolloutSampler(model, compressor, num_slots=4, **case.options).generate(PROMPTS, params)
     with PretendGPU() as gpu:
-        sampler = RolloutSampler(gpu.copy_of(model), compressor, num_slots=4, **case.options)
+        options = case.options | {"cuda_graphs": "require" if case.is_captured else True}
+        sampler = RolloutSampler(gpu.copy_of(model), compressor, num_slots=4, **options)
         got = sampler.generate(PROMPTS, params, progress=lambda now: steps.append(now.step)).to("cpu")
     assert_same(got, want)
     assert gpu.captures.refused == []
@@ -152,12 +154,38 @@ def test_a_session_over_two_updates_is_what_it_is_on_the_cpu(name: str, monkeypa
     assert sum(graph.replays for graph in gpu.captures.graphs) == (num_steps if case.is_captured else 0)
 
 
-def test_a_sampler_used_again_captures_nothing_again() -> None:
+def test_greedy_and_sampled_decoding_in_turns_keep_the_graphs_of_both() -> None:
+    model, greedy, sampled = policy(), {"temperature": 0.0}, {"temperature": 1.0}
     with PretendGPU() as gpu:
-        sampler = RolloutSampler(gpu.copy_of(policy()), RKV(**SMALL), num_slots=4)
+        sampler = RolloutSampler(gpu.copy_of(model), RKV(**SMALL), num_slots=4, cuda_graphs="require")
         for seed in (1, 2):
-            sampler.generate(PROMPTS, SamplingParams(**{**PARAMS, "seed": seed}))
-            assert len(gpu.captures.graphs) == 1
+            for how in (sampled, greedy):
+                params = SamplingParams(**{**PARAMS, **how, "seed": seed})
+                want = RolloutSampler(model, RKV(**SMALL), num_slots=4).generate(PROMPTS, params)
+                assert_same(sampler.generate(PROMPTS, params).to("cpu"), want)
+                with torch.no_grad():  # the learner's update, at the same addresses
+                    for policy_of in (model, sampler.model):
+                        for parameter in policy_of.parameters():
+                            parameter.mul_(1.01)
+        assert len(gpu.captures.graphs) == 2
+        sampler.generate(PROMPTS, SamplingParams(**PARAMS, top_k=5))
+        sampler.generate(PROMPTS, SamplingParams(**PARAMS, top_k=5))
+        assert len(gpu.captures.graphs) == 3
+        sampler.release()
+        sampler.generate(PROMPTS, SamplingParams(**PARAMS))
+        assert len(gpu.captures.graphs) == 4
+
+
+def test_graphs_that_are_required_and_impossible_are_refused() -> None:
+    params = SamplingParams(**PARAMS)
+    with pytest.raises(UserError, match=r"cuda_graphs=require, but .* the model is on cpu: move it to a GPU"):
+        RolloutSampler(policy(), RKV(**SMALL), cuda_graphs="require").generate(PROMPTS, params)
+    with PretendGPU() as gpu:
+        model = gpu.copy_of(policy())
+        with pytest.raises(UserError, match=r"H2O has running numbers, .* use another compressor, or cuda_graphs=true"):
+            RolloutSampler(model, c.H2O(**SMALL), cuda_graphs="require").generate(PROMPTS, params)
+    with pytest.raises(UserError, match="cuda_graphs must be true, false or require, got cuda_graphs='always'"):
+        RolloutSampler(policy(), cuda_graphs="always")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what once kept every step from being captured
