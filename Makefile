@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill bench-launches docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,7 +68,7 @@ sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and und
 		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/ops/test_native_attention.py tests/ops/test_native_pages.py \
 		tests/ops/test_native_scores.py tests/ops/test_native_evict.py tests/ops/test_native_torch.py tests/ops/test_native_errors.py tests/ops/test_native_loaded.py tests/ops/test_draw.py
 
-cuda-check: $(INSTALLED) ## compile the CUDA kernels where nvcc is; fails on warnings and spilled registers
+cuda-check: $(INSTALLED) ## compile the CUDA kernels where nvcc is; fails on warnings, spilled registers and too few blocks per multiprocessor
 	$(BIN)/python cuda_ext/check.py
 
 EMULATED := build/emulated
@@ -108,6 +108,9 @@ bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and a
 
 bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, half an hour
 	$(BIN)/python -m benchmarks.reliability --save benchmarks/results
+
+bench-launches: $(INSTALLED) ## count launches, bytes and waits of a GPU's host at real shapes, without a GPU; a minute
+	$(BIN)/python -m benchmarks.launches --save benchmarks/results
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q
 docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning an error

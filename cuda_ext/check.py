@@ -1,7 +1,8 @@
 """Compile every CUDA source for every architecture and check the compiler's report; no GPU is needed.
 
-Prints a table of kernels with registers and shared memory. Fails on any warning, on register spills and on stack
-frames. Where there is no nvcc it says so and succeeds.
+Prints a table of kernels with registers, shared memory and the blocks that fit on a multiprocessor at the same time.
+Fails on any warning, on register spills and stack frames, and on kernels with fewer blocks than their floor: too few
+hide no latency, and one register more may halve them. Where there is no nvcc it says so and succeeds.
 
     python cuda_ext/check.py            # SPARSE_RL_ARCHS, CUDA_HOME and MAX_JOBS as for setup.py
 """
@@ -23,6 +24,29 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
+# By compute capability: 32-bit registers, threads, blocks and bytes of shared memory of a multiprocessor.
+LIMITS = {
+    "80": (65536, 2048, 32, 164 * 1024), "86": (65536, 1536, 16, 100 * 1024), "89": (65536, 1536, 24, 100 * 1024),
+    "90": (65536, 2048, 32, 228 * 1024), "100": (65536, 2048, 32, 228 * 1024),
+}  # fmt: skip
+# Fewest blocks on a multiprocessor: the first pattern that is found in a kernel's name counts. What is there today on
+# both architectures; a kernel that keeps the memory busy with fewer gets a lower floor, with its reason.
+FLOORS = {
+    r"append_kernel": 16,
+    r"attend_tensor<.*, 1, \w+>": 3,
+    r"attend_tensor<.*, 2, \w+>": 2,
+    r"attend_tensor": 1,  # heads of 256
+    r"attend_plain": 1,  # float32 and heads above 256, for tests
+    r"evict_kernel": 2,
+    r"fork_kernel": 5,
+    r"importance_kernel": 2,
+    r"redundancy_kernel<float>": 3,
+    r"redundancy_kernel": 4,
+    r"select_pages_kernel": 3,
+    r"summarize_kernel": 5,
+}
+
+
 @dataclass
 class Kernel:
     """The report of ptxas about one kernel on one architecture."""
@@ -34,6 +58,33 @@ class Kernel:
     shared: int
     stack: int
     spilled: int
+
+    def blocks(self, threads: int) -> int:
+        """Blocks of so many threads that fit on a multiprocessor, as many as wanted if its limits are not known."""
+        registers, most_threads, most_blocks, shared = LIMITS.get(self.arch, (2**30,) * 4)
+        warps = -(-threads // 32)
+        # registers go to warps in units of 256, warps to four parts of a multiprocessor
+        fitting = registers // (-(-self.registers * 32 // 256) * 256) // 4 * 4
+        by_shared = shared // (-(-self.shared // 128) * 128 + 1024)
+        return min(fitting // warps, most_threads // (32 * warps), most_blocks, by_shared)
+
+    def complaint(self, name: str, threads: int | None) -> str:
+        """What is wrong with the kernel of this readable name, empty if nothing is."""
+        if self.stack or self.spilled:
+            return "spills"
+        floor = next((count for pattern, count in FLOORS.items() if re.search(pattern, name)), None)
+        if floor is None or threads is None:
+            return "needs __launch_bounds__ and a floor in check.py"
+        return "" if self.blocks(threads) >= floor else f"at least {floor} blocks should fit"
+
+
+def block_sizes() -> dict[str, int]:
+    """Threads per block of each kernel, as the sources name them in __launch_bounds__."""
+    folder = ROOT / "cuda_ext" / "cuda"
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cu*")))
+    numbers = dict(re.findall(r"\b(k\w*Threads) = (\d+)", text))
+    found = re.findall(r"__launch_bounds__\((\w+).*?\)\s+(\w+)\(", text)
+    return {name: int(numbers[constant]) for constant, name in found}
 
 
 def command(setup: dict[str, Any], home: Path, source: Path, target: str) -> list[str]:
@@ -74,17 +125,20 @@ def readable(names: list[str]) -> list[str]:
     return [re.sub(r"\(.*", "", line) for line in short.splitlines()]
 
 
-def table(found: list[Kernel]) -> str:
-    """Format one line per kernel and architecture."""
-    names = readable([kernel.name for kernel in found])
-    lines = [f"{'kernel':<44} {'sm':>3} {'registers':>9} {'shared':>7} {'stack':>6} {'spilled':>8}"]
+def table(found: list[Kernel]) -> tuple[str, int]:
+    """One line per kernel and architecture, and the number of kernels that are not as they should be."""
+    names, sizes, wrong = readable([kernel.name for kernel in found]), block_sizes(), 0
+    lines = [f"{'kernel':<48} {'sm':>3} {'registers':>9} {'shared':>7} {'spilled':>8} {'threads':>8} {'blocks':>7}"]
     for name, kernel in zip(names, found, strict=True):
-        bad = "  <- " + kernel.source if kernel.stack or kernel.spilled else ""
+        threads = next((count for start, count in sizes.items() if start in name), None)
+        complaint = kernel.complaint(name, threads)
+        wrong += bool(complaint)
+        blocks = "?" if threads is None or kernel.arch not in LIMITS else kernel.blocks(threads)
         lines.append(
-            f"{name:<44} {kernel.arch:>3} {kernel.registers:>9} {kernel.shared:>7} {kernel.stack:>6} "
-            f"{kernel.spilled:>8}{bad}"
+            f"{name:<48} {kernel.arch:>3} {kernel.registers:>9} {kernel.shared:>7} {kernel.stack + kernel.spilled:>8} "
+            f"{threads or '?':>8} {blocks:>7}" + (f"  <- {kernel.source}: {complaint}" if complaint else "")
         )
-    return "\n".join(lines)
+    return "\n".join(lines), wrong
 
 
 def main() -> int:
@@ -113,10 +167,10 @@ def main() -> int:
         if done.returncode or complaints:
             failed = True
             print(f"{path.name}:\n" + "\n".join(complaints or [log]))
-    print(table(sorted(found, key=lambda kernel: (kernel.source, kernel.name, kernel.arch))))
-    spills = sum(bool(kernel.stack or kernel.spilled) for kernel in found)
-    print(f"{len(found)} kernels in {time.monotonic() - start:.0f} s, {spills} with a stack frame or spilled registers")
-    return int(failed or spills > 0 or not found)
+    lines, wrong = table(sorted(found, key=lambda kernel: (kernel.source, kernel.name, kernel.arch)))
+    seconds = time.monotonic() - start
+    print(f"{lines}\n{len(found)} kernels in {seconds:.0f} s, {wrong} with a stack frame, spills or too few blocks")
+    return int(failed or wrong > 0 or not found)
 
 
 if __name__ == "__main__":

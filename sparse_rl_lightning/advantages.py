@@ -39,14 +39,13 @@ def group_advantages(
         ValueError: If a group has fewer than 2 samples, the batch is not made of whole groups, or
             ``scale_rewards`` is unknown.
     """
+    check_choice("scale_rewards", scale_rewards, ScaleRewards)
     groups = _groups(rewards, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (nan_deviation(groups) + eps)
     elif scale_rewards == "batch":
         advantages = advantages / (nan_deviation(groups.reshape(1, -1)) + eps)
-    else:
-        check_choice("scale_rewards", scale_rewards, ScaleRewards)
     counted = ~groups.isnan() & _informative(groups).unsqueeze(1)
     return torch.where(counted, advantages, 0.0).flatten().to(torch.promote_types(rewards.dtype, torch.float32))
 

@@ -17,7 +17,6 @@ defaults. The authors' code also drops single tokens and divides the weights by 
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Literal
 
 import torch
@@ -199,7 +198,6 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-@cache  # settings that have passed are not checked again
 def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
     check_choice("mode", mode, WeightMode)
     if clip_min is not None:

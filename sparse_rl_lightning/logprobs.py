@@ -7,7 +7,7 @@ never all at once: the head runs on ``chunk_size`` tokens at a time, in the forw
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -204,7 +204,6 @@ def _check_mask(sequences: Tensor, mask: Tensor) -> None:
         raise UserError("mask[:, 0] must be False: the first token of a sequence has no probability.")
 
 
-@cache  # settings that have passed are not checked again
 def _check_settings(temperature: float, chunk_size: int) -> None:
     if temperature <= 0:
         raise UserError(f"temperature must be positive (use 1 for greedy), got temperature={temperature}.")

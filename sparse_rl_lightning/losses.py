@@ -29,7 +29,6 @@ penalty holds for rejected tokens too (preset "paper", whose denominator "all" d
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal
 
 import torch
@@ -243,11 +242,8 @@ def _clip_metrics(
     }
 
 
-@cache
 def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: float | None, delta: float | None) -> None:
     """Refuse options of :func:`policy_loss` that are unknown, out of range or do not fit each other.
-
-    Options that have passed are remembered: a training step does not check its settings again.
 
     Raises:
         ValueError: If one of them is.
@@ -265,7 +261,6 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
         raise UserError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
 
 
-@cache
 def _check_family(loss_type: str, denominator: str) -> None:
     check_choice("loss_type", loss_type, LossType)
     check_choice("denominator", denominator, Denominator)

@@ -90,7 +90,8 @@ def plan(slot: SlotBytes, limit: int | float, wanted: int, device: str) -> Memor
 def time_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch: int, speed: float) -> Step:
     """A decode step of ``batch`` sequences at this length, and what it takes to read weights and cache."""
     device = policy.device.type
-    sampler = RolloutSampler(policy, compressor, end_token_ids=[])
+    graphs = "require" if device == "cuda" else True  # an eager step is not what is to be measured
+    sampler = RolloutSampler(policy, compressor, end_token_ids=[], cuda_graphs=graphs)
     clock = Clock(WARM_UP, WARM_UP + BUFFER, device)
     params = SamplingParams(num_generations=batch, max_completion_length=NEW_TOKENS)
     rollout = sampler.generate(random_prompts(1, length, policy.config.vocab_size), params, progress=clock)
@@ -205,7 +206,8 @@ def whole_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
         if room is None or room.num_slots < grid.num_slots:
             table.add(name, f"needs {slot.of(grid.num_slots) / 1e9:.1f} GB", "", "", "")
             continue
-        sampler = RolloutSampler(countdown.policy, compressor, grid.num_slots, [Countdown.END])
+        graphs = "require" if device == "cuda" else True
+        sampler = RolloutSampler(countdown.policy, compressor, grid.num_slots, [Countdown.END], cuda_graphs=graphs)
         start = time.perf_counter()
         rollout = sampler.generate(prompts, params)
         wait(device)

@@ -127,9 +127,10 @@ class Combined(Compressor):
         return scores
 
     def __repr__(self) -> str:
-        names = ("weights", "normalization", "across_heads")
-        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return f"{type(self).__name__}(compressors={self._parts!r}, {arguments})"
+        hidden = ("_", "needs_")  # derived from the parts
+        own = {n: v for n, v in vars(self).items() if n not in _SIZES and not n.startswith(hidden)}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in {"compressors": self._parts, **own}.items())
+        return f"{type(self).__name__}({arguments})"
 
 
 def _check_part(name: str, first: Compressor, part: Compressor) -> None:

@@ -82,11 +82,16 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
         log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)
         metrics.update(mismatch_statistics(log_ratio, mask))
     if rollout.kv is not None:
-        shares, sizes = ("saving_final", "saving_integral", "read_share"), ("peak_bytes", "full_peak_bytes")
-        for name in (*shares, *sizes, "prefill_peak_bytes"):
-            metrics[f"kv/{name}"] = float(getattr(rollout.kv, name))
-        metrics["kv/stored_tokens"] = rollout.kv.stored.float().mean()
-        metrics["kv/full_tokens"] = rollout.kv.full.float().mean()
+        metrics |= {
+            "kv/saving_final": rollout.kv.saving_final,
+            "kv/saving_integral": rollout.kv.saving_integral,
+            "kv/stored_tokens": rollout.kv.stored.float().mean(),
+            "kv/full_tokens": rollout.kv.full.float().mean(),
+            "kv/read_share": rollout.kv.read_share,
+            "kv/peak_bytes": float(rollout.kv.peak_bytes),
+            "kv/full_peak_bytes": float(rollout.kv.full_peak_bytes),
+            "kv/prefill_peak_bytes": float(rollout.kv.prefill_peak_bytes),
+        }
     if rollout.evictions is not None:
         metrics["kv/record_bytes"] = float(rollout.evictions.nbytes)
         metrics["kv/record_dense_bytes"] = float(rollout.evictions.dense_nbytes)
@@ -141,11 +146,14 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
 def _completions(rollout: Rollout) -> dict[str, Tensor]:
     lengths = rollout.completion_lengths.float()
     ended = lengths[rollout.finished] if bool(rollout.finished.any()) else lengths.new_zeros(1)
-    metrics: dict[str, Tensor] = {}
-    for kind, own in (("length", lengths), ("terminated_length", ended)):
-        metrics |= {f"completions/{name}_{kind}": getattr(own, name)() for name in ("mean", "min", "max")}
-    return metrics | {
+    return {
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
         "completions/clipped_ratio": 1 - rollout.finished.float().mean(),
+        "completions/mean_terminated_length": ended.mean(),
+        "completions/min_terminated_length": ended.min(),
+        "completions/max_terminated_length": ended.max(),
         "completions/repetition_rate": repetition_rates(rollout.sequences, rollout.completion_mask).mean(),
     }
 

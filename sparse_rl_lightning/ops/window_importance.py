@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal
 
 import torch
@@ -74,7 +73,6 @@ def window_importance(
     return importance
 
 
-@cache  # options that have passed are not checked again
 def _check_options(window: int, group: str, query: str, pooling: str, kernel_size: int) -> None:
     check_choice("group_reduction", group, GroupReduction)
     check_choice("query_reduction", query, QueryReduction)

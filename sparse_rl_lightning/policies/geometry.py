@@ -70,15 +70,15 @@ class CacheGeometry:
         )
 
 
-def kv_type(kind: torch.dtype | str | None) -> torch.dtype | None:
-    """The type that keys and values are stored in, by its name; None for the model's own."""
+def kv_type(kind: torch.dtype | str | None, argument: str = "kv_dtype") -> torch.dtype | None:
+    """The type that keys and values are stored in, by its name; None for the model's own type."""
     known = {
         "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
         "float8_e4m3fn": FLOAT8, "fp8": FLOAT8,
     }  # fmt: skip
     found = known.get(kind) if isinstance(kind, str) else kind
     if kind is not None and found not in known.values():
-        raise UserError(f"kv_dtype must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
+        raise UserError(f"{argument} must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
     return found
 
 

@@ -33,7 +33,8 @@ class RolloutOptions:
         kv_dtype: Type of cached keys and values, such as ``bfloat16``, or ``float8_e4m3fn`` for a byte per number; null
             for the type that the policy computes in.
         keep_pool: Whether the cache's memory is kept while the learner works; false frees it after every rollout.
-        cuda_graphs: Whether to decode with CUDA graphs on a GPU.
+        cuda_graphs: Whether to decode with CUDA graphs on a GPU; ``require`` makes a step that cannot be captured an
+            error, instead of a slower rollout with a warning.
         partial_rollout_steps: Number of decode steps of a partial rollout: the learner then continues with the complete
             groups, while unfinished sequences stay in their slots for the next rollout. Null is off.
         partial_checkpoint: Treatment of unfinished sequences in checkpoints: ``store``, or ``restart`` after a resume.
@@ -55,7 +56,7 @@ class RolloutOptions:
     memory_limit: int | float | None = None
     kv_dtype: str | None = None
     keep_pool: bool = True
-    cuda_graphs: bool = True
+    cuda_graphs: bool | Literal["require"] = True
     partial_rollout_steps: int | None = None
     partial_checkpoint: PartialCheckpoint = "store"
     oversampling: float = 1.0
@@ -71,7 +72,7 @@ class RolloutOptions:
             raise UserError(f"rollout.memory_limit is a number of bytes or a share, got {self.memory_limit}.")
         if self.memory_limit is not None:
             check_limit(self.memory_limit)
-        kv_type(self.kv_dtype)  # raises for an unknown name
+        kv_type(self.kv_dtype, "rollout.kv_dtype")  # raises for an unknown name
         check_number("rollout.oversampling", self.oversampling, least=1)
         if self.reward_timeout is not None:
             check_number("rollout.reward_timeout", self.reward_timeout, above=0)

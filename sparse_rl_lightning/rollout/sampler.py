@@ -19,7 +19,7 @@ from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
+from sparse_rl_lightning.rollout.engine.engine import CudaGraphs, Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, StopStrings, steps_per_look
@@ -52,7 +52,7 @@ class RolloutSampler:
         memory_limit: Memory limit of the slots in bytes, or a float up to 1.0 for a share of the free memory: no more
             slots are used than fit. The choice and its reason are logged and available as ``memory_plan``.
         cuda_graphs: Whether to decode with CUDA graphs on a GPU; a step that cannot be captured runs eagerly, with a
-            warning.
+            warning, or with ``"require"`` is an error.
         retriever: Retriever of the pages of the cache that each query reads; None reads everything. It saves time, not
             memory, and leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
 
@@ -76,7 +76,7 @@ class RolloutSampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         kv_dtype: torch.dtype | str | None = None,
         keep_pool: bool = True,
-        cuda_graphs: bool = True,
+        cuda_graphs: CudaGraphs = True,
         memory_limit: int | float | None = None,
         retriever: Retriever | None = None,
     ) -> None:
@@ -84,6 +84,8 @@ class RolloutSampler:
             raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
         if max_prefill_tokens < 1:
             raise UserError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
+        if cuda_graphs not in (True, False, "require"):
+            raise UserError(f"cuda_graphs must be true, false or require, got cuda_graphs={cuda_graphs!r}.")
         geometry = CacheGeometry.of(model, kv_type(kv_dtype))  # refuses unsupported models
         self.model = model
         self.compressor = compressor or FullKV()
@@ -101,6 +103,7 @@ class RolloutSampler:
         self.memory_limit = memory_limit
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
         self._engine: Engine | None = None
+        self._other: Engine | None = None  # for another kind of drawing on the same memory, with graphs of its own
         self._warned = False
 
     def generate(
@@ -152,7 +155,7 @@ class RolloutSampler:
 
     def release(self) -> None:
         """Free the cache's memory and the copies of weights; the next call allocates them again."""
-        self._engine = None
+        self._engine = self._other = None
 
     @property
     def cache(self) -> SlotCache | None:
@@ -188,7 +191,8 @@ class RolloutSampler:
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:
-            plan = plan_slots(slot_bytes(g, size, params, logs), self.memory_limit, slots, g.device, before=before)
+            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size)
+            plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
             if before is None or plan.why != before.why:
                 logger.info("RolloutSampler: %s", plan.why)
@@ -209,8 +213,9 @@ class RolloutSampler:
     # ---------------------------------------------------------------- private
 
     def _engine_for(self, key: EngineKey) -> Engine:
-        """The engine of the last call if its key is equal, else a new one that reuses the parts that still fit."""
-        last, self._engine = self._engine, None  # after any failure nothing half made remains
+        """The engine of an earlier call if its key is equal, else a new one that reuses the parts that still fit."""
+        last, other = self._engine, self._other
+        self._engine = self._other = None  # after any failure nothing half made remains
         cache = decoder = None
         if last is not None:
             key = key.after(last.key)
@@ -219,12 +224,17 @@ class RolloutSampler:
                 decoder.refresh()
             if (key.geometry, key.size) == (last.key.geometry, last.key.size):
                 cache = last.cache
-            if key == last.key and decoder is not None:
-                last.compression = Compression(self.compressor, key.geometry.num_layers)  # budgets may have been raised
-                self._engine = last
-                return last
-        del last  # free the old pool and copies of weights before allocating new ones
-        self._engine = Engine(self.model, key, cache, decoder)
+            # greedy and sampled decoding in turns keep the graphs of both
+            known = [one for one in (last, other) if one is not None and one.decoder is decoder and one.cache is cache]
+            own = next((one for one in known if one.key == key), None)
+            self._other = next((one for one in known if one is not own and one.has_graphs), None)
+            if own is not None:
+                own.compression = Compression(self.compressor, key.geometry.num_layers)  # budgets may have been raised
+                self._engine = own
+                return own
+            del known, own
+        del last, other  # free the old pool and copies of weights before allocating new ones
+        self._engine = Engine(self.model, key, cache, decoder, beside=self._other)
         return self._engine
 
     def _warn_if_nothing_is_evicted(self, scheduler: Scheduler, lengths: list[int]) -> None:

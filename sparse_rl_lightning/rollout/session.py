@@ -229,5 +229,5 @@ class RolloutSession:
 
 def changed_settings(was: dict[str, Any], own: dict[str, Any], state: dict[str, Any]) -> str:
     """What has changed of the settings that a session's state depends on: of a restart only the first."""
-    names = list(own) if state["slots"] else list(own)[:1]
+    names = list(own) if state["slots"] else ["num_generations"]
     return "; ".join(f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name])

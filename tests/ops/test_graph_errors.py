@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl_lightning.rollout.engine.engine import Step, StepGraphs, StepRows, first_error, is_of_capture
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.rollout.engine.engine import (
+    Step,
+    StepGraphs,
+    StepRows,
+    bucket,
+    buckets,
+    first_error,
+    is_of_capture,
+)
 
 WAITED, SPOILED, ILLEGAL = 900, 901, 700
 
@@ -66,9 +75,9 @@ class Cuda:
         self.captured, self.stream = False, before
 
 
-def graphed(cuda: Cuda, step: Callable[[bool], None]) -> tuple[StepGraphs, Step]:
+def graphed(cuda: Cuda, step: Callable[[bool], None], required: bool = False) -> tuple[StepGraphs, Step]:
     """A step that is told whether it is being captured."""
-    graphs = StepGraphs(8, torch.device("cuda", 0))
+    graphs = StepGraphs(8, torch.device("cuda", 0), required)
     return graphs, lambda rows: graphs.run(lambda rows: step(cuda.captured), rows)
 
 
@@ -108,6 +117,32 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(cuda: Cuda) -> None:
     assert not graphs.enabled
     assert cuda.stream == "own"
     assert cuda.log == ["generator before", "_cuda_endAllocateToPool 0 (0, 1)", "_cuda_releasePool 0 (0, 1)"]
+
+
+def test_what_cannot_be_captured_is_an_error_if_graphs_are_required(cuda: Cuda) -> None:
+    def run(captured: bool) -> None:
+        if captured:
+            raise waited()
+
+    step = graphed(cuda, run, required=True)[1]
+    for _ in range(2):  # nothing goes on eagerly
+        with pytest.raises(UserError, match="cuda_graphs=require, but a decode step cannot be captured: CUDA err"):
+            step(ROWS)
+    assert cuda.stream == "own"
+
+
+def test_graphs_are_few_and_captured_up_front_the_largest_first(cuda: Cuda) -> None:
+    counts: list[int] = []
+    graphs = StepGraphs(90, torch.device("cuda", 0))
+    graphs.run(lambda rows: counts.append(len(rows.slots)), ROWS)
+    assert counts[::2] == counts[1::2] == [96, 64, 48, 32, 24, 16, 8]  # each once to warm up, once to capture
+    graphs.run(lambda rows: counts.append(0), ROWS)
+    assert 0 not in counts
+    assert cuda.log == ["replay", "replay"]
+    assert len(buckets(512)) == 12
+    assert buckets(1024)[:5] == [1024, 896, 768, 640, 512]
+    for num_slots in (1, 7, 8, 9, 500, 513, 1000):
+        assert {bucket(count, on_gpu=True) for count in range(1, num_slots + 1)} == set(buckets(num_slots))
 
 
 @pytest.mark.parametrize("captured", [True, False])

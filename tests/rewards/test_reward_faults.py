@@ -20,7 +20,7 @@ from tiny_grpo import Recorder, fit, likes_a, module
 
 from sparse_rl_lightning.rewards import MathReward, check_rewards, compute_rewards, process, reward_names
 from sparse_rl_lightning.rewards.base import reward_batch
-from sparse_rl_lightning.rewards.scoring import LOST, GuardedReward
+from sparse_rl_lightning.rewards.scoring import LOST, GuardedReward, Rewards
 
 ENOUGH = 120.0  # seconds, for what answers at once
 BOTH = pytest.mark.parametrize("timeout", [None, ENOUGH], ids=["in this process", "in its own"])

@@ -16,7 +16,7 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.retrieval.cache import PagedCache, with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.rollout.engine.memory import SlotBytes, free_bytes, plan_slots, slot_bytes
+from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, free_bytes, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs, VersionedLogs
 from sparse_rl_lightning.testing import tiny_model
 
@@ -88,6 +88,24 @@ def test_logs_are_counted_with_the_parameters(params: SamplingParams, logs: type
     cache = SlotCache(g, CacheSize(4, (20, 20, 20), 2, 50))
     planned = slot_bytes(g, CacheSize(1, (20, 20, 20), 2, 50), params, logs)
     assert planned.of(4) == allocated(attributes(cache), vars(logs(4, 50, params, g.device)))
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_logprobs": 5}, {"repetition_penalty": 1.1}], ids=str)
+def test_drawing_counts_on_a_gpu(params: dict[str, Any]) -> None:
+    """Twice: in the memory of the graphs, and where prompts draw their first tokens."""
+    size, given, vocabulary = CacheSize(1, (20, 20, 20), 2, 50), SamplingParams(**params), 10_000
+    on_gpu = dataclasses.replace(geometry(), device=torch.device("cuda", 0))
+    without, slot = slot_bytes(on_gpu, size, given), slot_bytes(on_gpu, size, given, vocabulary=vocabulary)
+    most = drawing_bytes(8, vocabulary, given) - drawing_bytes(7, vocabulary, given)
+    assert slot.total - without.total == 2 * most
+    assert f"{2 * most:,} for drawing" in slot.arithmetic
+    assert most >= 8 * vocabulary  # logits and log-probs, float32
+    assert slot_bytes(geometry(), size, given, vocabulary=vocabulary) == without  # a CPU frees them at once
+
+
+def test_what_is_drawn_from_is_counted_at_its_peak() -> None:
+    greedy = drawing_bytes(4, 1000, SamplingParams(temperature=0.0))
+    assert greedy == pytest.approx(3 * 4 * 4 * 1000, rel=0.01)  # logits, scaled, log-probs; all else is freed or small
 
 
 def test_what_retrieval_reads_is_logged_too() -> None:

@@ -4,7 +4,7 @@ A step never waits for the device nor depends on a number that the host does not
 CUDA graph, once per number of rows, and replayed without Python in between: everything that changes from step to step
 is in tensors. Graphs read weights and memory by address. Everything that a step touches is allocated once (the cache,
 the logs, the row numbers); if a weight has moved, the engine captures new graphs. Compressors with running state (H2O)
-and retrievers without a kernel run eagerly.
+and retrievers without a kernel run eagerly, or are refused if graphs are required.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
@@ -31,6 +32,7 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw, oc
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
 BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+LARGE_BUCKET = 128  # numbers of rows above are multiples of it
 CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported and related errors
 
 
@@ -55,11 +57,18 @@ class StepRows:
 
 def bucket(count: int, on_gpu: bool) -> int:
     """The number of rows that ``count`` slots are padded to; few different numbers if each needs a graph."""
-    if not on_gpu or count > BUCKETS[-1]:
-        return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
-    return BUCKETS[bisect_left(BUCKETS, count)]
+    if on_gpu and count <= BUCKETS[-1]:
+        return BUCKETS[bisect_left(BUCKETS, count)]
+    multiple = LARGE_BUCKET if on_gpu else ROW_MULTIPLE
+    return -(-count // multiple) * multiple
 
 
+def buckets(num_slots: int) -> list[int]:
+    """The numbers of rows that decode batches of up to ``num_slots`` slots have on a GPU, largest first."""
+    return sorted({bucket(count, on_gpu=True) for count in range(1, num_slots + 1)}, reverse=True)
+
+
+CudaGraphs: TypeAlias = bool | Literal["require"]
 Step: TypeAlias = Callable[[StepRows], None]
 
 
@@ -72,7 +81,7 @@ class EngineKey:
     params: SamplingParams  # those that matter for drawing
     compressor: Compressor
     end_token_ids: tuple[int, ...] = ()
-    cuda_graphs: bool = False
+    cuda_graphs: CudaGraphs = False
     logs: type[SequenceLogs] = SequenceLogs
     memory_plan: MemoryPlan | None = field(default=None, compare=False)  # the plan that limited the slots
 
@@ -104,10 +113,19 @@ class Engine:
         key: Key that describes the engine.
         cache: Cache of an earlier engine with the same geometry and size; by default it is allocated.
         decoder: Decoder of an earlier engine that still serves the model.
+        beside: Engine on the same cache that is kept, never in use at the same time: graphs share its memory.
+
+    Raises:
+        ValueError: If graphs are required, and a decode step cannot be captured.
     """
 
     def __init__(
-        self, model: PreTrainedModel, key: EngineKey, cache: SlotCache | None = None, decoder: Decoder | None = None
+        self,
+        model: PreTrainedModel,
+        key: EngineKey,
+        cache: SlotCache | None = None,
+        decoder: Decoder | None = None,
+        beside: Engine | None = None,
     ) -> None:
         g, size = key.geometry, key.size
         self.key = key
@@ -118,6 +136,8 @@ class Engine:
         self.logs = key.logs(size.num_slots, size.max_length, key.params, g.device)
         self.end_ids = torch.tensor(key.end_token_ids, dtype=torch.int64, device=g.device)
         self._graphs = self._new_graphs()
+        if self._graphs is not None and beside is not None and beside._graphs is not None:
+            self._graphs.pool = beside._graphs.pool
 
     def take_weights(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
         """Continue with the model's current weights; the graphs are kept if no weight has moved."""
@@ -172,10 +192,25 @@ class Engine:
         cache.tokens[places, at] = drawn.tokens
         self.logs.note(places, at, drawn, self.end_ids)
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps come from CUDA graphs."""
+        return self._graphs is not None
+
     def _new_graphs(self) -> StepGraphs | None:
-        device = self.key.geometry.device
-        enabled = self.key.cuda_graphs and device.type == "cuda" and self.cache.can_capture
-        return StepGraphs(self.key.size.num_slots, device) if enabled else None
+        device, asked, name = self.key.geometry.device, self.key.cuda_graphs, type(self.key.compressor).__name__
+        reason = ""
+        if device.type != "cuda":
+            reason = f"the model is on {device}: move it to a GPU"
+        elif not self.cache.can_capture:
+            reason = (
+                f"{name} has running numbers, which Python updates: use another compressor"
+                if self.cache.size.has_state
+                else "the retriever has no kernel: use Centroid or Quest"
+            )
+        if reason and asked == "require":
+            raise UserError(f"cuda_graphs=require, but decode steps cannot be captured: {reason}, or cuda_graphs=true.")
+        return StepGraphs(self.key.size.num_slots, device, asked == "require") if asked and not reason else None
 
 
 # -------------------------------------------------------------------- CUDA graphs
@@ -187,57 +222,69 @@ class StepGraphs:
     Args:
         num_slots: Number of slots of the cache.
         device: Device of the cache.
+        required: Whether a step that cannot be captured is an error.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.num_slots, self.device = num_slots, device
+    def __init__(self, num_slots: int, device: torch.device, required: bool = False) -> None:
+        self.num_slots, self.device, self.required = num_slots, device, required
         self.enabled = True
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepRows]] = {}
-        self._pool: Any = None  # memory shared by all graphs
+        self.pool: Any = torch.cuda.graph_pool_handle()  # memory shared by all graphs
 
     def run(self, step: Step, rows: StepRows) -> None:
         """Run one decode step for these rows."""
-        count = len(rows.slots)
-        if self.enabled and count not in self._graphs:
-            self._capture(step, count)
+        if self.enabled and not self._graphs:
+            self._capture_all(step)
         if not self.enabled:
             step(rows)
             return
         # the graph reads its own row numbers, at a fixed address
-        graph, own = self._graphs[count]
+        graph, own = self._graphs[len(rows.slots)]
         own.slots.copy_(rows.slots)
         own.places.copy_(rows.places)
         graph.replay()
 
-    def _capture(self, step: Step, count: int) -> None:
-        """Capture a step of ``count`` rows, all of them padding, so that no slot changes.
+    def _capture_all(self, step: Step) -> None:
+        """Capture a step for every number of rows: the largest first, whose memory serves the others too.
 
         Raises:
+            ValueError: If graphs are required, and a step cannot be captured.
             RuntimeError: Any error that the step itself raises, such as a lack of memory. Only a step that cannot be
                 captured is run eagerly from now on.
         """
+        graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepRows]] = {}
+        for count in buckets(self.num_slots):
+            rows = StepRows.of([], count, self.num_slots, self.device)  # all of them padding: no slot changes
+            graph = self._capture(step, rows)
+            if graph is None:
+                self.enabled = False
+                return
+            graphs[count] = graph, rows
+        self._graphs = graphs
+
+    def _capture(self, step: Step, rows: StepRows) -> torch.cuda.CUDAGraph | None:
+        """Capture one step; None if it cannot be captured."""
         device = self.device
-        rows = StepRows.of([], count, self.num_slots, device)
         with _without_autocast_cache():  # casts of weights must be in the graph
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
                 step(rows)  # libraries allocate and choose kernels here
             torch.cuda.current_stream(device).wait_stream(side)
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph, outside = torch.cuda.CUDAGraph(), sys.exception()
             try:
-                with _recovering(device, self._pool):
-                    with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                with _recovering(device, self.pool):
+                    with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                         step(rows)
             except RuntimeError as error:
                 first = first_error(error, outside)
                 if not is_of_capture(first):
                     raise first from None
-                self.enabled = False
+                if self.required:
+                    raise UserError(f"cuda_graphs=require, but a decode step cannot be captured: {first}") from None
                 warnings.warn(f"Decoding without CUDA graphs, because a step cannot be captured: {first}", stacklevel=2)
-                return
-        self._graphs[count] = graph, rows
+                return None
+        return graph
 
 
 def first_error(error: BaseException, outside: BaseException | None) -> BaseException:

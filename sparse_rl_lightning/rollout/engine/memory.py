@@ -3,24 +3,30 @@
 Nothing is priced by hand: the cache and the logs are created on torch's meta device, with shapes and types but no
 memory, once for one slot and once for two. The difference is the size of a slot, the rest is the fixed part.
 
+On a GPU the logits of a step, and what a draw makes of them, count too: they are as large as the vocabulary, and are
+there twice, in the memory of the CUDA graphs and where the first tokens of prompts are drawn.
+
 The data that a rollout collects per sequence (tokens, log-probabilities, deaths) comes on top of the slots, as do
-activations and the staging of prompts; leave room for them in the limit.
+other activations and the staging of prompts; leave room for them in the limit.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE
-from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
 MEMINFO = Path("/proc/meminfo")
@@ -59,6 +65,7 @@ def slot_bytes(
     size: CacheSize,
     params: SamplingParams | None = None,
     logs: type[SequenceLogs] = SequenceLogs,
+    vocabulary: int = 0,
 ) -> SlotBytes:
     """Measure the memory of one slot of a cache.
 
@@ -67,6 +74,7 @@ def slot_bytes(
         size: Size of the cache; its number of slots does not matter.
         params: Sampling parameters: with them the logs of the sequences count too; without, only the cache.
         logs: Class of the logs.
+        vocabulary: Number of tokens: on a GPU the memory of drawing counts too; without it does not.
 
     Raises:
         ValueError: If ``size.capacities`` does not have one number per layer.
@@ -84,13 +92,51 @@ def slot_bytes(
         if params is not None:
             own = vars(logs(num_slots, size.max_length, params, g.device)).values()
             parts["logs"] = [value for value in own if isinstance(value, Tensor)]
-        return {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}, cache.pool_bytes
+        held = {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}
+        if params is not None and vocabulary and geometry.device.type == "cuda":
+            held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params)
+        return held, cache.pool_bytes
 
     (one, pool), (two, pools) = measure(1), measure(2)
     slot = {name: two[name] - one[name] for name in one}
     total, words = sum(slot.values()), _words(g, size)
     arithmetic = " + ".join(f"{count:,} for {name}{words.get(name, '')}" for name, count in slot.items() if count)
     return SlotBytes(total, pools - pool, sum(one.values()) - total, arithmetic)
+
+
+def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams) -> int:
+    """The most bytes that logits (n, V), and what a draw makes of them, hold at the same time."""
+    peak = _PeakBytes()
+    with peak:
+        logits = torch.zeros(num_rows, vocabulary, device="meta")
+        occurred = torch.zeros(num_rows, vocabulary, dtype=torch.bool, device="meta") if params.penalizes else None
+        numbers = torch.zeros(num_rows, dtype=torch.int64, device="meta")
+        draw(logits, params, numbers, numbers, numbers[:1], occurred)
+    return peak.most
+
+
+class _PeakBytes(TorchDispatchMode):
+    """Counts the bytes of what is allocated and freed in it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            memory = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if memory is not None and memory._cdata not in self._alive:
+                self._alive.add(memory._cdata)
+                self.now += memory.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(memory, self._freed, memory._cdata, memory.nbytes())
+        return out
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._alive.discard(key)
+        self.now -= nbytes
 
 
 def _words(g: CacheGeometry, size: CacheSize) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from hashlib import sha256
 
 import torch
@@ -77,7 +76,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         check_seed(self.seed)
 
-    @cached_property
+    @property
     def for_drawing(self) -> SamplingParams:
         """The parameters that ``draw`` reads, and nothing else."""
         length = max(1, self.min_completion_length)

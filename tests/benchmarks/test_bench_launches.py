@@ -1,0 +1,53 @@
+"""What the host asks of a GPU stays below the counts of today, which work on it lowers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import launches
+
+SLOTS, LAYERS = 64, 4
+SHAPE: dict[str, Any] = launches.SHAPES["Qwen2.5-1.5B"] | {"num_hidden_layers": LAYERS}
+LIMITS = {  # launches, waits: what was counted last; lower them with the code, never raise them
+    "decode step": (237, 0),
+    "draw, greedy": (26, 0),
+    "draw, temperature 1": (85, 0),
+    "draw, top-k 50": (91, 0),
+    "draw, top-p 0.95": (96, 0),
+    "draw, min-p 0.05": (92, 0),
+    "draw, 20 top log-probs": (88, 0),
+    "compression, R-KV, all slots": (202, 5),
+    "compression, R-KV, 8 scattered": (242, 45),
+    "compression, SnapKV, all slots": (158, 5),
+    "compression, SnapKV, 8 scattered": (198, 45),
+    "compression, StreamingLLM, all slots": (150, 5),
+    "compression, StreamingLLM, 8 scattered": (190, 45),
+    "admission, 1 prompt x 8": (468, 52),
+    "admission, 8 prompts x 8": (1145, 262),
+}
+PASSES = 31  # over the vocabulary at temperature 1
+
+
+def test_every_phase_has_limits() -> None:
+    assert {name for name, _ in launches.phases(SHAPE, SLOTS)} == set(LIMITS)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_launches_and_waits_do_not_grow(name: str) -> None:
+    found = dict(launches.phases(SHAPE, SLOTS))[name]()
+    most_launches, most_waits = LIMITS[name]
+    assert len(found.log) <= most_launches, found.by_file()
+    assert found.waits.total() <= most_waits, found.waits
+    if name == "draw, temperature 1":
+        assert found.passes(2 * SLOTS * SHAPE["vocab_size"]) <= PASSES
+
+
+def test_tables_have_a_row_for_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {name: shape | {"num_hidden_layers": 1} for name, shape in launches.SHAPES.items()}
+    monkeypatch.setattr(launches, "SHAPES", small)
+    whole, passes, files = launches.tables(8)
+    assert [row[0] for row in whole.rows] == [name for name, _ in launches.phases(small["Qwen2.5-7B"], 8)]
+    assert len(passes.rows) == len(launches.DRAWS)
+    assert sum(int(row[1]) for row in files.rows) == int(whole.rows[0][1])

@@ -1,0 +1,154 @@
+"""CUDA graphs of the pretend GPU: ops are recorded, and replayed without Python.
+
+Like real ones they read and write the tensors they were recorded with. What is recorded has not run when the capture
+ends, memory of a graph that is not written from outside is anybody's after a replay (it is poisoned), and what makes
+the host wait, or copies from its memory, spoils the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+REFUSED, SPOILED = 900, 901  # cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fill a tensor with what nobody may read: NaN, True or an absurd number."""
+    if tensor.is_meta:
+        return tensor
+    if tensor.itemsize == 1 and tensor.is_floating_point():  # eight bits: NaN has all bits but the sign
+        tensor.view(torch.uint8).fill_(0x7F)
+    elif tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(0x5A if tensor.itemsize == 1 else -(2 ** (8 * tensor.itemsize - 3)) + 7)
+    return tensor
+
+
+def error(code: int, text: str) -> torch.AcceleratorError:
+    """An error as torch raises it."""
+    made = torch.AcceleratorError(f"CUDA error: {text}")
+    made.error_code = code
+    return made
+
+
+@dataclass
+class Node:
+    """One recorded op."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    outs: list[Tensor]  # what it returned, to be filled again by a replay
+
+
+@dataclass
+class PretendGraph:
+    """What ``torch.cuda.CUDAGraph`` is on the pretend GPU."""
+
+    nodes: list[Node] = field(default_factory=list)
+    temporaries: list[Tensor] = field(default_factory=list)  # memory of the graph
+    replays: int = 0
+
+    def replay(self) -> None:
+        """Run the recorded ops on the tensors they were recorded with."""
+        self.replays += 1
+        with torch._C.DisableTorchFunction():  # the values inside, without the pretend GPU: seconds less
+            for node in self.nodes:
+                out = node.func(*node.args, **node.kwargs)
+                for own, new in zip(node.outs, [out] if isinstance(out, Tensor) else out or (), strict=False):
+                    own.copy_(new)
+            self.spoil()
+
+    def spoil(self) -> None:
+        """Poison the memory of the graph: others may use it between two replays."""
+        for tensor in self.temporaries:
+            poison(tensor)
+
+
+class Captures:
+    """The part of ``torch.cuda`` that graphs are made with; at most one capture at a time.
+
+    Args:
+        place: Names the file and line that runs now.
+    """
+
+    def __init__(self, place: Callable[[], str]) -> None:
+        self.place = place
+        self.graphs: list[PretendGraph] = []
+        self.refused: list[tuple[str, str]] = []  # file and line, and what happened there
+        self._graph: PretendGraph | None = None
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory that the capture wrote to, and what it held
+        self._is_spoiled = False
+
+    def before_writing(self, tensors: list[Tensor]) -> None:
+        """Remember what memory holds that is about to be written."""
+        for tensor in tensors if self._graph is not None else ():
+            memory = tensor.untyped_storage()
+            if memory._cdata not in self._before and not tensor.is_meta:
+                whole = torch.empty(0, dtype=torch.uint8).set_(memory)
+                self._before[memory._cdata] = whole, whole.clone()
+
+    def allocated(self, tensors: list[Tensor]) -> None:
+        """Count tensors as memory of the graph, if there is a capture."""
+        if self._graph is not None:
+            self._graph.temporaries += tensors
+
+    def record(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], outs: list[Tensor]) -> None:
+        """Add an op that has run to the graph, if there is a capture."""
+        self.allocated(outs)
+        if self._graph is not None:
+            self._graph.nodes.append(Node(func, args, kwargs, outs))
+
+    def refuse(self, what: str) -> None:
+        """Spoil the capture, if there is one."""
+        if self._graph is not None:
+            self.refused.append((self.place(), what))
+            self._is_spoiled = True
+            raise error(REFUSED, f"operation not permitted when stream is capturing ({what} at {self.place()})")
+
+    @contextlib.contextmanager
+    def capture(self, graph: PretendGraph, pool: Any, capture_error_mode: str) -> Iterator[None]:
+        """Like ``torch.cuda.graph``: what ran in it has not run afterwards, and an error in it comes first."""
+        assert self._graph is None, "a capture in a capture"
+        self._graph, self._before, self._is_spoiled = graph, {}, False
+        try:
+            yield
+        finally:
+            self._graph = None
+            for memory, held in self._before.values():
+                memory.copy_(held)
+            graph.spoil()
+            if self._is_spoiled:
+                raise error(SPOILED, "operation failed due to a previous error during capture")
+        self.graphs.append(graph)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """``torch.cuda`` as far as the package uses it."""
+        stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: self.refuse("synchronize"))
+        generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
+        with (
+            mock.patch.multiple(
+                torch.cuda, create=True, CUDAGraph=PretendGraph, graph=self.capture, graph_pool_handle=lambda: (0, 1),
+                Stream=lambda device: stream, current_stream=lambda device=None: stream,
+                stream=lambda stream: contextlib.nullcontext(), default_generators=(generator,),
+                mem_get_info=lambda device=None: (2**30, 2**30), memory_reserved=lambda device=None: 0,
+                memory_allocated=lambda device=None: 0,
+            ),
+            mock.patch.multiple(
+                torch._C, create=True, _cuda_endAllocateToPool=lambda index, pool: None,
+                _cuda_releasePool=lambda index, pool: None,
+            ),
+        ):  # fmt: skip
+            yield

@@ -1,0 +1,247 @@
+"""The host's side of rollouts on a GPU, on a pretend one: what the CPU gives, every step from a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import sparse_rl_lightning.compressors as c
+from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
+from sparse_rl_lightning.cache.slots import SlotCache
+from sparse_rl_lightning.calibration import gather_statistics
+from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.retrievers import Centroid, Quest
+from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
+from sparse_rl_lightning.rollout.engine import scheduler
+from sparse_rl_lightning.rollout.engine.engine import Engine
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.pretend_gpu import PretendGPU
+
+PROMPTS = [([5 + i, 9, 11, 40, 22] * 9)[: 3 + 11 * i] for i in range(3)]
+SMALL: dict[str, Any] = {"budget": 16, "buffer": 8, "num_sinks": 2, "window": 4}
+TOKENIZER = character_tokenizer()
+PARAMS: dict[str, Any] = {"num_generations": 2, "max_completion_length": 26, "seed": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sampler's settings; the rest is the same in all cases."""
+
+    compressor: Compressor | type[Compressor] = field(default_factory=lambda: RKV(**SMALL))
+    params: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    architecture: str = "qwen2"
+    is_captured: bool = True
+
+
+CASES = {
+    "full": Case(FullKV()),
+    "rkv": Case(),
+    "rkv, whole prompt": Case(RKV(**SMALL, compress_prompt=False)),
+    "snapkv": Case(SnapKV(**SMALL)),
+    "streaming": Case(c.StreamingLLM(**SMALL)),
+    "random": Case(c.RandomEviction(**SMALL)),
+    "knorm": Case(c.KNorm(**SMALL)),
+    "keydiff": Case(c.KeyDiff(**SMALL)),
+    "tova": Case(c.TOVA(budget=16, buffer=1, num_sinks=0, window=1)),
+    "cur": Case(c.CUR(**SMALL, local_window=4)),
+    "lagkv": Case(c.LagKV(**SMALL, lag_size=4)),
+    "expected attention": Case(c.ExpectedAttention(**SMALL, query_window=8, num_future=16)),
+    "combined": Case(c.Combined([SnapKV(**SMALL), c.KNorm(**SMALL)], [2, 1])),
+    "union over heads": Case(c.Combined([SnapKV(**SMALL)], across_heads="max")),
+    "protected": Case(SnapKV(budget=34, buffer=8, num_sinks=2, window=4, protect_prompt=True, protect_token_ids=[7])),
+    "h2o": Case(c.H2O(**SMALL), is_captured=False),
+    "qfilters": Case(c.QFilters),
+    "triattention": Case(c.TriAttention),
+    "schedule": Case(RKV(budget=LengthSchedule([0, 30], [12, 18]), buffer=8, num_sinks=2, window=4)),
+    "pyramid": Case(SnapKV(budget=24, buffer=8, num_sinks=1, window=4, budget_rule=Pyramid(beta=2))),
+    "adaptive": Case(SnapKV(**SMALL, budget_rule=Adaptive())),
+    "centroid": Case(FullKV(), options={"retriever": Centroid(budget=16, page_size=4, num_dense_layers=1)}),
+    "quest over rkv": Case(options={"retriever": Quest(budget=12, page_size=4, num_dense_layers=0)}),
+    "top-k": Case(params={"top_k": 7}),
+    "top-p": Case(params={"top_p": 0.8}),
+    "min-p": Case(params={"min_p": 0.1}),
+    "greedy": Case(params={"temperature": 0.0}),
+    "temperature": Case(params={"temperature": 0.7}),
+    "minimum length": Case(params={"min_completion_length": 5}),
+    "repetition penalty": Case(params={"repetition_penalty": 1.3}),
+    "top log-probs": Case(params={"top_logprobs": 3}),
+    "stop strings": Case(params={"stop_strings": ("a", "Z")}, options={"tokenizer": TOKENIZER}),
+    "float8": Case(options={"kv_dtype": "float8_e4m3fn"}),
+    "bfloat16 cache": Case(options={"kv_dtype": "bfloat16"}),
+    "prompts in chunks": Case(options={"max_prefill_tokens": 8}),
+    "no pool kept": Case(options={"keep_pool": False}),
+    "memory limit": Case(options={"memory_limit": 0.01}),
+    "llama": Case(architecture="llama"),
+    "qwen3": Case(architecture="qwen3"),
+}
+
+
+def policy(architecture: str = "qwen2") -> PreTrainedModel:
+    return tiny_model(architecture, vocab_size=len(TOKENIZER), hidden_size=32, num_heads=2, num_kv_heads=1,
+                      initializer_range=0.4)  # fmt: skip
+
+
+def made(compressor: Compressor | type[Compressor], model: PreTrainedModel) -> Compressor:
+    """The compressor, with statistics of random text if it needs some."""
+    if isinstance(compressor, Compressor):
+        return compressor
+    texts = torch.randint(2, len(TOKENIZER), (4, 60))
+    statistics = gather_statistics(model, texts, torch.full((4,), 60))
+    return compressor(**SMALL, statistics=statistics)  # type: ignore[call-arg]
+
+
+def assert_same(got: Rollout, want: Rollout) -> None:
+    """Both on the CPU; the seeds used meet no near-tie."""
+    assert torch.equal(got.sequences, want.sequences)
+    assert torch.equal(got.finished, want.finished)
+    for name in ("sampler_logprobs", "behavior_logprobs", "topk_logprobs"):
+        one, other = getattr(got, name), getattr(want, name)
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
+    assert (got.evictions is None) == (want.evictions is None)
+    if got.evictions is not None:
+        assert torch.equal(got.evictions.death, want.evictions.death)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rollout_is_what_it_is_on_the_cpu(name: str) -> None:
+    case = CASES[name]
+    model, params, steps = policy(case.architecture), SamplingParams(**{**PARAMS, **case.params}), list[int]()
+    compressor = made(case.compressor, model)
+    want = RolloutSampler(model, compressor, num_slots=4, **case.options).generate(PROMPTS, params)
+    with PretendGPU() as gpu:
+        options = case.options | {"cuda_graphs": "require" if case.is_captured else True}
+        sampler = RolloutSampler(gpu.copy_of(model), compressor, num_slots=4, **options)
+        got = sampler.generate(PROMPTS, params, progress=lambda now: steps.append(now.step)).to("cpu")
+    assert_same(got, want)
+    assert gpu.captures.refused == []
+    assert sum(graph.replays for graph in gpu.captures.graphs) == (steps[-1] if case.is_captured else 0)
+
+
+def in_a_session(model: PreTrainedModel, compressor: Compressor) -> tuple[Rollout, int]:
+    """A rollout over two updates, saved and loaded in between, and its number of steps."""
+    session = RolloutSession(RolloutSampler(model, compressor, num_slots=4), SamplingParams(**PARAMS), 40)
+    numbers = session.add(PROMPTS, range(2 * len(PROMPTS)))
+    session.advance(max_steps=8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    session.advance(max_steps=8)
+    session.load_state(session.state())
+    session.advance()
+    return session.take(numbers).to("cpu"), session.scheduler.num_steps
+
+
+@pytest.mark.parametrize("name", ["rkv", "adaptive", pytest.param("h2o", marks=pytest.mark.slow)])
+def test_a_session_over_two_updates_is_what_it_is_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, model = CASES[name], policy()
+    monkeypatch.setattr(scheduler, "CHECK_EVERY", {})  # refilled after the same steps, before the same update
+    compressor = made(case.compressor, model)
+    with PretendGPU() as gpu:
+        got, num_steps = in_a_session(gpu.copy_of(model), compressor)
+    want, _ = in_a_session(model, compressor)
+    assert_same(got, want)
+    assert torch.equal(got.policy_versions, want.policy_versions)  # type: ignore[arg-type]
+    assert gpu.captures.refused == []
+    assert sum(graph.replays for graph in gpu.captures.graphs) == (num_steps if case.is_captured else 0)
+
+
+def test_greedy_and_sampled_decoding_in_turns_keep_the_graphs_of_both() -> None:
+    model, greedy, sampled = policy(), {"temperature": 0.0}, {"temperature": 1.0}
+    with PretendGPU() as gpu:
+        sampler = RolloutSampler(gpu.copy_of(model), RKV(**SMALL), num_slots=4, cuda_graphs="require")
+        for seed in (1, 2):
+            for how in (sampled, greedy):
+                params = SamplingParams(**{**PARAMS, **how, "seed": seed})
+                want = RolloutSampler(model, RKV(**SMALL), num_slots=4).generate(PROMPTS, params)
+                assert_same(sampler.generate(PROMPTS, params).to("cpu"), want)
+                with torch.no_grad():  # the learner's update, at the same addresses
+                    for policy_of in (model, sampler.model):
+                        for parameter in policy_of.parameters():
+                            parameter.mul_(1.01)
+        assert len(gpu.captures.graphs) == 2
+        sampler.generate(PROMPTS, SamplingParams(**PARAMS, top_k=5))
+        sampler.generate(PROMPTS, SamplingParams(**PARAMS, top_k=5))
+        assert len(gpu.captures.graphs) == 3
+        sampler.release()
+        sampler.generate(PROMPTS, SamplingParams(**PARAMS))
+        assert len(gpu.captures.graphs) == 4
+
+
+def test_graphs_that_are_required_and_impossible_are_refused() -> None:
+    params = SamplingParams(**PARAMS)
+    with pytest.raises(UserError, match=r"cuda_graphs=require, but .* the model is on cpu: move it to a GPU"):
+        RolloutSampler(policy(), RKV(**SMALL), cuda_graphs="require").generate(PROMPTS, params)
+    with PretendGPU() as gpu:
+        model = gpu.copy_of(policy())
+        with pytest.raises(UserError, match=r"H2O has running numbers, .* use another compressor, or cuda_graphs=true"):
+            RolloutSampler(model, c.H2O(**SMALL), cuda_graphs="require").generate(PROMPTS, params)
+    with pytest.raises(UserError, match="cuda_graphs must be true, false or require, got cuda_graphs='always'"):
+        RolloutSampler(policy(), cuda_graphs="always")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what once kept every step from being captured
+
+
+def spoil_end_step(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a number to one element, as steps once ended; returns file and line."""
+    proper = SlotCache.end_step
+
+    def end_step(self: SlotCache, *args: Any) -> None:
+        proper(self, *args)
+        self.seen[-1] = 0
+
+    monkeypatch.setattr(SlotCache, "end_step", end_step)
+    return f"tests/rollout/test_pretend_gpu.py:{end_step.__code__.co_firstlineno + 2}"
+
+
+def spoil_draw(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a number to an index, as end tokens were once forbidden; returns file and line."""
+    proper = Engine.draw
+
+    def draw(self: Engine, logits: torch.Tensor, places: torch.Tensor) -> None:
+        is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        is_end[self.end_ids] = True
+        proper(self, logits, places)
+
+    monkeypatch.setattr(Engine, "draw", draw)
+    return f"tests/rollout/test_pretend_gpu.py:{draw.__code__.co_firstlineno + 2}"
+
+
+@pytest.mark.parametrize("spoil", [spoil_end_step, spoil_draw])
+def test_what_cannot_be_captured_is_found_by_file_and_line(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, params = policy(), SamplingParams(**PARAMS)
+    want = RolloutSampler(model, RKV(**SMALL), num_slots=4).generate(PROMPTS, params)
+    line = spoil(monkeypatch)
+    with PretendGPU() as gpu, pytest.warns(UserWarning, match="cannot be captured: .*copy of a number from host"):
+        got = RolloutSampler(gpu.copy_of(model), RKV(**SMALL), num_slots=4).generate(PROMPTS, params).to("cpu")
+    assert gpu.captures.refused == [(line, "copy of a number from host memory")]
+    assert gpu.captures.graphs == []
+    assert gpu.waits[line, "copy of a number from host memory"] > 20  # once a step, without graphs
+    assert_same(got, want)
+
+
+def test_a_number_of_python_in_a_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph replays what its capture saw: a count that Python keeps does not go on."""
+    model, params, calls = policy(), SamplingParams(**PARAMS), [0]
+    proper = SlotCache.end_step
+
+    def end_step(self: SlotCache, *args: Any) -> None:
+        calls[0] += 1
+        proper(self, *args)
+        self.held.add_(calls[0] - calls[0] % 10)
+
+    want = RolloutSampler(model, RKV(**SMALL), num_slots=4).generate(PROMPTS, params)
+    monkeypatch.setattr(SlotCache, "end_step", end_step)
+    with PretendGPU() as gpu:
+        got = RolloutSampler(gpu.copy_of(model), RKV(**SMALL), num_slots=4).generate(PROMPTS, params).to("cpu")
+    assert calls == [2]  # a step to warm up, one to capture
+    assert torch.equal(got.kv.stored, want.kv.stored)  # type: ignore[union-attr]

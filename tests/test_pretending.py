@@ -1,0 +1,154 @@
+"""The pretend GPU refuses, counts and poisons what a real one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pretend_gpu import CUDA, DeviceTensor, PretendGPU, host
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendGPU]:
+    with PretendGPU() as device:
+        yield device
+
+
+def on_gpu(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device="cuda")
+
+
+def waits(gpu: PretendGPU) -> list[str]:
+    return sorted(what for (_, what), count in gpu.waits.items() for _ in range(count))
+
+
+def test_a_tensor_claims_the_device_and_holds_values(gpu: PretendGPU) -> None:
+    tensor = on_gpu(1, 2, 3)
+    assert isinstance(tensor, DeviceTensor)
+    assert (tensor.device, tensor.is_cuda, tensor.is_cpu, tensor.is_meta) == (CUDA, True, False, False)
+    assert tensor.shape == (3,)
+    assert (tensor * 2).sum().item() == 12
+    assert torch.zeros(2, device=tensor.device).device == CUDA
+    assert torch.topk(tensor, 2).indices.tolist() == [2, 1]
+    assert tensor.to("cpu").device.type == "cpu"
+
+
+def test_two_devices_in_one_function_are_refused(gpu: PretendGPU) -> None:
+    tensor, on_cpu = on_gpu(1, 2), torch.ones(2)
+    for mixes in (lambda: tensor + on_cpu, lambda: torch.cat([tensor, on_cpu]), lambda: on_cpu[tensor.long()]):
+        with pytest.raises(RuntimeError, match=r"on the CPU|cuda:0 and cpu: \w+ at tests/test_pretending.py"):
+            mixes()
+    assert (tensor + torch.tensor(1.0)).tolist() == [2, 3]  # a number is a number
+
+
+NUMBER = "copy of a number from host memory"
+WAITS: dict[str, tuple[Callable[[Tensor, Tensor], object], list[str]]] = {
+    "t.item()": (lambda t, i: t[0].item(), ["a number"]),
+    "bool(t)": (lambda t, i: bool(t.any()), ["a number"]),
+    "int(t)": (lambda t, i: int(t.max()), ["a number"]),
+    "t.tolist()": (lambda t, i: t.tolist(), ["copy to host memory"]),
+    "t.cpu()": (lambda t, i: t.cpu(), ["copy to host memory"]),
+    "t.to(cpu)": (lambda t, i: t.to("cpu"), ["copy to host memory"]),
+    "t.nonzero()": (lambda t, i: t.nonzero(), ["nonzero"]),
+    "t[mask]": (lambda t, i: t[t > 1], ["a mask as an index"]),
+    "t[i] with a number on the device": (lambda t, i: t[i[0]], ["a number"]),
+    "repeat_interleave": (lambda t, i: t.repeat_interleave(i), ["repeat_interleave"]),
+    "t[list]": (lambda t, i: t[[0, 1]], ["copy of an index from host memory"]),
+    "torch.tensor": (lambda t, i: torch.tensor([1], device=t.device), ["copy from host memory"]),
+    "t.to(device)": (lambda t, i: torch.ones(2).to(t.device), ["copy from host memory"]),
+    "t.copy_(on the CPU)": (lambda t, i: t.copy_(torch.ones(3)), ["copy from host memory"]),
+    "t[int] = number": (lambda t, i: t.__setitem__(-1, 0), [NUMBER]),
+    "t[index] = number": (lambda t, i: t.__setitem__(i, 0), [NUMBER]),
+    "t[list] = number": (lambda t, i: t.__setitem__([0], 0), ["copy of an index from host memory"]),
+    "t[slice] = number": (lambda t, i: t.__setitem__(slice(1), 0), []),
+    "t[mask] = number": (lambda t, i: t.__setitem__(t > 1, 0), []),
+    "t[index] = t": (lambda t, i: t.__setitem__(i, 2 * t[:2]), []),
+    "t.fill_(number)": (lambda t, i: t[-1:].fill_(2), []),
+    "repeat_interleave of a known size": (lambda t, i: t.repeat_interleave(i, output_size=3), []),
+    "torch.full": (lambda t, i: torch.full((2,), 3.0, device=t.device), []),
+    "torch.arange": (lambda t, i: torch.arange(len(t), device=t.device), []),
+    "t.long()": (lambda t, i: t.long() + 1, []),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_waits_are_counted_by_line_and_refused_in_a_capture(gpu: PretendGPU, name: str) -> None:
+    use, expected = WAITS[name]
+    tensor, index = on_gpu(1, 2, 3), torch.arange(1, 3, device="cuda")
+    index = index if name != "repeat_interleave" and "known" not in name else torch.ones_like(tensor).long()
+    gpu.reset()
+    use(tensor, index)
+    line = WAITS[name][0].__code__.co_firstlineno
+    assert waits(gpu) == expected
+    assert {at for at, _ in gpu.waits} <= {f"tests/test_pretending.py:{line}"}
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=None, capture_error_mode="thread_local"):
+            use(tensor, index)
+
+    if not expected:
+        capture()
+        return
+    with pytest.raises(torch.AcceleratorError, match="previous error") as raised:
+        capture()
+    assert raised.value.error_code == 901  # type: ignore[attr-defined]
+    assert "not permitted when stream is capturing" in str(raised.value.__context__)
+    assert gpu.captures.refused == [(f"tests/test_pretending.py:{line}", expected[0])]
+
+
+def test_launches_and_bytes_are_counted_and_views_are_free(gpu: PretendGPU) -> None:
+    tensor = torch.zeros(4, 8, device="cuda")
+    gpu.reset()
+    view = tensor[1:].T.unsqueeze(0)
+    assert gpu.launches.total() == 0
+    assert view.shape == (1, 8, 3)
+    (tensor + tensor[:1]).mul_(2)  # fmt: skip
+    assert sorted(what for _, what in gpu.launches) == ["add", "mul_"]
+    assert sorted(nbytes for _, nbytes in gpu.log) == [4 * (32 + 32), 4 * (32 + 8 + 32)]
+
+
+def test_new_memory_is_poisoned(gpu: PretendGPU) -> None:
+    assert host(torch.empty(3, device="cuda")).isnan().all()
+    assert host(torch.empty_like(on_gpu(1, 2))).isnan().all()
+    assert host(torch.empty(3, dtype=torch.int64, device="cuda")).max() < -(2**60)
+    assert host(torch.empty(3, dtype=torch.float8_e4m3fn, device="cuda")).float().isnan().all()
+    assert not host(torch.zeros(3, device="cuda")).any()
+
+
+def test_a_graph_replays_its_ops_without_python(gpu: PretendGPU) -> None:
+    given, out, calls = on_gpu(1, 2), on_gpu(0, 0), []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=None, capture_error_mode="thread_local"):
+        calls.append(1)
+        inside = given * 2
+        out.copy_(inside + inside[:1])
+    assert host(out).tolist() == [0, 0]  # captured, not run
+    for values in ([1.0, 2.0], [10.0, 20.0]):
+        given.copy_(on_gpu(*values))
+        graph.replay()
+        assert host(out).tolist() == [4 * values[0], 2 * values[1] + 2 * values[0]]
+        assert host(inside).isnan().all()  # the graph's own memory
+    assert calls == [1]
+    assert len(graph.nodes) == 3  # type: ignore[attr-defined]
+
+
+def test_without_values_reads_are_answered() -> None:
+    with PretendGPU("meta", lambda name, tensor: 5) as gpu:
+        tensor = torch.zeros(1000, 1000, device="cuda")
+        assert tensor.device == CUDA
+        assert int(tensor.sum()) == 5
+        assert tensor.nonzero().shape == (5, 2)
+        assert tensor[tensor > 1].shape == (5,)
+        assert (tensor + 1).to("cpu").is_meta
+    assert waits(gpu) == ["a mask as an index", "a number", "copy to host memory", "nonzero"]
+
+
+def test_a_tensor_is_of_no_use_without_its_device() -> None:
+    with PretendGPU():
+        tensor = on_gpu(1, 2)
+    with pytest.raises(AssertionError, match="switched off"):
+        tensor + 1
+    assert host(tensor).tolist() == [1, 2]
