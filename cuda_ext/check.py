@@ -37,6 +37,8 @@ FLOORS = {
     r"attend_tensor<.*, 2, \w+>": 2,
     r"attend_tensor": 1,  # heads of 256
     r"attend_plain": 1,  # float32 and heads above 256, for tests
+    r"draw_sums_kernel": 4,
+    r"draw_token_kernel": 2,
     r"evict_kernel": 2,
     r"fork_kernel": 5,
     r"importance_kernel": 2,
