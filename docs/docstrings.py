@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Attributes):$", re.MULTILINE)
+SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Example|Attributes)::?$", re.MULTILINE)
 ARGUMENT = re.compile(r"^    (\*{0,2}\w+):\s", re.MULTILINE)
 ROLE = re.compile(r":\w+:`(?:[^`<]*<)?~?([^`>]+)>?`")
 RULE = re.compile(r"^=+(?: +=+)+$")

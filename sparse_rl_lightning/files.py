@@ -80,7 +80,10 @@ def write_files(
 
 
 def writable_folder(folder: str | Path, argument: str) -> Path:
-    """Create a folder if needed, and check now that files can be written there later; ``argument`` named it."""
+    """Create a folder if needed, and check now that files can be written there later.
+
+    ``argument`` is the setting's name, for the message.
+    """
     path = Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)

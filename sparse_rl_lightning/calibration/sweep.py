@@ -76,7 +76,7 @@ class Sweep:
         return max(map(len, self.prompts)) + self.params.max_completion_length
 
     def claim(self, method: Budgeted) -> None:
-        """Note in the folder which sweep it holds, of the method at any budget, or check that it is this one.
+        """Note in the folder which sweep it holds, or check that it is this one; the method's budget does not count.
 
         Raises:
             ValueError: If it contains a sweep of another policy, method, prompts or settings.

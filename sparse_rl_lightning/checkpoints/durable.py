@@ -21,9 +21,11 @@ POLICY = "policy."
 class DurableCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints so that a crash or a full disk never costs the last good one; modules use it by default.
 
-    Besides ``X.ckpt`` the policy's weights are written to ``weights/X.safetensors``, unless ``weights`` is False, under
-    Hugging Face's names. When saving fails, the run continues, warns once, and keeps checkpoints due for removal until
-    a save works.
+    Besides ``X.ckpt`` the policy's weights are written to ``weights/X.safetensors``, under the names that Hugging Face
+    uses. When saving fails, the run continues, warns once, and keeps checkpoints due for removal until a save works.
+
+    Args:
+        weights: Write the safetensors file too.
     """
 
     def __init__(self, weights: bool = True) -> None:

@@ -18,9 +18,10 @@ HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderLock:
-    """Keeps other processes out of a folder, which need not exist, by a lock on a hidden file beside it that stays.
+    """Keeps other processes out of a folder, which need not exist, by a lock on a hidden file beside it.
 
-    The lock belongs to the process: children do not inherit it, and a later run of the same process may take it again.
+    The file stays after release. The lock belongs to the process: children do not inherit it, and a later run of the
+    same process may take it again.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -37,7 +37,8 @@ class ArithmeticTasks(PromptDataModule):
     """Sums, products, remainders and countdown puzzles from seeded generators, each question once.
 
     A hash of the question alone decides whether it is for training or validation, so no question is ever in both,
-    whatever the seeds. Rows have the columns prompt, answer, solution and task.
+    whatever the seeds. Rows have the columns prompt, answer, solution and task. ``seed`` is the seed of the questions
+    too, not only of their order.
 
     Args:
         tasks: Any of sum, product, modulo, reduction, countdown; several take turns.
@@ -45,7 +46,7 @@ class ArithmeticTasks(PromptDataModule):
         digits: Digits per number; questions show leading zeros.
         num_train: Training questions.
         num_val: Validation questions.
-        **blocks: Arguments of PromptDataModule; the seed is that of the questions too.
+        **blocks: Arguments of PromptDataModule.
 
     Raises:
         ValueError: If a task is unknown, a number is out of range, or there are too few different questions.

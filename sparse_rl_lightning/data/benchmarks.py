@@ -1,6 +1,6 @@
-r"""MathBenchmarks: the paper's seven benchmarks from their published files, or from the hub, and its prompts.
+r"""MathBenchmarks: the paper's seven benchmarks from their published files, or from the hub, and the paper's prompts.
 
-The suffix of training has doubled braces, ``\boxed{{}}``, a slip in the original data that models have been trained on;
+The training suffix has doubled braces, ``\boxed{{}}``, a slip in the original data that models have been trained on;
 it is kept so that results can be compared. Evaluation uses no chat template.
 """
 

@@ -53,7 +53,7 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
     # ---------------------------------------------------------------- CPUs
 
     def setup_environment(self) -> None:
-        """Set up the processes like Lightning, without its check for a GPU, but not with float16 on CPUs."""
+        """Set up the processes like Lightning, without its check for a GPU; float16 on CPUs is refused."""
         if isinstance(self.accelerator, CPUAccelerator):
             precision = self.precision_plugin.precision
             if precision.startswith("16"):

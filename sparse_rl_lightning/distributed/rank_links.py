@@ -19,7 +19,10 @@ Message = dict[str, Any]
 
 
 class Link:
-    """A connection to a rank that has identified itself, whose messages are JSON; gone after ``timeout`` seconds."""
+    """A connection to a rank that has identified itself, whose messages are JSON.
+
+    A machine silent for ``timeout`` seconds counts as gone.
+    """
 
     def __init__(self, connection: socket.socket, timeout: int) -> None:
         _keep_alive(connection, timeout)

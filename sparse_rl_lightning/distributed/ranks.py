@@ -117,7 +117,7 @@ def check_agreement(facts: dict[str, str]) -> None:
 def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
     """Refuse ranks that have other data, weights or checkpoints than the others, or a folder of their own. Collective.
 
-    To the facts that must be the same on all ranks, rows of data are added.
+    The rows of data are added to ``facts``.
     """
     loaders: dict[str, Any] = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
     for name, loader in loaders.items():
@@ -132,7 +132,7 @@ def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
 
 
 def check_shared(folders: list[Path]) -> None:
-    """Refuse a folder which all ranks write into, and which is not one and the same. Collective."""
+    """Refuse folders that all ranks write into but that are not one and the same. Collective."""
     rank = torch.distributed.get_rank()
     for folder in folders:
         name = [f".shared-{secrets.token_hex(8)}"]

@@ -149,8 +149,7 @@ def _of_run(panel: Panel, record: RunRecord) -> list[Plot]:
 def _of_runs(panel: Panel, records: Named) -> list[Plot]:
     """The panel's first line, or the sum of a stack; for a tail both lines, because the first may show nothing."""
     if panel.stacked:
-        stacks = [zip(*(values for _, values in _found(panel, record)), strict=True) for _, record in records]
-        totals = [[(column[0][0], sum(y for _, y in column)) for column in stack] for stack in stacks]
+        totals = [_total([values for _, values in _found(panel, record)]) for _, record in records]
         return _together(replace(panel, stacked=False), totals, records)
     plots = []
     for line in panel.lines if panel.log else panel.lines[:1]:
@@ -167,6 +166,10 @@ def _together(panel: Panel, found: list[Points], records: Named) -> list[Plot]:
     named = enumerate(zip(found, records, strict=True))
     lines = [(name, _thinned(panel, values, most), color(place)) for place, (values, (name, _)) in named]
     return _plot(panel, lines, pale=len(records) < 3)
+
+
+def _total(lines: list[Points]) -> Points:
+    return [(column[0][0], sum(y for _, y in column)) for column in zip(*lines, strict=True)]
 
 
 # ---------------------------------------------------------------- accuracy on held-out problems

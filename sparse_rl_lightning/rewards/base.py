@@ -154,7 +154,7 @@ def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
 
 
 def reward_counters(functions: Sequence[Any]) -> dict[str, float]:
-    """The counts of those reward functions that count since the last call, as ``{function}/{counter}``."""
+    """The counts since the last call, as ``{function}/{counter}``, of the functions that have ``take_counters``."""
     return {
         f"{called}/{name}": float(value)
         for function, called in zip(functions, reward_names(functions), strict=True)

@@ -49,7 +49,7 @@ def _guarded(write: Callable[..., None], owner: str) -> Callable[..., None]:
 def save_metrics(writer: Any) -> None:
     """Append new lines to ``metrics.csv``; with a new column the file is rewritten, completely or not at all.
 
-    The own method of CSVLogger's writer empties the file first and loses it on a full disk.
+    The writer's own method empties the file first and loses it on a full disk.
     """
     path, rows = Path(writer.metrics_file_path), list(writer.metrics)
     if not rows:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing.connection import wait
+from multiprocessing import connection
 from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -115,13 +115,13 @@ class _Watch:
         """Receive messages from the others, and check what this rank waits for, until all have left."""
         ranks: dict[Any, int] = {link.connection: rank for rank, link in self.links.items()}
         while not self.ending.is_set() or self.links.keys() - self.left:
-            for connection in wait(ranks, self.interval):
-                rank = ranks[connection]
+            for ready in connection.wait(ranks, self.interval):
+                rank = ranks[ready]
                 message = self.links[rank].receive()
                 if message is not None:
                     self._hear(rank, message)
                     continue
-                del ranks[connection]
+                del ranks[ready]
                 if rank not in self.left and not self.ending.is_set():
                     self._end_with(rank, None)
                 self.left.add(rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -40,13 +39,18 @@ class RunLock(Callback):
                 problem = str(error)
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
-            self.teardown()
+            self._release()
             raise UserError(problem)
 
-    def teardown(self, *_: Any, **__: Any) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the locks."""
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Release the locks."""
+        self._release()
+
+    def _release(self) -> None:
         for lock in self._locks:
             lock.release()
         self._locks = []
-
-    on_exception = teardown

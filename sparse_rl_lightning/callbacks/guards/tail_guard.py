@@ -21,6 +21,8 @@ from sparse_rl_lightning.metrics import rejection_rate
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Generator
 
+Mode = Literal["off", "warn", "raise", "stop"]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -100,9 +102,6 @@ class TailWatch:
 
 def _mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
-
-
-Mode = Literal["off", "warn", "raise", "stop"]
 
 
 class TailGuard(RolloutCallback):

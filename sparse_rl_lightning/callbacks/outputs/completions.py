@@ -90,7 +90,7 @@ class CompletionsTable(RolloutCallback):
 
 
 def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]:
-    """A rollout after all callbacks that edit it as a table: column names with B values each."""
+    """A table of a rollout, after all callbacks that edit it: column names with B values each."""
     rollout, count = scored.rollout, len(scored.completions)
     rows = [row for row in scored.rows for _ in range(scored.num_generations)]
     columns: dict[str, list[Any]] = {

@@ -57,7 +57,7 @@ class MathChecker:
     def check_both(
         self, completions: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None = None
     ) -> dict[Convention, list[bool]]:
-        """The same by both conventions; lenient pays all that strict pays."""
+        """Whether each completion has its gold answer, by both conventions; lenient pays all that strict pays."""
         strict = self.check(completions, golds, tolerances)
         wrong = [place for place, is_right in enumerate(strict) if not is_right]
         answers = [extract_answer(completions[place]) or "" for place in wrong]
@@ -73,7 +73,7 @@ class MathChecker:
         golds: Sequence[str],
         tolerances: Sequence[float] | None = None,
     ) -> list[bool]:
-        """The same by one convention."""
+        """Whether each completion has its gold answer, by one convention."""
         if answers == "strict":
             return self.check(completions, golds, tolerances)
         return self.check_both(completions, golds, tolerances)["lenient"]

@@ -143,10 +143,13 @@ def variable_of(group: Group) -> str | None:
 
 def _variable_place(group: Group) -> int | None:
     signs, items = group.kind.split(" "), group.items
-    is_element = signs == ["\\in"]
-    places = (0,) if is_element else (1,) if len(items) == 3 else (0, 1)
-    is_read = is_element or (_LESS.issuperset(signs) and len(items) in (2, 3))
-    return next((place for place in places if is_read and _is_name(items[place])), None)
+    if signs == ["\\in"]:
+        return 0 if _is_name(items[0]) else None
+    if not _LESS.issuperset(signs):
+        return None
+    if len(items) == 3:
+        return 1 if _is_name(items[1]) else None
+    return next((place for place in (0, 1) if len(items) == 2 and _is_name(items[place])), None)
 
 
 def has_relation(text: str) -> bool:

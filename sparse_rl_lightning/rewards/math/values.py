@@ -292,7 +292,9 @@ def _exact_root(value: Value, degree: Value) -> Fraction | None:
     return Fraction(above, below) if above**2 == value.numerator and below**2 == value.denominator else None
 
 
-_choices = lru_cache(maxsize=64)(math.comb)
+@lru_cache(maxsize=64)
+def _choices(above: int, below: int) -> int:
+    return math.comb(above, below)
 
 
 @lru_cache(maxsize=32)

@@ -13,9 +13,10 @@ PARSING_SECONDS = 2
 
 
 def main(memory_limit: int, timeout: float) -> None:
-    """Answer line by line, within these bytes of memory and seconds of processor time per pair.
+    """Answer line by line.
 
-    The time counts in case no one is left to kill this process.
+    Address space is limited to ``memory_limit`` bytes and processor time to ``timeout`` seconds per pair, in case no
+    one is left to kill this process.
     """
     import resource
 
