@@ -45,8 +45,8 @@ def acceptance_bounds(dense_logprobs: Tensor, sparse_logprobs: Tensor) -> tuple[
 
     The K tokens overlap by a known amount. The rest overlap by 0 or more, and by no more than the smaller of the two
     probabilities left. Any K tokens will do; the sampler's most likely ones make the bounds tight, and with all V
-    tokens both are the exact value, from 0 to 1 despite rounding. Sparrow counts only tokens among the most likely of
-    both policies, so its numbers are at most the lower bound here.
+    tokens both are the exact value. Despite rounding, 0 <= lower <= upper <= 1. Sparrow counts only tokens among
+    the most likely of both policies, so its numbers are at most the lower bound here.
     """
     lower = exact_acceptance(dense_logprobs, sparse_logprobs)
     left = torch.minimum(1 - dense_logprobs.exp().sum(dim=-1), 1 - sparse_logprobs.exp().sum(dim=-1))
@@ -82,6 +82,9 @@ def rollout_acceptance(
     Returns:
         ``lower`` and ``upper`` (B, T), 0 outside the completions. Index t refers to the distribution that token t was
         drawn from.
+
+    Raises:
+        ValueError: If the rollout does not have the sampler's most likely tokens.
     """
     if rollout.topk_ids is None or rollout.topk_logprobs is None:
         raise UserError(

@@ -60,7 +60,7 @@ def reject_sequences(log_ratio: Tensor, mask: Tensor, threshold: float = 1e-4) -
 def mask_tokens(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
     """Which completion tokens (B, T) have a ratio within [low, high] (IcePop; the authors' code of Sparse-RL).
 
-    0 and infinity are no bounds.
+    ``low=0`` and an infinite ``high`` are no bounds.
     """
     if not 0 <= low < high:
         raise UserError(f"low and high must satisfy 0 <= low < high, got low={low}, high={high}.")
@@ -73,7 +73,8 @@ def mask_sequences(
 ) -> Tensor:
     """Which sequences (B,) have a ratio within [low, high] as a whole (rejection of verl, seq-mask-tis of OpenRLHF).
 
-    It is the product over the "sequence", or the "geometric" mean over its tokens. 0 and infinity are no bounds.
+    The ratio of a sequence is the product of its tokens' (``level="sequence"``) or their geometric mean ("geometric");
+    ``low=0`` and an infinite ``high`` are no bounds.
     """
     check_choice("level", level, SequenceLevel)
     whole = _of_sequences(torch.where(mask, log_ratio, 0.0), mask, level)
@@ -137,7 +138,7 @@ def importance_weights(
 
 
 def normalize_weights(weights: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """Divide ``weights`` (B, T) by the mean of ``reference`` (B, T), not negative, over ``mask``, unless it is 0.
+    """Divide ``weights`` (B, T) by the mean of ``reference`` (B, T) over ``mask``; a mean of 0 divides nothing.
 
     The two differ in the authors' code of Sparse-RL: weights are 0 outside [0.5, 1.5], but their divisor is the
     mean of min(xi, 1.5) over all completion tokens of the micro-batch, masked and rejected ones included. The

@@ -262,6 +262,7 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
 
 
 def _check_family(loss_type: str, denominator: str) -> None:
+    """Refuse an unknown ``loss_type`` or ``denominator``; options that have passed are not checked again."""
     check_choice("loss_type", loss_type, LossType)
     check_choice("denominator", denominator, Denominator)
 

@@ -41,6 +41,10 @@ class Compressor(Budgeted):
         protect_prompt: Whether the prompt is never evicted. ``budget`` must exceed the longest prompt: protected tokens
             take places of the budget, and more of them than it holds are an error when it happens.
         protect_token_ids: Token ids that are never evicted wherever they stand, such as digits or line breaks.
+
+    Raises:
+        ValueError: If ``buffer`` or ``window`` is below 1, ``num_sinks`` is negative, or a budget is smaller than
+            ``num_sinks + window``.
     """
 
     evicts = True

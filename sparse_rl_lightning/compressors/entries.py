@@ -40,8 +40,8 @@ def newest_queries(layer: LayerState, count: int) -> LayerState:
 def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
     """The ranks (S, H, N) of scores: the share of a row's other live entries that are lower, from 0 to 1.
 
-    Equal scores have equal ranks. A score of +inf, which means that the entry must stay, is left unchanged. Free memory
-    is undefined.
+    Equal scores have equal ranks. A score of +inf, which means that the entry must stay, is left unchanged. Ranks in
+    free memory are undefined.
     """
     known = scores.masked_fill(~valid, torch.inf).contiguous()
     lower = torch.searchsorted(known.sort(dim=-1).values, known, side="left")
@@ -52,7 +52,7 @@ def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
 def standardized(scores: Tensor, valid: Tensor) -> Tensor:
     """Scores (..., N) minus their mean, divided by their standard deviation, over the live entries of each row.
 
-    Infinite scores do not count, and are left unchanged. Free memory is undefined.
+    Infinite scores do not count, and are left unchanged. Scores in free memory are undefined.
     """
     counted = valid & scores.isfinite()
     number = counted.sum(dim=-1, keepdim=True).clamp(min=1)

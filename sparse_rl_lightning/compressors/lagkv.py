@@ -30,6 +30,10 @@ class LagKV(Compressor):
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         lag_size: Entries of a chunk, at least 2.
         **sizes: Arguments of :class:`Compressor`.
+
+    Raises:
+        ValueError: If ``lag_size`` is below 2, a slot is too small for two chunks after its sinks, or
+            :class:`Compressor` refuses an argument.
     """
 
     num_queries = 0

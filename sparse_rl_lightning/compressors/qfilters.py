@@ -24,6 +24,10 @@ class QFilters(Compressor):
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
         statistics: File written by ``sparse-rl statistics``, or the statistics themselves.
         **sizes: Arguments of :class:`Compressor`.
+
+    Raises:
+        ValueError: If the file of statistics is missing or holds something else, or :class:`Compressor` refuses an
+            argument.
     """
 
     num_queries = 0

@@ -30,7 +30,7 @@ def rotate(vectors: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 def rotate_to_mean(vectors: Tensor, position: Tensor, offsets: Tensor, inv_freq: Tensor) -> Tensor:
     """The mean (..., D) of vectors rotated to ``position + offset`` over all offsets, at the cost of one rotation.
 
-    Positions broadcast to (...), offsets are (O,). It is shorter than the vectors if the rotations disagree.
+    Positions broadcast to (...), offsets are (O,). The mean is shorter than the vectors if the rotations disagree.
     """
     ahead = angles(offsets, inv_freq.to(vectors.dtype))
     return turn(rotate(vectors, position, inv_freq), ahead.cos().mean(dim=0), ahead.sin().mean(dim=0))

@@ -33,6 +33,10 @@ class TriAttention(Compressor):
         max_offset: Largest distance ahead, in tokens.
         group_reduction: "max" or "mean" over the query heads of a KV head.
         **sizes: Arguments of :class:`Compressor`.
+
+    Raises:
+        ValueError: If the file of statistics is missing or holds something else, ``max_offset`` is below 1,
+            ``group_reduction`` is unknown, or :class:`Compressor` refuses an argument.
     """
 
     num_queries = 0

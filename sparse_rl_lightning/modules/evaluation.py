@@ -176,7 +176,7 @@ class Evaluation(PolicyModule):
             ) from error
 
     def on_predict_start(self) -> None:
-        """Check settings of benchmarks that do not exist."""
+        """Refuse settings of benchmarks that do not exist."""
         super().on_predict_start()
         self._check_benchmarks()
 

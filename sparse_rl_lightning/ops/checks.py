@@ -69,7 +69,10 @@ def _check_shape(name: str, tensor: Tensor, letters: list[str], sizes: dict[str,
 
 
 def check_slots(slots: Tensor, per_slot: Tensor) -> None:
-    """For the references: refuse slots (B,) that do not exist in (S, H) or (L, S, H), as the compiled kernels do."""
+    """For the references: refuse slots (B,) that do not exist in ``per_slot``, as the compiled kernels do.
+
+    ``per_slot`` is a tensor (S, H) or (L, S, H).
+    """
     count = per_slot.shape[-2]
     wrong = slots[(slots < -1) | (slots >= count)]
     if len(wrong):

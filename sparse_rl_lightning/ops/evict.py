@@ -1,4 +1,7 @@
-"""evict: the best entries of each head stay or are copied into a slot, and the death step of the others is recorded."""
+"""evict: the best entries of each head stay or are copied into a slot, and the death step of the others is recorded.
+
+The ranking is written once: compressors use ``select_entries``, budget rules and ``select_pages`` use ``rank_entries``.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ FAULTS = (  # numbers of the faults begin at 1 too
 
 
 def fault(word: int) -> str:
-    """Describe a fault in one sentence: op in the lowest four bits, fault in the next four, then the slot."""
+    """Describe in one sentence the fault coded in ``word``: the op in its lowest four bits, the fault in the next four.
+
+    The slot is in the bits above.
+    """
     op, kind, slot = OPS[(word & 15) - 1], FAULTS[(word >> 4 & 15) - 1], word >> 8
     return (
         f"{op} left out slot {slot}: {kind}. What was drawn since the last look is worthless; this is an error in what "

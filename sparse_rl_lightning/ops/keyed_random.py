@@ -15,9 +15,10 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def hash_bits(*keys: Tensor | int) -> Tensor:
-    """Compute 64 random bits per tuple of keys, integer tensors that broadcast together: int64 over its whole range.
+    """Compute 64 random bits per tuple of keys: int64 over its whole range.
 
-    Put the largest tensor last: the keys before it are mixed at their own, smaller shape.
+    Keys are plain integers, or integer tensors that broadcast together. Put the largest tensor last: the keys
+    before it are mixed at their own, smaller shape.
     """
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:

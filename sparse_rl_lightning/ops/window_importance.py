@@ -110,7 +110,8 @@ def reference(
 def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: int) -> Tensor:
     """Pool neighbors (..., N) by maximum or average, as if only the first entries, those ``inside``, existed.
 
-    Missing neighbors count as zeros in an average. What is not inside becomes 0.
+    The mask ``inside``, bool, broadcasts to (..., N). Missing neighbors count as zeros in an average. What is not
+    inside becomes 0.
     """
     if pooling == "none":
         return values.masked_fill(~inside, 0.0)

@@ -83,7 +83,11 @@ def kv_type(kind: torch.dtype | str | None, argument: str = "kv_dtype") -> torch
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse a model whose cache could not be evicted correctly: hybrid, without weights, no rotary decoder."""
+    """Refuse a model whose cache could not be evicted correctly.
+
+    Such a model is of an unsupported family, or has no weights, no output head, a changed forward pass, layers other
+    than attention, or rotary frequencies that change with the length.
+    """
     if not hasattr(model, "get_output_embeddings"):
         raise UserError(f"model must be a causal language model of transformers, got {type(model)}.")
     check_reachable(model)

@@ -27,8 +27,8 @@ def load_pretrained(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, from safetensors only and without running code from the folder.
 
-    A model that cannot be loaded, is incomplete, of other shapes, NaN or infinite, or without tokenizer is refused. The
-    type ``auto`` is the folder's, no attention transformers' choice.
+    A model is refused if it cannot be loaded, has no tokenizer, or has weights that are missing, of another shape, or
+    not finite. ``dtype="auto"`` is the folder's type; without ``attn_implementation`` transformers chooses.
     """
     where = f"policy: {path!r}"
     with _without_reports():

@@ -101,9 +101,11 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A randomly initialized causal language model small enough for a test: float32, CPU, reproducible.
 
-    Arguments are as in :class:`~sparse_rl_lightning.policies.tiny.TinyPolicy`. The feed-forward layer has four times
-    the width by default; a large ``initializer_range`` gives peaked distributions. The global random state is left
-    alone.
+    Arguments are as in :class:`~sparse_rl_lightning.policies.tiny.TinyPolicy`, with four more in place of ``alphabet``:
+    ``vocab_size`` is the number of tokens; ``intermediate_size`` is the width of the feed-forward layer, by default
+    four times ``hidden_size`` (TinyPolicy has three times); ``initializer_range`` is the standard deviation of the
+    initial weights, where a large one gives peaked distributions; and ``eos_token_id`` is the token, or list of tokens,
+    that ends a completion. The global random state is left alone.
     """
     if architecture not in ARCHITECTURES:
         raise UserError(f"architecture must be one of {sorted(ARCHITECTURES)}, got {architecture!r}.")

@@ -22,9 +22,9 @@ BLOCK = 128
 
 
 def death_attention(query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float) -> Tensor:
-    """Attention (B, Hq, T, D) with gradient under the deaths of one layer, by the way for the device and length.
+    """Attention (B, Hq, T, D) with gradient under the deaths of one layer: FlexAttention on CUDA, masks elsewhere.
 
-    The first query that does not see a key any more is in ``death`` (B, H, T); other arguments are as in
+    ``death`` (B, H, T) is the first query that no longer sees each key; the other arguments are as in
     :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
     """
     if query.is_cuda:

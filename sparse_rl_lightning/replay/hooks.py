@@ -23,7 +23,10 @@ Attend = Callable[[Any, int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def register(name: str, keyword: str, attend: Attend) -> None:
-    """Register an attention function for models under a name, for :func:`attention_implementation`."""
+    """Register an attention function for models under a name, for :func:`attention_implementation`.
+
+    ``keyword`` names the keyword argument of the model's call whose value is the first argument of ``attend``.
+    """
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,

@@ -53,7 +53,10 @@ def masked_attention(
 
 
 def group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with the query heads of a KV head as the heads, so that one mask serves them all by broadcasting."""
+    """Queries (B x H, Hq / H, T, D), and keys and values expanded to them.
+
+    One mask then serves all query heads of a KV head.
+    """
     batch, heads, length, width = key.shape
     grouped = query.reshape(batch * heads, -1, length, width)
     keys, values = (t.reshape(batch * heads, 1, length, width).expand_as(grouped) for t in (key, value))

@@ -93,7 +93,8 @@ class PagedCache(SlotCache):
     def count_read(self, lengths: Tensor) -> Tensor:
         """The number of entries (R,) that a step reads, one key and one value each, a mean over layers and heads.
 
-        There are (L, R, H) live entries during the step. Vectors of pages count half an entry each, if they are scored.
+        ``lengths`` (L, R, H) are the numbers of live entries during the step. Vectors of pages count half an entry
+        each, if they are scored.
         """
         r = self.retriever
         held, dense = lengths[r.num_dense_layers :], lengths[: r.num_dense_layers].sum(dim=(0, 2))

@@ -31,6 +31,11 @@ class Retriever(Budgeted):
         num_dense_layers: First layers whose queries read everything.
         budget_rule: Rule by which the other layers share the budget, null for equally; a layer reads whole pages. All
             heads of a layer read as much, so rules that split heads are refused.
+
+    Raises:
+        ValueError: If ``page_size`` or ``num_last_pages`` is below 1, ``num_first_pages`` or ``num_dense_layers`` is
+            negative, ``budget_rule`` splits heads, or a budget is not a whole number of pages or is smaller than the
+            pages that are always read.
     """
 
     num_vectors = 1

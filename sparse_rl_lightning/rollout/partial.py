@@ -67,8 +67,9 @@ class PartialRollouts:
     ) -> tuple[Rollout, Rows]:
         """Add prompts, decode, and take at least ``unit`` and at most ``len(rows)`` complete groups with their rows.
 
-        Arguments are as in :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`, sampling parameters the same
-        in every call; ``progress`` counts from the beginning of this one.
+        ``rows`` are the rows of the data set, one for each prompt that ``sampler`` completes. Other arguments are as in
+        :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`, with the same sampling parameters in every call;
+        ``progress`` counts from the beginning of this one.
         """
         session = self._session_for(sampler, params)
         self.rows |= dict(zip(session.add(prompts, sequence_ids), rows, strict=True))

@@ -1,4 +1,4 @@
-"""Prompts, text or chat messages, to token ids, and which of them can be completed.
+"""Prompts, text or chat messages, to token ids; which of them can be completed; and the tokens that end a completion.
 
 No other place decides about special tokens.
 """

@@ -34,6 +34,9 @@ class RolloutSession:
         params: Sampling parameters.
         max_prompt_length: Length of the longest prompt in tokens.
 
+    Raises:
+        ValueError: If the sampler has no ``num_slots``.
+
     Example::
 
         session = RolloutSession(sampler, SamplingParams(num_generations=8), max_prompt_length=200)

@@ -29,7 +29,7 @@ Note = Callable[[SequenceLogs, Tensor, Tensor, Tensor], None]
 
 
 class ForcedEngine(Engine):
-    """Engine that takes the next token from a text instead of drawing it."""
+    """Engine that takes the next token from ``texts`` (S, T), sequence i in slot i, instead of drawing it."""
 
     def __init__(
         self, model: PreTrainedModel, key: EngineKey, compression: Compression, texts: Tensor, note: Note
@@ -55,9 +55,10 @@ def force(
     note: Note,
     ids: Sequence[int] | None = None,
 ) -> Rollout:
-    """Feed texts (B, T) to a compressed cache, token by token, to their ends; the values are those that ``note`` wrote.
+    """Feed texts (B, T) to a compressed cache, token by token to their ends, and return them as a rollout.
 
-    Padding on the right is decoded like the rest and changes nothing before it.
+    The rollout is as if the texts had been drawn, with the values that ``note`` wrote into the logs. Padding on the
+    right is decoded like the rest and changes nothing before it.
 
     Args:
         model: Policy that runs.
