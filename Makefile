@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill bench-launches docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill bench-launches docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,11 @@ bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 
 bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two cores, half an hour
 	$(BIN)/python -m benchmarks.rollout --device cpu
+
+# CASES="512" and the like; runs that are finished below runs/trainer are not run again
+bench-trainer: $(INSTALLED) $(WARMUP) ## whole training steps beside TRL's GRPOTrainer on two cores, half an hour
+	$(BIN)/python -m pip install -q -c constraints.txt trl
+	$(BIN)/python -m benchmarks.trainer --save benchmarks/results $(if $(CASES),--cases $(CASES))
 
 # STORIES=FOLDER says where stories260K is, if not where the tests look for it
 bench-compressors: $(INSTALLED) $(TRAINED) ## measure what every compressor costs in quality, into docs/compressors.md

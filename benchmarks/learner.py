@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import ROOT
+from benchmarks.common.memory import forget_peak, resident_bytes
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
 from sparse_rl_lightning.logprobs import token_logprobs
@@ -111,10 +112,8 @@ def _held(device: str, reset: bool = False) -> int:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() if reset else torch.cuda.max_memory_allocated()
     if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    key = "VmRSS:" if reset else "VmHWM:"
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
+        forget_peak()
+    return resident_bytes(peak=not reset)
 
 
 def measure(way: str, sizes: Sizes) -> Measured:

@@ -91,6 +91,12 @@ def test_bad_step_is_skipped_and_counted(value: float) -> None:
     assert float(trainer.callback_metrics["skipped_steps"]) == 1
 
 
+def test_a_finite_gradient_whose_squares_overflow_is_no_bad_step() -> None:
+    trainer = fit(module(lr=0.0), 2, [Poison(0, 1, value=1e25)])
+    assert float(trainer.callback_metrics["skipped_steps"]) == 0
+    assert float(trainer.callback_metrics["grad_norm"]) == float("inf")
+
+
 def test_bad_steps_in_a_row_end_the_run_with_their_sequences(tmp_path: Path) -> None:
     recorder = Recorder()
     with pytest.raises(ValueError, match="step 4 is not finite: the step is skipped, as the 1 before") as stop:

@@ -46,12 +46,12 @@ class StepGuard(Callback):
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             return  # DeepSpeed checks its own gradients, see on_train_batch_end
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norms = _norms([p.grad for p in parameters])
-        finite = not norms or bool(torch.stack(norms).isfinite().all())
+        gradients = [p.grad for p in parameters]
+        norms = _norms(gradients, 2.0)
+        finite = _are_finite(norms) or _are_finite(_norms(gradients))  # squares may overflow where no element does
         self._skips_now = not trainer.strategy.reduce_boolean_decision(finite, all=True)
-        self._norm = (
-            None if self._skips_now else _length(trainer, [p.grad for p in parameters]) / _scale(trainer, optimizer)
-        )
+        sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+        self._norm = None if self._skips_now else _length(trainer, norms, sharded) / _scale(trainer, optimizer)
         if self._skips_now:
             for parameter in parameters:
                 parameter.grad = None
@@ -129,10 +129,13 @@ def _norms(gradients: list[torch.Tensor], order: float = torch.inf) -> list[torc
     return list(torch._foreach_norm(own, order, dtype=kind)) if own else []
 
 
-def _length(trainer: Trainer, gradients: list[torch.Tensor]) -> float:
-    """The Euclidean norm of all gradients together; of sharded ones every rank has a part."""
-    norms = _norms(gradients, 2.0)
+def _are_finite(norms: list[torch.Tensor]) -> bool:
+    return not norms or bool(torch.stack(norms).isfinite().all())
+
+
+def _length(trainer: Trainer, norms: list[torch.Tensor], sharded: bool) -> float:
+    """The Euclidean norm of all gradients together from their own; of sharded ones every rank has a part."""
     squares = torch.stack(norms).square().sum() if norms else torch.tensor(0.0)
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
+    if sharded:
         squares = torch.as_tensor(trainer.strategy.reduce(squares.to(trainer.strategy.root_device), reduce_op="sum"))
     return float(squares.sqrt())
