@@ -127,8 +127,8 @@ class Combined(Compressor):
         return scores
 
     def __repr__(self) -> str:
-        hidden = ("_", "needs_")  # derived from the parts
-        own = {n: v for n, v in vars(self).items() if n not in _SIZES and not n.startswith(hidden)}
+        hidden = ("_", "needs_")  # derived from the parts, which show their budget and sizes
+        own = {n: v for n, v in vars(self).items() if n not in ("schedule", *_SIZES) and not n.startswith(hidden)}
         arguments = ", ".join(f"{name}={value!r}" for name, value in {"compressors": self._parts, **own}.items())
         return f"{type(self).__name__}({arguments})"
 
