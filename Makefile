@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill bench-launches docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill bench-launches gpu gpu-build gpu-test gpu-sanitize gpu-train gpu-bench gpu-wheels docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,19 @@ bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and
 
 bench-launches: $(INSTALLED) ## count launches, bytes and waits of a GPU's host at real shapes, without a GPU; a minute
 	$(BIN)/python -m benchmarks.launches --save benchmarks/results
+
+# GPU_PYTHON needs torch, transformers and lightning; RESULTS is the folder of the pages
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+RESULTS ?= benchmarks/results
+GPU := $(GPU_PYTHON) -m benchmarks.gpu --save $(RESULTS)
+gpu: ## all that a GPU is asked for, 25 minutes; in parts: gpu-build, gpu-test, gpu-sanitize, gpu-train, gpu-bench
+	$(GPU)
+
+gpu-build gpu-test gpu-sanitize gpu-train gpu-bench: gpu-%:
+	$(GPU) $* --minutes 8
+
+gpu-wheels: $(INSTALLED) ## wheels for make gpu on a machine without a network, into build/gpu/wheels
+	$(BIN)/python -m benchmarks.gpu.needs --download build/gpu/wheels
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q
 docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning an error

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks import ROOT
 from benchmarks.common.memory import forget_peak, resident_bytes
-from benchmarks.common.pages import machine, save
+from benchmarks.common.pages import machine, page_name, save
 from benchmarks.common.tables import Table
 from sparse_rl_lightning.logprobs import token_logprobs
 
@@ -178,7 +178,7 @@ def main() -> None:
     page = f"{machine(args.device)}\n\n{memory_table(sizes)}"
     print(page)
     if args.save:
-        save(args.save, f"learner-{args.device}", "benchmarks.learner", page)
+        save(args.save, page_name("learner", args.device), "benchmarks.learner", page)
 
 
 if __name__ == "__main__":

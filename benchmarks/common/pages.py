@@ -35,6 +35,11 @@ def machine(device: str) -> str:
     return f"{datetime.date.today()}, {where}, {versions}, own ops: {native}"
 
 
+def page_name(what: str, device: str) -> str:
+    """Name of a page of results: rollout-cpu, gpu-rollout."""
+    return f"gpu-{what}" if device == "cuda" else f"{what}-{device}"
+
+
 def save(folder: Path, name: str, title: str, text: str) -> None:
     """Write a page of tables."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common.pages import machine, save
+from benchmarks.common.pages import machine, page_name, save
 from benchmarks.common.tables import label
 from benchmarks.ops.drawing import drawing_rows
 from benchmarks.ops.retrieval import retrieval_rows
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="toy sizes of retrieval and draw, without meaning")
-    parser.add_argument("--save", type=Path, help="folder for the table: ops-<device>.md, or <parts>-<device>.md")
+    parser.add_argument("--save", type=Path, help="folder for the table: ops-cpu.md, gpu-ops.md, or by its parts")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -182,7 +182,7 @@ def main() -> None:
     print(text)
     if args.save:
         parts = ["ops"] if args.parts == list(PARTS) else args.parts
-        save(args.save, "-".join([*parts, args.device]), "benchmarks.ops", text)
+        save(args.save, page_name("-".join(parts), args.device), "benchmarks.ops", text)
 
 
 if __name__ == "__main__":

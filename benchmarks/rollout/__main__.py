@@ -14,27 +14,29 @@ tail: completions of long-tailed lengths, refilled slots against lock-step batch
 state: steps of a compressor with running state, with all slots in use and with free ones between.
 
 On a GPU (meant for 10 minutes; the page says what it took):
-cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: one rollout.
+cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: refilled rollouts
+of log-normal lengths, and ``generate``.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks.common.pages import machine, save, say
+from benchmarks.common.pages import machine, page_name, save, say
 from benchmarks.common.tables import Table
-from benchmarks.rollout.cells import Grid, cells_table, memory_table, whole_table
-from benchmarks.rollout.policies import SMALL, TINY
+from benchmarks.rollout.cells import Grid, cells_table, memory_table
+from benchmarks.rollout.policies import SHAPES, SMALL, TINY
 from benchmarks.rollout.speed import Setting, speed_tables
 from benchmarks.rollout.split import split_table
 from benchmarks.rollout.state import state_table
 from benchmarks.rollout.tail import Tail, tail_table
+from benchmarks.rollout.whole import whole_tables
 
 PARTS = {"cpu": ("speed", "split", "tail", "state"), "cuda": ("cells", "memory", "whole")}
 
@@ -75,14 +77,15 @@ QUICK = Sizes(
 def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
     """Part by part."""
     setting, dtype = sizes.setting, torch.bfloat16 if args.device == "cuda" else torch.float32
-    parts: dict[str, Callable[[], tuple[Table, ...]]] = {
+    grid = replace(sizes.grid, models=tuple(args.models or sizes.grid.models))
+    parts: dict[str, Callable[[], Iterable[Table]]] = {
         "speed": lambda: speed_tables(setting, sizes.new_tokens, sizes.long_tokens, args.rounds, args.long_rival),
         "split": lambda: (split_table(setting, setting.prompt_length + sizes.new_tokens // 2, sizes.cycles),),
         "state": lambda: (state_table(setting, args.rounds),),
         "tail": lambda: (tail_table(sizes.tail, setting.compressor(), args.rounds),),
-        "cells": lambda: (cells_table(sizes.grid, dtype, args.device),),
-        "memory": lambda: (memory_table(sizes.grid, dtype, args.device),),
-        "whole": lambda: (whole_table(sizes.grid, dtype, args.device),),
+        "cells": lambda: (cells_table(grid, dtype, args.device),),
+        "memory": lambda: (memory_table(grid, dtype, args.device),),
+        "whole": lambda: whole_tables(grid, dtype, args.device),
     }
     for part in args.parts or PARTS[args.device]:
         start = time.perf_counter()
@@ -97,9 +100,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=[part for parts in PARTS.values() for part in parts])
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), help="shapes of cells, memory and whole")
     parser.add_argument("--long-rival", action="store_true", help="generate runs the longer completions too")
     parser.add_argument("--quick", action="store_true", help="toy sizes, one round: seconds, numbers without meaning")
-    parser.add_argument("--save", type=Path, help="folder for the tables as rollout-<device>.md")
+    parser.add_argument("--save", type=Path, help="folder for the tables: rollout-cpu.md, gpu-rollout.md")
+    parser.add_argument("--page", help="another name for the page")
     args = parser.parse_args()
     if args.quick:
         args.rounds = 1
@@ -120,7 +125,7 @@ def main() -> None:
 def keep(args: argparse.Namespace, pages: list[str]) -> None:
     """Write the page where one is wanted."""
     if args.save:
-        save(args.save, f"rollout-{args.device}", "benchmarks.rollout", "\n\n".join(pages))
+        save(args.save, args.page or page_name("rollout", args.device), "benchmarks.rollout", "\n\n".join(pages))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Step times at given lengths and batches beside the time that memory needs, equal memory, one whole rollout.
+"""Step times at given lengths and batches beside the time that memory needs, and caches of equal memory.
 
 A slot is filled by reading one prompt of the wanted length and forking it to all samples, so nothing is generated up to
 there. Steps are timed over one whole buffer: one eviction of every slot is part of it.
@@ -7,7 +7,6 @@ there. Steps are timed over one whole buffer: one eviction of every slot is part
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.common.pages import say
 from benchmarks.common.tables import Table, label, met
-from benchmarks.rollout.bound import bandwidth, wait
+from benchmarks.rollout.bound import bandwidth
 from benchmarks.rollout.clock import Clock
-from benchmarks.rollout.policies import SHAPES, Countdown, random_policy, random_prompts, spread, weight_bytes
-from benchmarks.rollout.tail import SIGMA
+from benchmarks.rollout.policies import SHAPES, random_policy, random_prompts, weight_bytes
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
@@ -96,10 +94,14 @@ def time_step(policy: PreTrainedModel, compressor: Compressor, length: int, batc
     params = SamplingParams(num_generations=batch, max_completion_length=NEW_TOKENS)
     rollout = sampler.generate(random_prompts(1, length, policy.config.vocab_size), params, progress=clock)
     assert rollout.kv is not None
-    c = policy.config
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * (c.hidden_size // c.num_attention_heads)
-    read = float(rollout.kv.stored_integral.sum()) * per_token * policy.dtype.itemsize / (NEW_TOKENS - 1)
+    read = float(rollout.kv.stored_integral.sum()) * token_bytes(policy) / (NEW_TOKENS - 1)
     return Step(clock.seconds, (weight_bytes(policy) + read) / speed, rollout.kv.peak_bytes)
+
+
+def token_bytes(policy: PreTrainedModel) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    geometry = CacheGeometry.of(policy)
+    return geometry.num_layers * geometry.num_kv_heads * geometry.bytes_per_entry
 
 
 def free_memory(device: str) -> None:
@@ -188,38 +190,4 @@ def memory_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
         ratio = f"{rate / dense:.2f}" if dense else ""
         times = (f"{1e3 * step.seconds:.2f}", f"{rate:,.0f}", ratio, f"{step.kv_bytes / 1e9:.2f}")
         table.add(name, str(room.num_slots), *times, room.why)
-    return table
-
-
-def whole_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
-    """One rollout from the first prompt to the last token, lengths long-tailed and the same for all caches."""
-    shape = SHAPES[grid.models[0]]
-    countdown = Countdown.log_normal(shape, dtype, device, grid.mean, SIGMA, grid.longest)
-    prompts = countdown.prompts(grid.num_prompts, grid.prompt_length)
-    params = SamplingParams(num_generations=grid.num_generations, max_completion_length=grid.longest + 8)
-    table = Table("One whole rollout", ("cache", "seconds", "tokens/s", "times as fast as FullKV", "KV GB"))
-    dense = None
-    for name, compressor in compressors(grid.budgets).items():
-        free_memory(device)
-        slot = needed(countdown.policy, compressor, grid.prompt_length, params)
-        room = plan(slot, SHARE, grid.num_slots, device)
-        if room is None or room.num_slots < grid.num_slots:
-            table.add(name, f"needs {slot.of(grid.num_slots) / 1e9:.1f} GB", "", "", "")
-            continue
-        graphs = "require" if device == "cuda" else True
-        sampler = RolloutSampler(countdown.policy, compressor, grid.num_slots, [Countdown.END], cuda_graphs=graphs)
-        start = time.perf_counter()
-        rollout = sampler.generate(prompts, params)
-        wait(device)
-        taken = time.perf_counter() - start
-        assert rollout.kv is not None
-        dense = taken if name == "FullKV" else dense
-        tokens = int(rollout.completion_lengths.sum())
-        ratio = f"{dense / taken:.2f}" if dense else ""
-        table.add(name, f"{taken:.2f}", f"{tokens / taken:,.0f}", ratio, f"{rollout.kv.peak_bytes / 1e9:.2f}")
-        table.note = (
-            f"{shape.name}, {grid.num_prompts} prompts x {grid.num_generations}, {grid.num_slots} slots, prompt "
-            f"{grid.prompt_length}; {spread(rollout.completion_lengths.cpu())}."
-        )
-        del sampler, rollout
     return table

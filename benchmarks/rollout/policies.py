@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
 
 LOGIT = 60.0  # of the one token that may follow: the others have no chance
 CONTEXT = 65536
@@ -15,7 +15,7 @@ CONTEXT = 65536
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen2."""
+    """Sizes of a Qwen2, or of a Qwen3 if its head size is given."""
 
     name: str
     layers: int
@@ -25,10 +25,16 @@ class Shape:
     intermediate: int
     vocab: int
     tied: bool = True
+    qwen3_head_dim: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.qwen3_head_dim or self.hidden // self.heads
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of a token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * dtype.itemsize
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
 TINY = Shape("tiny", 2, 64, 4, 2, 96, 256)
@@ -37,33 +43,32 @@ SHAPES = {
     "tiny": TINY,
     "1.5B": Shape("Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936),
     "7B": Shape("Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
+    "Qwen3-1.7B": Shape("Qwen3-1.7B", 28, 2048, 16, 8, 6144, 151936, qwen3_head_dim=128),
+    "Qwen3-4B": Shape("Qwen3-4B", 36, 2560, 32, 8, 9728, 151936, qwen3_head_dim=128),
+    "Qwen3-8B": Shape("Qwen3-8B", 36, 4096, 32, 8, 12288, 151936, tied=False, qwen3_head_dim=128),
 }
 
 
 def random_policy(shape: Shape, dtype: torch.dtype, device: str, tied: bool | None = None) -> PreTrainedModel:
-    """A Qwen2 of this shape with random weights and no end token."""
-    config = Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=shape.tied if tied is None else tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        dtype=dtype,
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            policy: PreTrainedModel = Qwen2ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    return policy
+    """A Qwen2 or Qwen3 of this shape with random weights and no end token."""
+    sizes = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": shape.tied if tied is None else tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "dtype": dtype,
+    }
+    config = Qwen3Config(**sizes, head_dim=shape.head_dim) if shape.qwen3_head_dim else Qwen2Config(**sizes)
+    with torch.device(device):
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return policy.eval()
 
 
 def weight_bytes(policy: PreTrainedModel) -> int:

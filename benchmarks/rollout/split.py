@@ -102,7 +102,7 @@ def kind_of(name: str, shapes: Sequence[Sequence[int]], shape: Shape) -> str | N
         return None
     if any(sizes[-1] == shape.vocab for sizes in known):
         return SAMPLING
-    head_dim = shape.hidden // shape.heads
+    head_dim = shape.head_dim
     narrow = {head_dim, head_dim // 2, shape.kv_heads * head_dim}
     wide = {shape.hidden, (shape.heads + 2 * shape.kv_heads) * head_dim, shape.intermediate, 2 * shape.intermediate}
     return LAYERS if any(len(sizes) >= 2 and sizes[-1] in wide | narrow for sizes in known) else BOOKKEEPING

@@ -1,0 +1,1 @@
+"""What a GPU machine is asked for, in pieces: ``python -m benchmarks.gpu``."""

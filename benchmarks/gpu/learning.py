@@ -1,0 +1,82 @@
+"""The quickstart on a GPU: does training there learn what it learns on a CPU?
+
+    python -m benchmarks.gpu.learning [--state build/gpu] [--save benchmarks/results]
+
+Warm-up and training are `sparse-rl fit` with the shipped configurations, decode steps from CUDA graphs, which are
+required. It fails unless the accuracy with the full cache has risen by more than three standard errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arms.runs import CONFIGS, run_in
+from benchmarks.common.pages import machine, save
+from benchmarks.common.tables import Table
+from sparse_rl_lightning.report.record import SUMMARY
+
+ERRORS = 3  # standard errors of a difference of two accuracies
+
+
+def fit(folder: Path, config: str, device: str, *options: str) -> None:
+    """Train with a configuration in this folder."""
+    where = f"--trainer.accelerator={'gpu' if device == 'cuda' else 'cpu'}"
+    command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / config}.yaml", where]
+    if run_in(folder, [*command, "--trainer.enable_progress_bar=false", *options]):
+        sys.exit(f"{config} stopped:\n{(folder / 'log.txt').read_text(encoding='utf-8')[-2000:]}")
+
+
+def rise(before: float, after: float, problems: int) -> float:
+    """The difference of two accuracies in its standard errors."""
+    error = math.sqrt(sum(p * (1 - p) / problems for p in (before, after)))
+    return (after - before) / max(error, 1e-9)
+
+
+def table_of(summary: Mapping[str, Any]) -> Table:
+    """What the run came to."""
+    note = (
+        f"{summary['rollouts']} rollouts, {summary['optimizer_steps']} optimizer steps in "
+        f"{summary['wall_time_seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s in rollouts; "
+        f"{summary['held_out_problems']} held-out problems."
+    )
+    table = Table("The quickstart on the device", ("greedy accuracy", "before", "after"), note)
+    for name, cache in (("dense", "full cache"), ("sparse", "compressed cache")):
+        table.add(cache, *(f"{summary[when][name]:.3f}" for when in ("before", "after")))
+    return table
+
+
+def main() -> None:
+    """Warm up, train, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--state", type=Path, default=Path("build/gpu"), help="folder of the runs")
+    parser.add_argument("--save", type=Path, help="folder of the page gpu-train.md")
+    parser.add_argument("--quick", action="store_true", help="a few steps, which need not learn")
+    args = parser.parse_args()
+    folder = args.state.absolute() / f"learning-{args.device}"
+    shutil.rmtree(folder / "runs" / "quickstart", ignore_errors=True)
+    short = ["--trainer.max_steps=4"] if args.quick else []
+    if not (folder / "runs/warmup/policy/config.json").is_file():
+        fit(folder, "warmup", args.device, *short)
+    graphs = ["--model.rollout.cuda_graphs=require"] if args.device == "cuda" else []
+    fit(folder, "quickstart", args.device, *graphs, *short)
+    file = folder / "runs" / "quickstart" / SUMMARY
+    summary = json.loads(file.read_text(encoding="utf-8"))["summary"]
+    text = f"{machine(args.device)}\n\n{table_of(summary)}"
+    print(text)
+    if args.save:
+        save(args.save, "gpu-train", "benchmarks.gpu.learning", text)
+    risen = rise(summary["before"]["dense"], summary["after"]["dense"], summary["held_out_problems"])
+    print(f"\nThe accuracy with the full cache rose by {risen:.1f} standard errors.")
+    sys.exit(risen <= ERRORS and not args.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Where the time of a decode step and of a compression goes on the GPU, kernel by kernel.
+
+    python -m benchmarks.gpu.profile [--model 1.5B] [--save benchmarks/results]
+
+16 steps in which no slot is compressed, and 16 in which two or so of 256 are in every step, as in a refilled rollout:
+what the second takes longer is the price of compressions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common.pages import machine, save
+from benchmarks.common.tables import Table
+from benchmarks.rollout.clock import Clock
+from benchmarks.rollout.policies import SHAPES, random_policy, random_prompts
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.compressors import RKV
+from sparse_rl_lightning.rollout.engine.engine import CudaGraphs
+
+STEPS, WARM_UP = 16, 8
+NUM_ROWS = 25  # kernels that are named; the others are one row
+Times = Counter[str]
+
+
+def measured(sampler: RolloutSampler, prompts: list[list[int]], device: str) -> tuple[Times, Counter[str], float]:
+    """Milliseconds and number of launches of every kernel per step, and milliseconds of a step without the profiler."""
+    on_gpu = device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    params = SamplingParams(max_completion_length=WARM_UP + 3 * STEPS)
+    plain = Clock(WARM_UP, WARM_UP + STEPS, device)
+    sampler.generate(prompts, params, progress=plain)
+    profiled = Clock(WARM_UP, WARM_UP + STEPS, device, profiler=profile(activities=activities))
+    sampler.generate(prompts, params, progress=profiled)
+    times, launches = Times(), Counter[str]()
+    assert profiled.profiler is not None
+    for event in profiled.profiler.key_averages():
+        total = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if total > 0:
+            times[event.key] += 1e-3 * total / profiled.steps
+            launches[event.key] += event.count / profiled.steps
+    return times, launches, plain.milliseconds
+
+
+def tables(model: str, num_slots: int, budget: int, device: str) -> list[Table]:
+    """A table without and one with compressions."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    policy = random_policy(SHAPES[model], dtype, device)
+    buffer = budget // 4
+    graphs: CudaGraphs = "require" if device == "cuda" else True
+    compressor = RKV(budget=budget, buffer=buffer, num_sinks=0, compress_prompt=False)
+    sampler = RolloutSampler(policy, compressor, num_slots, end_token_ids=[], cuda_graphs=graphs)
+    vocab = SHAPES[model].vocab
+    still = random_prompts(num_slots, budget // 2, vocab)  # too short to be full within the steps
+    whole = random_prompts(num_slots, budget + buffer - WARM_UP, vocab)
+    spread = [prompt[: len(prompt) - i % buffer] for i, prompt in enumerate(whole)]
+    found = []
+    for title, prompts in {"no compressions": still, "slots compressed in every step": spread}.items():
+        times, launches, step = measured(sampler, prompts, device)
+        total = sum(times.values())
+        table = Table(
+            f"{STEPS} steps, {title}",
+            ("kernel" if device == "cuda" else "op", "ms per step", "share", "per step"),
+            f"{SHAPES[model].name}, {num_slots} slots, R-KV {budget} + {buffer}: {step:.2f} ms per step, of which the "
+            f"device works {total:.2f} ms.",
+        )
+        for name, ms in times.most_common(NUM_ROWS):
+            table.add(f"`{name[:90]}`", f"{ms:.3f}", f"{100 * ms / total:.1f} %", f"{launches[name]:.1f}")
+        others = times.most_common()[NUM_ROWS:]
+        rest = sum(ms for _, ms in others)
+        count = sum(launches[name] for name, _ in others)
+        table.add(f"{len(others)} others", f"{rest:.3f}", f"{100 * rest / total:.1f} %", f"{count:.1f}")
+        found.append(table)
+    return found
+
+
+def main() -> None:
+    """Profile, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--model", default="1.5B", choices=list(SHAPES))
+    parser.add_argument("--save", type=Path, help="folder of the page gpu-profile.md")
+    args = parser.parse_args()
+    num_slots, budget = (256, 512) if args.device == "cuda" else (8, 64)
+    found = tables(args.model, num_slots, budget, args.device)
+    text = "\n\n".join([machine(args.device), *map(str, found)])
+    print(text)
+    if args.save:
+        save(args.save, "gpu-profile", "benchmarks.gpu.profile", text)
+
+
+if __name__ == "__main__":
+    main()

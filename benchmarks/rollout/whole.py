@@ -1,0 +1,115 @@
+"""Whole rollouts of log-normal lengths, in which slots are refilled, beside steps without refill and ``generate``.
+
+What a refilled rollout loses against steps alone is prefill, compressions of a few slots at a time, and the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.common.pages import say
+from benchmarks.common.tables import Table, met
+from benchmarks.rollout.bound import wait
+from benchmarks.rollout.cells import SHARE, Grid, compressors, free_memory, needed, plan, try_step
+from benchmarks.rollout.policies import SHAPES, Countdown, random_prompts, spread
+from benchmarks.rollout.speed import generate_runner
+from benchmarks.rollout.tail import SIGMA
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.records import Rollout
+
+GOAL = 0.85  # of the speed of steps alone
+GENERATED = 64  # tokens that generate is timed over: it copies its cache at every step, whole rollouts would take hours
+HEADER = (
+    "cache", "seconds", "tokens/s", "times as fast as FullKV", "share of steps alone", "goal", "met", "KV GB",
+)  # fmt: skip
+
+
+def whole_tables(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
+    """A rollout per model and cache, from the first prompt to the last token; the same lengths for all caches."""
+    for model in grid.models:
+        yield whole_table(grid, model, dtype, device)
+        free_memory(device)
+
+
+def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Table:
+    """The rollouts of one model."""
+    shape = SHAPES[model]
+    countdown = Countdown.log_normal(shape, dtype, device, grid.mean, SIGMA, grid.longest)
+    table = Table(f"Whole rollouts, {shape.name}", HEADER)
+    dense = None
+    for name, compressor in compressors(grid.budgets).items():
+        free_memory(device)
+        found = rollout(countdown, compressor, grid, device)
+        if isinstance(found, str):
+            table.add(name, found, *[""] * (len(HEADER) - 2))
+            continue
+        taken, result = found
+        assert result.kv is not None
+        dense = taken if name == "FullKV" else dense
+        rate = int(result.completion_lengths.sum()) / taken
+        say(f"{shape.name}, whole rollout, {name}: {taken:.1f} s")
+        table.add(
+            name, f"{taken:.2f}", f"{rate:,.0f}", f"{dense / taken:.2f}" if dense else "",
+            *share_of_steps(countdown, compressor, grid, rate), f"{result.kv.peak_bytes / 1e9:.2f}",
+        )  # fmt: skip
+        table.note = note(grid, result)
+        del result, found
+    add_generate(table, countdown, grid, device)
+    return table
+
+
+def note(grid: Grid, result: Rollout) -> str:
+    """What was rolled out, and what it is compared with."""
+    return (
+        f"{grid.num_prompts} prompts x {grid.num_generations}, {grid.num_slots} slots, prompt {grid.prompt_length}; "
+        f"{spread(result.completion_lengths.cpu())}. Steps alone: all slots decode, and compress at the same time; "
+        f"`generate` is timed over the first {min(GENERATED, grid.longest)} tokens of as many sequences as there are "
+        "slots, none of which ends: its best."
+    )
+
+
+def rollout(countdown: Countdown, compressor: Compressor, grid: Grid, device: str) -> tuple[float, Rollout] | str:
+    """Seconds and the rollout, or why there is none."""
+    params = SamplingParams(num_generations=grid.num_generations, max_completion_length=grid.longest + 8)
+    slot = needed(countdown.policy, compressor, grid.prompt_length, params)
+    room = plan(slot, SHARE, grid.num_slots, device)
+    if room is None or room.num_slots < grid.num_slots:
+        return f"needs {slot.of(grid.num_slots) / 1e9:.1f} GB"
+    graphs = "require" if device == "cuda" else True
+    sampler = RolloutSampler(countdown.policy, compressor, grid.num_slots, [Countdown.END], cuda_graphs=graphs)
+    prompts = countdown.prompts(grid.num_prompts, grid.prompt_length)
+    sampler.generate(prompts[:1], SamplingParams(num_generations=1, max_completion_length=grid.longest + 8))  # captures
+    start = time.perf_counter()
+    result = sampler.generate(prompts, params)
+    wait(device)
+    return time.perf_counter() - start, result
+
+
+def share_of_steps(countdown: Countdown, compressor: Compressor, grid: Grid, rate: float) -> tuple[str, str, str]:
+    """Tokens per second of a rollout over those of full slots that only decode; for evicting caches."""
+    if not compressor.evicts:
+        return "", "", ""
+    length = grid.prompt_length + int(grid.mean)
+    step = try_step(countdown.policy, compressor, length, grid.num_slots, speed=1.0)
+    if isinstance(step, str):
+        return step, "", ""
+    share = rate * step.seconds / grid.num_slots
+    return f"{100 * share:.0f} %", f">= {100 * GOAL:.0f} %", met(share, GOAL)
+
+
+def add_generate(table: Table, countdown: Countdown, grid: Grid, device: str) -> None:
+    """The row of transformers."""
+    free_memory(device)
+    prompts = random_prompts(grid.num_slots, grid.prompt_length, countdown.start)
+    new_tokens = min(GENERATED, grid.longest)
+    try:
+        outcome = generate_runner(countdown.policy, prompts)(new_tokens)
+    except torch.OutOfMemoryError:
+        table.add("generate", "out of memory", *[""] * (len(HEADER) - 2))
+        return
+    rate = f"{grid.num_slots * new_tokens / outcome.seconds:,.0f}"
+    table.add("generate", f"{outcome.seconds:.2f}", rate, "", "", "", "", f"{outcome.kv_bytes / 1e9:.2f}")
