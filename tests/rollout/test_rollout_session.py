@@ -78,7 +78,7 @@ def test_groups_come_out_when_they_are_complete_and_others_go_on() -> None:
 
 def test_every_token_knows_its_version_and_replay_refuses_mixed_sequences() -> None:
     policy = model()
-    session = start(policy, SnapKV(**SMALL), num_slots=3)
+    session = start(policy, SnapKV(**SMALL), num_slots=4)  # the fourth sequence is short
     numbers = session.add(PROMPTS, range(10))
     while session.num_unfinished:
         session.advance(max_steps=11)
