@@ -34,14 +34,38 @@ bool better(const Candidate& a, const Candidate& b) {
 constexpr int64_t kTies = std::numeric_limits<int64_t>::max();  // as the token of a limit: all with its logit stay
 constexpr Candidate kAnything{kNegInf, kTies};
 
-typedef double VecD __attribute__((vector_size(64)));
+typedef double Double4 __attribute__((vector_size(32)));
 
-// Sum of all lanes, in float64.
-SPARSE_RL_INLINE void add_lanes(Vec v, VecD& sum) {
-  Vec8 halves[2];
-  std::memcpy(halves, &v, sizeof(v));
-  sum += __builtin_convertvector(halves[0], VecD);
-  sum += __builtin_convertvector(halves[1], VecD);
+// Add all lanes to four sums in float64.
+SPARSE_RL_INLINE void add_lanes(Vec v, Double4* sums) {
+  Vec4 quarters[4];
+  std::memcpy(quarters, &v, sizeof(v));
+  for (int i = 0; i < 4; ++i) sums[i] += __builtin_convertvector(quarters[i], Double4);
+}
+
+// The largest of logits (a multiple of kBlock), NaN if one is NaN. Sums and maxima that are carried through a loop are as
+// wide as AVX2's vectors: GCC keeps wider ones in memory where there is no AVX-512.
+SPARSE_RL_INLINE float largest(const float* logits, int64_t count) {
+  constexpr int Parts = 4, Lanes = kBlock / Parts;
+  Vec8 tops[Parts], numbers[Parts];
+  for (int i = 0; i < Parts; ++i) tops[i] = Vec8{} + kNegInf, numbers[i] = Vec8{};
+  for (int64_t at = 0; at < count; at += kBlock) {
+    for (int i = 0; i < Parts; ++i) {
+      Vec8 x;
+      std::memcpy(&x, logits + at + i * Lanes, sizeof(x));
+      tops[i] = x > tops[i] ? x : tops[i];
+      numbers[i] += x * 0.0f;  // NaN from a NaN, and from an infinity, which is looked at below
+    }
+  }
+  const Vec8 half = tops[0] > tops[1] ? tops[0] : tops[1], other = tops[2] > tops[3] ? tops[2] : tops[3];
+  const Vec8 top = half > other ? half : other, number = (numbers[0] + numbers[1]) + (numbers[2] + numbers[3]);
+  float most = kNegInf, sum = 0;
+  for (int i = 0; i < Lanes; ++i) most = std::max(most, top[i]), sum += number[i];
+  if (sum == 0) return most;
+  for (int64_t i = 0; i < count; ++i) {
+    if (std::isnan(logits[i])) return kNan;
+  }
+  return most;
 }
 
 // One chunk of logits; `out` (kChunk) becomes exp((logit - maximum) * factor), or 0 where the logit is below `least`.
@@ -50,28 +74,19 @@ SPARSE_RL_CLONES ChunkSum sum_chunk(const T* logits, int64_t count, float factor
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(logits[i]);
   const int64_t end = padded(count);
   std::fill(out + count, out + end, kNegInf);
-  Vec top = splat(kNegInf);
-  VecI fine = top == top;
-  for (int64_t at = 0; at < end; at += kLanes) {
-    const Vec x = load(out + at);
-    fine &= x < splat(-kNegInf);  // neither NaN nor +inf
-    top = x > top ? x : top;
-  }
-  const float maximum = max_lanes(top);
-  const Vec ones = fine ? splat(1.0f) : Vec{};
-  if (sum_lanes(ones) != kLanes) return {kNan, kNan};
+  const float maximum = largest(out, end);
+  if (!(maximum < -kNegInf)) return {kNan, kNan};
   if (maximum == kNegInf) return {kNegInf, 0.0};
-  const Vec bound = splat(least);
-  VecD sum{};
+  Double4 sums[4]{};
   for (int64_t at = 0; at < end; at += kLanes) {
     const Vec x = load(out + at);
-    const VecI stays = x >= bound;
-    Vec e = exp_negative((x - maximum) * factor);
-    e = stays ? e : Vec{};
+    const VecI below = to_bits((x + 0.0f) - least) >> 31;  // the sign of the difference; -0 is no less than 0
+    const Vec e = select(below, Vec{}, exp_negative((x - maximum) * factor));
     store(out + at, e);
-    add_lanes(e, sum);
+    add_lanes(e, sums);
   }
-  return {maximum, ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]))};
+  const Double4 sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  return {maximum, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
 // softmax(logits / temperature) by the largest logit and the sum of exp((logit - maximum) / temperature).
@@ -203,7 +218,7 @@ Candidate end_of_mass(const Softmax& row, double mass, std::vector<Candidate> ca
   return *low;
 }
 
-constexpr int kDistances = 256;  // in eighths of logit / temperature; the last is everything beyond
+constexpr int kPerUnit = 16, kDistances = 512;  // in 16ths of logit / temperature; the last is everything beyond
 
 // The distances of a chunk of logits from the largest of the row.
 template <class T>
@@ -218,22 +233,29 @@ SPARSE_RL_CLONES void measure(const T* logits, int64_t count, float maximum, flo
 // from the largest logit tells at which distance they end: only the tokens there have to be ordered.
 template <class T>
 Candidate end_of_top_p(const Row<T>& row, double top_p) {
-  const float scale = static_cast<float>(8 / row.temperature), maximum = static_cast<float>(row.maximum);
-  std::vector<double> masses(kDistances, 0.0);
+  const float scale = static_cast<float>(kPerUnit / row.temperature), maximum = static_cast<float>(row.maximum);
+  constexpr int Copies = 4;  // neighbors often add to the same mass, and would wait for each other
+  std::vector<double> masses(Copies * kDistances, 0.0);
   alignas(64) float exponentials[kChunk];
   alignas(64) int32_t distances[kChunk];
   for (int64_t c = 0; c < row.num_chunks; ++c) {
     if (!(row.weight(c) > 0)) continue;
     const double factor = row.exponential(row.sum(c, exponentials).maximum);
     measure(row.logits + row.first(c), row.size(c), maximum, scale, distances);
-    for (int64_t i = 0; i < row.size(c); ++i) masses[distances[i]] += exponentials[i] * factor;
+    for (int64_t i = 0; i < row.size(c); ++i) masses[Copies * distances[i] + i % Copies] += exponentials[i] * factor;
   }
+  const auto mass = [&](int distance) {
+    const double* own = &masses[Copies * distance];
+    return (own[0] + own[1]) + (own[2] + own[3]);
+  };
   int end = 0;
   double left = top_p * row.total;
-  while (end + 1 < kDistances && masses[end] < left) left -= masses[end++];
+  while (end + 1 < kDistances && mass(end) < left) left -= mass(end++);
+  // no logit at this distance is lower, but for the last distance; one distance more covers the rounding
+  const double nearest = end + 1 < kDistances ? maximum - (end + 2) * row.temperature / kPerUnit : kNegInf;
   std::vector<Candidate> there;
   for (int64_t c = 0; c < row.num_chunks; ++c) {
-    if (!(row.weight(c) > 0)) continue;
+    if (!(row.weight(c) > 0) || row.chunks[c].maximum < nearest) continue;
     measure(row.logits + row.first(c), row.size(c), maximum, scale, distances);
     for (int64_t i = 0; i < row.size(c); ++i) {
       if (distances[i] == end) there.push_back({row.at(row.first(c) + i), row.first(c) + i});

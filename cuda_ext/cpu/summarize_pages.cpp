@@ -18,8 +18,8 @@ SPARSE_RL_CLONES void summarize(const T* keys, int64_t count, int64_t dim, T* fi
       Vec c, d;
       load_part(keys + j * dim, at, dim, c, d);
       if constexpr (Bounds) {
-        a = c > a ? c : a, b = d > b ? d : b;
-        x = c < x ? c : x, y = d < y ? d : y;
+        a = larger(c, a), b = larger(d, b);
+        x = smaller(c, x), y = smaller(d, y);
       } else {
         a += c, b += d;
       }

@@ -31,7 +31,7 @@ SPARSE_RL_CLONES void add_tile(float* logits, int64_t count, Softmax& state, flo
   Vec top = splat(kNothing);
   for (int64_t at = 0; at < end; at += kLanes) {
     Vec v = load(logits + at);
-    top = v > top ? v : top;
+    top = larger(v, top);
   }
   store(lanes, top);
   for (int r = 0; r < Rows; ++r) {

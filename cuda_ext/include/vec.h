@@ -4,6 +4,9 @@
 // Rows are read in blocks of 32 elements as two vectors. The block of a float32 row is (first 16, last 16); that of a
 // bfloat16 row is (even, odd elements), because one load, a shift and a mask then give 32 floats. Dot products do not
 // depend on the order as long as both sides share it; `order` maps an element to its place.
+//
+// GCC turns comparisons of vectors wider than the machine's into one of every lane, ten times as slow. So whole vectors
+// are never compared: maxima are taken by halves, and masks are made of sign bits.
 #pragma once
 
 #include "checks.h"
@@ -46,6 +49,17 @@ SPARSE_RL_INLINE Vec bits_to_float(VecU u) {
   Vec v;
   std::memcpy(&v, &u, sizeof(v));
   return v;
+}
+
+SPARSE_RL_INLINE VecI to_bits(Vec v) {
+  VecI bits;
+  std::memcpy(&bits, &v, sizeof(bits));
+  return bits;
+}
+
+// `a` where the mask is all ones, `b` where it is zero.
+SPARSE_RL_INLINE Vec select(VecI mask, Vec a, Vec b) {
+  return bits_to_float((VecU)((to_bits(a) & mask) | (to_bits(b) & ~mask)));
 }
 
 SPARSE_RL_INLINE void load_block(const float* p, Vec& a, Vec& b) {
@@ -131,6 +145,26 @@ SPARSE_RL_INLINE void sum_lanes(const Vec* v, float factor, float* out) {
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Vec4 __attribute__((vector_size(16)));
 
+// `a` where it is larger, otherwise `b`, also if one of them is NaN.
+SPARSE_RL_INLINE Vec larger(Vec a, Vec b) {
+  Vec8 x[2], y[2];
+  std::memcpy(x, &a, sizeof(a));
+  std::memcpy(y, &b, sizeof(b));
+  for (int i = 0; i < 2; ++i) x[i] = x[i] > y[i] ? x[i] : y[i];
+  std::memcpy(&a, x, sizeof(a));
+  return a;
+}
+
+// `a` where it is smaller, otherwise `b`.
+SPARSE_RL_INLINE Vec smaller(Vec a, Vec b) {
+  Vec8 x[2], y[2];
+  std::memcpy(x, &a, sizeof(a));
+  std::memcpy(y, &b, sizeof(b));
+  for (int i = 0; i < 2; ++i) x[i] = x[i] < y[i] ? x[i] : y[i];
+  std::memcpy(&a, x, sizeof(a));
+  return a;
+}
+
 SPARSE_RL_INLINE float sum_lanes(Vec v) {
   Vec8 halves[2];
   std::memcpy(halves, &v, sizeof(v));
@@ -161,9 +195,9 @@ SPARSE_RL_INLINE void store_block(float* p, Vec a, Vec b) {
 SPARSE_RL_INLINE VecU round_to_bfloat16(Vec v) {
   VecU u;
   std::memcpy(&u, &v, sizeof(u));
-  VecU rounded = u + 0x7FFFu + ((u >> 16) & 1u);
-  VecI is_number = v == v;
-  return (is_number ? rounded : rounded * 0 + 0x7FC00000u) & 0xFFFF0000u;
+  const VecU rounded = u + 0x7FFFu + ((u >> 16) & 1u);
+  const VecU is_nan = (VecU)((0x7F800000 - (VecI)(u & 0x7FFFFFFFu)) >> 31);
+  return ((rounded & ~is_nan) | (0x7FC00000u & is_nan)) & 0xFFFF0000u;
 }
 
 SPARSE_RL_INLINE void store_block(BFloat16* p, Vec a, Vec b) {
@@ -185,13 +219,13 @@ SPARSE_RL_INLINE void pack_row(const float* in, float factor, int64_t dim, T* ro
   }
 }
 
-// exp(x) for x <= 0 to 1 ulp or so; 0 below -87, where floats become subnormal, and for -inf.
+// exp(x) for x <= 0 to 1 ulp or so; 0 below -87, where floats become subnormal, for -inf and for NaN.
 SPARSE_RL_INLINE Vec exp_negative(Vec x) {
-  const Vec tiny = splat(-87.0f);
-  VecI live = x >= tiny;
-  x = live ? x : tiny;
-  Vec n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
-  n -= 12582912.0f;
+  // bits of positive floats are ordered as the floats are, with NaN above them all
+  const VecI live = ((to_bits(x) & 0x7FFFFFFF) - 0x42AE0001) >> 31;  // |x| <= 87
+  x = select(live, x, splat(-87.0f));
+  const Vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
+  const Vec n = shifted - 12582912.0f;
   Vec r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   Vec p = splat(1.9875691500e-4f);
@@ -201,10 +235,8 @@ SPARSE_RL_INLINE Vec exp_negative(Vec x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  VecI exponent = (__builtin_convertvector(n, VecI) + 127) << 23;
-  Vec scale;
-  std::memcpy(&scale, &exponent, sizeof(scale));
-  return live ? p * scale : Vec{};
+  const VecU exponent = ((VecU)to_bits(shifted) << 23) + (127u << 23);  // the integer is in the lowest bits
+  return select(live, p * bits_to_float(exponent), Vec{});
 }
 
 template <class T>

@@ -121,12 +121,13 @@ def reference(
     temperature: float, top_k: int, top_p: float, min_p: float, tokens: Tensor, logprobs: Tensor,
     behavior: Tensor | None, topk_ids: Tensor | None, topk_logprobs: Tensor | None, chunks: Tensor,
 ) -> None:  # fmt: skip
-    """The op ``draw`` in PyTorch."""
+    """The op ``draw`` in PyTorch, for any device and type; it does not wait, so steps that run it can be captured."""
     if not logits.numel():
         return
     policy = (logits.double() / (temperature or 1.0)).log_softmax(dim=-1)
     allowed = policy if drawn_from is None else drawn_from.double() / (temperature or 1.0)
-    forbidden = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill_(0, end_ids, True)
+    forbidden = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    forbidden.index_fill_(0, end_ids, True)
     allowed = allowed.masked_fill((steps < min_length)[:, None] & forbidden, -torch.inf).log_softmax(dim=-1)
     if temperature == 0:
         chosen = allowed.argmax(dim=-1)

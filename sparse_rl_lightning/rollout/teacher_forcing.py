@@ -25,7 +25,7 @@ from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
 Note = Callable[[SequenceLogs, Tensor, Tensor, Tensor], None]
-"""Function that records a step: logs, slots (n,), indices of their next tokens (n,) and logits (n, V)."""
+"""Function that records a step: logs, slots (n,), indices of their next tokens (n,) and logits (n, V), float32."""
 
 
 class ForcedEngine(Engine):
@@ -42,8 +42,9 @@ class ForcedEngine(Engine):
         own = places < len(self.texts)  # the others pad the batch
         slots, at = places[own], self.cache.seen[places[own]]
         self.cache.tokens[slots, at] = self.texts[slots, at]
-        self.logs.note_broken(slots, at, ~logits[own].logsumexp(dim=-1).isfinite())
-        self.note(self.logs, slots, at, logits[own])
+        wide = logits[own].float()
+        self.logs.note_broken(slots, at, ~wide.logsumexp(dim=-1).isfinite())
+        self.note(self.logs, slots, at, wide)
 
 
 def force(

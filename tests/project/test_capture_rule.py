@@ -36,6 +36,7 @@ STEP = Rule(
         "rollout/engine/decoder.py:Decoder.__call__",
         "rollout/engine/decoder.py:Projection.__call__",
         "rollout/engine/decoder.py:_Copied.__call__",
+        "ops/draw.py:reference",  # where there is no kernel
     }),
     left_out=frozenset({
         "cache/compression.py", "cache/running_state.py",  # steps with running state run eagerly
@@ -226,7 +227,7 @@ def test_a_compression_event_waits_where_it_is_known_to() -> None:
 def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
     captured = {name.split(":")[1] for name in reached(sources(STEP), STEP)}
     assert captured >= {
-        "Engine.draw", "draw", "truncate", "hash_uniform", "hash_bits", "SequenceLogs.note_end",
+        "Engine.draw", "draw", "truncate", "keyed_uniform", "hash_bits", "SequenceLogs.note_end", "penalize",
         "SlotCache.append_and_attend", "SlotCache.entries_held", "append", "decode_attention",
         "page_attention", "select_pages", "summarize_pages", "PagedCache._attend", "PagedCache.begin_step",
         "PagedCache._refresh", "Decoder.logits",
@@ -243,14 +244,14 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
     ("file", "line", "instead"),
     [
         ("cache/slots.py", "self.seen[-1:].zero_()", "self.seen[-1] = 0"),
-        ("rollout/engine/sampling.py", "is_end.index_fill_(0, end_ids, True)", "is_end[end_ids] = True"),
+        ("ops/draw.py", "forbidden.index_fill_(0, end_ids, True)", "forbidden[end_ids] = True"),
         ("rollout/engine/engine.py", "at = cache.seen[places]", "at = cache.seen[rows.used]"),
         ("rollout/engine/engine.py", "at = cache.seen[places]", "at = cache.seen[[1, 2]]"),
         (
             "rollout/engine/sequences.py", "before = self.ends[slots]",
             "before = self.ends[slots] if bool(is_end.any()) else at",
         ),
-        ("rollout/engine/sampling.py", "vocabulary = torch.arange(", "vocabulary = torch.tensor([1]) + torch.arange("),
+        ("rollout/engine/sampling.py", "held = torch.arange(", "held = torch.tensor([1]) + torch.arange("),
         ("cache/slots.py", "own = query.to(kind,", "own = query.to(kind, non_blocking=slots.max().item(),"),
     ],
 )  # fmt: skip

@@ -56,7 +56,7 @@ def groups(scored: ScoredRollout) -> int:
     return len(scored.rows)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_slots": 16}, {"steps_per_generation": 8, "num_slots": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_slots": 16}, {"steps_per_generation": 8}], ids=str)
 def test_every_prompt_is_trained_on_once_or_still_waits(options: dict[str, Any]) -> None:
     """One epoch: no prompt comes back."""
     seen, grpo = PromptsSeen(), partial(**options)

@@ -154,11 +154,11 @@ class Decoder:
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (n, V), float32; padded so that a row's bits do not depend on the number of rows."""
+        """Logits (n, V) as the head gives them; padded so that a row's bits do not depend on the number of rows."""
         n = hidden.shape[0]
         if n % ROW_MULTIPLE:
             hidden = torch.cat([hidden, hidden.new_zeros(-n % ROW_MULTIPLE, hidden.shape[1])])
-        return self.head(hidden)[0][:n].float()
+        return self.head(hidden)[0][:n]
 
     def refresh(self) -> None:
         """Update the copies of weights after an optimizer step.

@@ -3,7 +3,7 @@
 Nothing is priced by hand: the cache and the logs are created on torch's meta device, with shapes and types but no
 memory, once for one slot and once for two. The difference is the size of a slot, the rest is the fixed part.
 
-On a GPU the logits of a step, and what a draw makes of them, count too: they are as large as the vocabulary, and are
+On a GPU the logits of a step, and what a draw makes of them, count too: they are as wide as the vocabulary, and are
 there twice, in the memory of the CUDA graphs and where the first tokens of prompts are drawn.
 
 The data that a rollout collects per sequence (tokens, log-probabilities, deaths) comes on top of the slots, as do
@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.draw import reference
+from sparse_rl_lightning.ops.library import has_kernel
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw
@@ -94,7 +96,7 @@ def slot_bytes(
             parts["logs"] = [value for value in own if isinstance(value, Tensor)]
         held = {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}
         if params is not None and vocabulary and geometry.device.type == "cuda":
-            held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params)
+            held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params, geometry.dtype)
         return held, cache.pool_bytes
 
     (one, pool), (two, pools) = measure(1), measure(2)
@@ -104,11 +106,11 @@ def slot_bytes(
     return SlotBytes(total, pools - pool, sum(one.values()) - total, arithmetic)
 
 
-def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams) -> int:
-    """The most bytes that logits (n, V), and what a draw makes of them, hold at the same time."""
-    peak = _PeakBytes()
+def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype: torch.dtype = torch.float32) -> int:
+    """The most bytes that logits (n, V) of this type, and what a draw on a GPU makes of them, hold at the same time."""
+    peak = _PeakBytes(reference=not has_kernel("draw", "cuda"))
     with peak:
-        logits = torch.zeros(num_rows, vocabulary, device="meta")
+        logits = torch.zeros(num_rows, vocabulary, dtype=dtype, device="meta")
         occurred = torch.zeros(num_rows, vocabulary, dtype=torch.bool, device="meta") if params.penalizes else None
         numbers = torch.zeros(num_rows, dtype=torch.int64, device="meta")
         draw(logits, params, numbers, numbers, numbers[:1], occurred)
@@ -116,14 +118,19 @@ def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams) -> int
 
 
 class _PeakBytes(TorchDispatchMode):
-    """Counts the bytes of what is allocated and freed in it."""
+    """Counts the bytes of what is allocated and freed in it; a draw's in its PyTorch form if there is no kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, reference: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
+        self._reference = reference
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._reference and func is torch.ops.sparse_rl.draw.default:
+            with self:
+                reference(*args)
+            return None
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             memory = tensor.untyped_storage() if isinstance(tensor, Tensor) else None

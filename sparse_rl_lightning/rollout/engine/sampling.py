@@ -10,9 +10,10 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning import ops
 from sparse_rl_lightning.errors import UserError, check_seed
-from sparse_rl_lightning.ops.draw import Drawn, truncate
-from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
+from sparse_rl_lightning.ops.draw import Drawn
+from sparse_rl_lightning.ops.keyed_random import hash_bits
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def draw(
     end_ids: Tensor,
     occurred: Tensor | None = None,
 ) -> Drawn:
-    """Draw one token per sequence by the Gumbel-max rule with numbers keyed by (sequence, step, token).
+    """Draw one token per sequence by a random number keyed by (sequence, step) alone; see :func:`~.ops.draw.draw`.
 
     Args:
         logits: Logits (n, V).
@@ -113,31 +114,26 @@ def draw(
         occurred: Tokens (n, V), bool, that are in each sequence already; needed with a repetition penalty.
 
     Raises:
-        RuntimeError: If ``top_logprobs`` exceeds the vocabulary.
+        ValueError: If ``top_logprobs`` exceeds the vocabulary.
     """
-    wide, temperature = logits.float(), params.temperature or 1.0
-    logprobs = torch.log_softmax(wide / temperature, dim=-1)
-    top = logprobs.topk(params.top_logprobs, dim=-1) if params.top_logprobs else None
-    topk_ids, topk_logprobs = (None, None) if top is None else (top.indices, top.values)
-    allowed = logprobs
+    penalized: Tensor | None = None
     if params.penalizes:
         assert occurred is not None, "the penalty is on tokens that have occurred"
-        allowed = torch.log_softmax(penalize(wide, occurred, params.repetition_penalty) / temperature, dim=-1)
-    if params.min_completion_length > 0 and len(end_ids):
-        too_early = steps < params.min_completion_length
-        is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        is_end.index_fill_(0, end_ids, True)
-        allowed = allowed.masked_fill(too_early[:, None] & is_end, -torch.inf)
-    if params.temperature == 0:
-        tokens = allowed.argmax(dim=-1)
-        return Drawn(tokens, _at(logprobs, tokens), None, topk_ids, topk_logprobs)
-    allowed = truncate(allowed, params.top_k, params.top_p, params.min_p or 0.0)
-    vocabulary = torch.arange(logits.shape[-1], device=logits.device)
-    uniform = hash_uniform(sequence_keys[:, None], steps[:, None], vocabulary)
-    race = -torch.log1p(-uniform)  # exponential; the token with the smallest race / probability wins
-    tokens = (allowed - race.log()).argmax(dim=-1)
-    behavior = _at(torch.log_softmax(allowed, dim=-1), tokens) if params.truncates else None
-    return Drawn(tokens, _at(logprobs, tokens), behavior, topk_ids, topk_logprobs)
+        logits = logits.float()  # a penalized logit in 16 bits would be rounded once more
+        penalized = penalize(logits, occurred, params.repetition_penalty)
+    return ops.draw(
+        logits.float() if logits.dtype == torch.float64 else logits,  # the logs are float32
+        sequence_keys,
+        steps,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p or 0.0,
+        end_ids=end_ids,
+        min_length=params.min_completion_length,
+        drawn_from=penalized,
+        top_logprobs=params.top_logprobs,
+    )
 
 
 def penalize(logits: Tensor, occurred: Tensor, penalty: float) -> Tensor:
@@ -167,7 +163,3 @@ def prompt_key(seed: int, prompt: list[int]) -> int:
     """The key of a prompt's compression, from its content, so that it is the same for all samples in any batch."""
     content = b"".join(token.to_bytes(8, "little") for token in [seed & (2**63 - 1), *prompt])
     return int.from_bytes(sha256(content).digest()[:8], "little", signed=True)
-
-
-def _at(logprobs: Tensor, tokens: Tensor) -> Tensor:
-    return logprobs.gather(-1, tokens[:, None]).squeeze(-1)
