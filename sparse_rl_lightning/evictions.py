@@ -48,6 +48,30 @@ class EvictionRecord:
         return cls(positions, counts, steps, num_dead, num_steps, layers, heads, length)
 
     @classmethod
+    def of_sequence(cls, death: Tensor, steps: Tensor, num_dead: int) -> Self:
+        """The record of one sequence of ``death`` (L, 1, H, T), without a wait for the device.
+
+        Args:
+            death: Death steps, :data:`NEVER` where a token stayed.
+            steps: Death steps (S,), int64, that occur, ascending.
+            num_dead: Number of tokens that did not stay, over all layers and heads.
+        """
+        layers, _, heads, length = death.shape
+        flat = death.reshape(-1)
+        place = torch.nonzero_static(flat != NEVER, size=num_dead).squeeze(1)
+        step = torch.searchsorted(steps, flat[place].long())
+        cell = place // length * len(steps) + step
+        order = cell.argsort(stable=True)  # positions ascend within a cell
+        counts = torch.zeros(layers * heads * len(steps), dtype=torch.int64, device=death.device)
+        counts.scatter_add_(0, cell, torch.ones_like(cell))
+        kind = torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
+        return cls(
+            positions=(place[order] % length).to(kind), counts=counts.to(kind), steps=steps.to(kind),
+            num_dead=place.new_full((1,), num_dead), num_steps=place.new_full((1,), len(steps)),
+            num_layers=layers, num_heads=heads, length=length,
+        )  # fmt: skip
+
+    @classmethod
     def cat(cls, records: Sequence[EvictionRecord]) -> Self:
         """All sequences of the records in the order given; shorter ones are padded with tokens that stayed.
 

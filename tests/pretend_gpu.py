@@ -22,6 +22,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -173,6 +174,8 @@ class PretendGPU(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__" and isinstance(args[0], DeviceTensor):
             return attribute(func, args[0])
+        if name == "pin_memory":
+            return self._on_pin_memory(func, args, kwargs)
         leaves = leaves_of((args, kwargs))
         on_gpu = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
         if func is torch.device or not (on_gpu or any(map(is_gpu, leaves))):
@@ -230,7 +233,17 @@ class PretendGPU(TorchFunctionMode):
             self.wait("copy to host memory")
             self._count("copy_", [source.inner], [source.inner])
             return source.inner if self.backing == "meta" else func(source.inner, *rest, **{**kwargs, "copy": True})
+        if kwargs.pop("non_blocking", False) and hasattr(source, "is_page_locked"):
+            values = func(source, *rest, **kwargs).to(self.backing, copy=True)
+            self._count("copy_", [source], [values])
+            self.captures.refuse("copy from host memory")
+            return DeviceTensor(values)
         return self._upload(func(source, *rest, **kwargs).clone(), {})
+
+    def _on_pin_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Page-locked memory, from which a copy need not wait; a build without CUDA has none."""
+        args[0].is_page_locked = True
+        return args[0]
 
     def _on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._on_to(Tensor.to, (args[0], "cpu"), {})
@@ -273,6 +286,20 @@ class PretendGPU(TorchFunctionMode):
         self._count(func.__name__, [leaf for leaf in leaves_of(inside) if isinstance(leaf, Tensor)], [out])
         self.captures.record(func, *inside, [out])
         return DeviceTensor(out)
+
+    def _on_varlen_attn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Torch's own kernel, which no CPU has: causal attention of packed sequences, one after the other."""
+        query, key, value, borders, _, _, _, is_causal, scale, window, grouped = mapped(host, args)[:11]
+        assert (is_causal, list(window), grouped, args[13]) == (True, [-1, 0], True, 1)
+        assert borders.dtype == torch.int32
+        out, group = torch.empty_like(query), query.shape[1] // key.shape[1]
+        for start, stop in pairwise(borders.tolist() if self.backing == "cpu" else []):
+            q, k, v = (t[start:stop].transpose(0, 1).double() for t in (query, key, value))
+            k, v = (t.repeat_interleave(group, dim=0) for t in (k, v))
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            out[start:stop] = attended.transpose(0, 1)
+        self._count("_varlen_attn", [query, key, value], [out])
+        return DeviceTensor(out), None, None
 
     def _count(self, name: str, tensors: list[Tensor], outs: list[Tensor]) -> None:
         is_own = name.startswith(library.NAMESPACE)

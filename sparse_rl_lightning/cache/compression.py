@@ -134,7 +134,7 @@ class Compression:
             prompts: Prompts that were read.
         """
         c, heads, device = self.compressor, cache.geometry.num_kv_heads, cache.key_pool.device
-        budgets = torch.tensor(prompts.lengths, dtype=torch.int32, device=device)[:, None].expand(-1, heads).clone()
+        budgets = prompts.counts(heads).clone()
         scores = torch.zeros(len(prompts.slots), heads, max(prompts.lengths), dtype=torch.float32, device=device)
         # only these are scored; for the others zero scores and a budget of the full length keep everything
         long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
@@ -219,7 +219,7 @@ def prompt_state(cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: l
     index = torch.arange(max(lengths), device=prompts.keys.device)
     held = torch.tensor(lengths, device=index.device)[:, None]
     # behind its end a prompt repeats its last token, so that no row of the next prompt is read
-    rows = prompts.starts[chosen, None] + torch.minimum(index, held - 1)
+    rows = prompts.borders[chosen, None] + torch.minimum(index, held - 1)
     keys, values = (t[:, rows].transpose(0, 1) for t in (prompts.keys, prompts.values))  # (P, H, N, D)
     shape = keys.shape[:3]
     valid = (index < held)[:, None].expand(shape)

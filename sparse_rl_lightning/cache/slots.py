@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,14 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
+from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord
 
 _PER_LAYER = ("lengths", "queries", "death", "head_state")
+
+Cuts: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""Compressions of a sequence, oldest first: tokens fed by then, and tokens (L) lost so far, a mean over heads."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,17 @@ class PackedPrompts:
 
     slots: list[int]  # (P) destination of each prompt
     lengths: list[int]  # (P)
-    starts: Tensor  # (P) int64, row of each prompt's first token
+    places: Tensor  # (P) int64, the slots on the device
+    borders: Tensor  # (P + 1) int64, row of each prompt's first token, and the end of the last
     keys: Tensor  # (H, R, D) rotated, of the pools' type
     values: Tensor  # (H, R, D)
     limits: list[int]  # (P) lengths from which a prompt is compressed in this layer
     room: list[int]  # (P) tokens that its slot takes afterwards
     state: list[Tensor] | None = None  # (P) of (H, T, C) running numbers of the tokens, if the compressor has any
+
+    def counts(self, num_heads: int) -> Tensor:
+        """The length (P, H), int32, of every head."""
+        return self.borders.diff().to(torch.int32)[:, None].expand(-1, num_heads)
 
 
 class Arenas:
@@ -111,10 +121,10 @@ class Arenas:
         """The tensors that describe the arenas and the layout of an empty slot."""
         return [self._offsets, self._capacities, self._starts, self._sizes]
 
-    def reset(self, slot: int) -> None:
-        """Restore the layout of an empty slot: the same for every head."""
-        self.pools.offsets[:, slot] = self._offsets[:, slot]
-        self.pools.capacities[:, slot] = self._capacities[:, slot]
+    def reset(self, slots: Tensor) -> None:
+        """Restore the layout of empty slots (B,): the same for every head."""
+        self.pools.offsets[:, slots] = self._offsets[:, slots]
+        self.pools.capacities[:, slots] = self._capacities[:, slots]
 
     def lay_out(self, layers: slice, slots: Tensor, room: Tensor) -> None:
         """Give the heads of empty slots (B,) room for (L', B, H) entries, one after the other."""
@@ -280,8 +290,7 @@ class SlotCache:
             compressor: Compressor, which determines the pinned entries.
         """
         device, heads = self.key_pool.device, self.geometry.num_kv_heads
-        slots = torch.tensor(prompts.slots, device=device)
-        lengths = torch.tensor(prompts.lengths, dtype=torch.int32, device=device)[:, None].expand(-1, heads)
+        slots, lengths = prompts.places, prompts.counts(heads)
         # heads with budgets of their own get their share of the slot before entries are copied; prompts below their
         # limit keep the layout of an empty slot, which fits them whole
         if self.arenas is not None:
@@ -295,7 +304,7 @@ class SlotCache:
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(
             prompts.keys.flatten(0, 1), prompts.values.flatten(0, 1), self.pools.positions,
-            offsets=(prompts.starts[:, None] + first)[None], capacities=self.pools.capacities[:1],
+            offsets=(prompts.borders[:-1, None] + first)[None], capacities=self.pools.capacities[:1],
             lengths=lengths[None].contiguous(),
         )  # fmt: skip
         ops.evict(
@@ -332,11 +341,24 @@ class SlotCache:
 
     # ---------------------------------------------------------------- data of a finished sequence
 
-    def evictions_of(self, slot: int, end: int) -> EvictionRecord | None:
-        """The record of a sequence whose last token has index ``end``, without evictions after its end."""
+    def evictions_of(self, slot: int, end: int, cuts: Cuts) -> EvictionRecord | None:
+        """The record of a sequence whose last token has index ``end``, without evictions after its end.
+
+        Args:
+            slot: Slot of the sequence.
+            end: Index of its last token.
+            cuts: Compressions of the slot so far.
+        """
         # the slot may have gone on for a few steps before the host noticed the end: those deaths are undone
         death = self.death[:, slot : slot + 1, :, : end + 1]
-        return EvictionRecord.from_dense(torch.where(death <= end, death, NEVER))
+        death = torch.where(death <= end, death, NEVER)
+        if self.arenas is not None:  # heads lose what their own budgets say, which the host does not know
+            return EvictionRecord.from_dense(death)
+        own = [(length, sum(lost)) for length, lost in cuts if length <= end]
+        grown = [length for (length, lost), (_, before) in zip(own, [(0, 0), *own], strict=False) if lost > before]
+        num_dead = own[-1][1] * self.geometry.num_kv_heads if own else 0
+        (steps,) = upload([grown], death.device)
+        return EvictionRecord.of_sequence(death, steps, num_dead)
 
     def entries_read(self, slot: int, prompt_length: int, end: int) -> Tensor | None:
         """The number of entries () that the decode steps of a sequence read, if fewer than they held; else None."""
@@ -344,15 +366,20 @@ class SlotCache:
 
     # ---------------------------------------------------------------- whole slots
 
-    def begin(self, slot: int, prompt: Sequence[int], prompt_key: int) -> None:
-        """Empty a slot and assign it to a new prompt, whose keys and values follow layer by layer."""
+    def begin(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], prompt_keys: Sequence[int]) -> None:
+        """Empty slots and assign them to new prompts, whose keys and values follow layer by layer."""
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        places, counts, keys, tokens = upload([slots, lengths, prompt_keys, padded], self.tokens.device)
         if self.arenas is not None:
-            self.arenas.reset(slot)
-        self.lengths[:, slot] = self.head_state[:, slot] = 0
-        self.death[:, slot] = NEVER
-        self.seen[slot] = self.prompt_lengths[slot] = len(prompt)
-        self.sequence_keys[slot] = self.prompt_keys[slot] = prompt_key
-        self.tokens[slot, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
+            self.arenas.reset(places)
+        self.lengths.index_fill_(1, places, 0)
+        self.head_state.index_fill_(1, places, 0)
+        self.death.index_fill_(1, places, NEVER)
+        self.seen[places] = self.prompt_lengths[places] = counts
+        self.sequence_keys[places] = self.prompt_keys[places] = keys
+        self.tokens[places, :longest] = tokens
 
     def compact(
         self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
@@ -381,22 +408,25 @@ class SlotCache:
             self.arenas.move(chosen, self.lengths[:, chosen] + self._room(room, chosen), self.state_pool)
         self.note_held(chosen)
 
-    def save(self, slot: int) -> dict[str, Tensor]:
-        """Copy everything that one slot holds, for :meth:`restore`."""
+    def save(self, slot: int, held: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """Copy everything that one slot holds, for :meth:`restore`.
+
+        ``held`` (L), the entries of each head if the host knows them, saves a wait for the device.
+        """
         # of the entries only the live ones are copied, so that a parked slot is no larger than necessary
-        rows = self._live_rows(slot, self.lengths[:, slot])
+        rows = self._live_rows(slot, self.lengths[:, slot], held)
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
         return content | ({} if self.arenas is None else {"room": self.pools.capacities[:, slot].clone()})
 
-    def restore(self, slot: int, content: dict[str, Tensor]) -> None:
-        """Fill a slot with the content from :meth:`save`."""
+    def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
+        """Fill a slot with the content from :meth:`save`; ``held`` as there."""
         # the layout first: it determines the rows that the entries go to
         if self.arenas is not None:
             chosen = torch.tensor([slot], device=self.key_pool.device)
             self.arenas.lay_out(slice(None), chosen, content["room"][:, None])
-        rows = self._live_rows(slot, content["lengths"])
+        rows = self._live_rows(slot, content["lengths"], held)
         for name, pool in self._entry_pools().items():
             pool[rows] = content[name]
         for name in _PER_LAYER:
@@ -404,20 +434,16 @@ class SlotCache:
         for name in self.per_slot:
             getattr(self, name)[slot] = content[name]
 
-    def fork(self, source: int, destinations: list[int]) -> None:
-        """Copy a slot to others: a prompt to all its samples."""
-        if not destinations:
-            return
-        there = torch.tensor(destinations, device=self.key_pool.device)
+    def fork(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy slots (B,) to as many others: prompts to their samples. No slot is in both."""
         if self.arenas is not None:
-            room = self.pools.capacities[:, source]
-            self.arenas.lay_out(slice(None), there, room[:, None].expand(-1, len(there), -1))
+            self.arenas.lay_out(slice(None), destinations, self.pools.capacities[:, sources])
         # the op copies entries, queries and deaths; the small per-slot tensors follow
-        ops.fork(self.pools, torch.full_like(there, source), there, self.queries, self.death, self.state_pool)
-        self.head_state[:, there] = self.head_state[:, source : source + 1]
+        ops.fork(self.pools, sources, destinations, self.queries, self.death, self.state_pool)
+        self.head_state[:, destinations] = self.head_state[:, sources]
         for name in self.per_slot:
             tensor: Tensor = getattr(self, name)
-            tensor[there] = tensor[source].clone()
+            tensor[destinations] = tensor[sources]
 
     def _room(self, tokens: list[int], slots: Tensor) -> Tensor:
         """The number of entries (B, 1) that a head of each slot (B,) takes before the next compression, or its end."""
@@ -425,9 +451,13 @@ class SlotCache:
         # a sequence that is never compressed again has endless room, but no more than max_length tokens
         return torch.minimum(room, self.size.max_length - self.seen[slots])[:, None]
 
-    def _live_rows(self, slot: int, lengths: Tensor) -> Tensor:
-        rows, live = gather_heads(self.pools.offsets[:, slot], lengths, int(lengths.max()))
-        return rows[live]
+    def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:
+        if held is None or self.arenas is not None:
+            rows, live = gather_heads(self.pools.offsets[:, slot], lengths, int(lengths.max()))
+            return rows[live]
+        rows, live = gather_heads(self.pools.offsets[:, slot], lengths, max(held))
+        count = sum(held) * self.geometry.num_kv_heads
+        return rows.flatten()[torch.nonzero_static(live.flatten(), size=count).squeeze(1)]
 
     def _entry_pools(self) -> dict[str, Tensor]:
         pools = {"keys": self.pools.keys, "values": self.pools.values, "positions": self.pools.positions}

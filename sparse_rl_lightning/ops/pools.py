@@ -67,10 +67,12 @@ class KVPools:
         """One layer of (L, S, H) pools as (1, S, H), for ops on all layers."""
         return self.layer(slice(index, index + 1))
 
-    def raise_errors(self) -> None:
-        """Raise the error that CUDA kernels have reported since the last time; waits for the device."""
-        word = 0 if self.errors is None else int(self.errors)
-        if self.errors is not None and word:
+    def raise_errors(self, word: int | None = None) -> None:
+        """Raise the error that CUDA kernels have reported since the last time.
+
+        ``word`` is the content of ``errors``; without it, it is read, which waits for the device.
+        """
+        if self.errors is not None and (word := int(self.errors) if word is None else word):
             self.errors.zero_()
             raise RuntimeError(fault(word))
 

@@ -5,6 +5,7 @@ Letters as in records.py; P pages of a head, C vectors of each page, K is the li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.slots import CacheSize, Cuts, PackedPrompts, SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.select_pages import keep_pages, list_pages, page_counts
@@ -136,7 +137,7 @@ class PagedCache(SlotCache):
     ) -> None:
         """Store prompts as the base class does, and summarize their pages."""
         super().store(layer, prompts, scores, budgets, compressor)
-        self._refresh(layer, torch.tensor(prompts.slots, device=self.key_pool.device))
+        self._refresh(layer, prompts.places)
 
     def compact(
         self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
@@ -145,16 +146,16 @@ class PagedCache(SlotCache):
         super().compact(slots, scores, budgets, compressor, room)
         self._refresh_all(slots)
 
-    def restore(self, slot: int, content: dict[str, Tensor]) -> None:
+    def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
         """Restore a slot as the base class does, and summarize its pages again."""
-        super().restore(slot, content)
+        super().restore(slot, content, held)
         self._refresh_all([slot])
 
-    def fork(self, source: int, destinations: list[int]) -> None:
-        """Copy a slot as the base class does, pages included."""
-        super().fork(source, destinations)
-        for summary in self.summaries if destinations else ():
-            summary[destinations] = summary[source].clone()
+    def fork(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy slots as the base class does, pages included."""
+        super().fork(sources, destinations)
+        for summary in self.summaries:
+            summary[destinations] = summary[sources]
 
     def _refresh_all(self, slots: list[int]) -> None:
         for layer in range(self.geometry.num_layers):
@@ -175,7 +176,7 @@ class PagedCache(SlotCache):
 
     # ---------------------------------------------------------------- data of a finished sequence
 
-    def evictions_of(self, slot: int, end: int) -> EvictionRecord | None:
+    def evictions_of(self, slot: int, end: int, cuts: Cuts) -> EvictionRecord | None:
         """No record: deaths alone do not determine what was visible."""
         return None
 

@@ -20,8 +20,9 @@ from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.rollout.engine.engine import Engine
+from sparse_rl_lightning.rollout.engine.prefill import packed_attention
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.pretend_gpu import PretendGPU
+from tests.pretend_gpu import DeviceTensor, PretendGPU, host
 
 PROMPTS = [([5 + i, 9, 11, 40, 22] * 9)[: 3 + 11 * i] for i in range(3)]
 SMALL: dict[str, Any] = {"budget": 16, "buffer": 8, "num_sinks": 2, "window": 4}
@@ -186,6 +187,36 @@ def test_graphs_that_are_required_and_impossible_are_refused() -> None:
             RolloutSampler(model, c.H2O(**SMALL), cuda_graphs="require").generate(PROMPTS, params)
     with pytest.raises(UserError, match="cuda_graphs must be true, false or require, got cuda_graphs='always'"):
         RolloutSampler(policy(), cuda_graphs="always")  # type: ignore[arg-type]
+
+
+def test_a_refilled_rollout_waits_when_it_looks_for_ends_and_nowhere_else() -> None:
+    params, steps = SamplingParams(num_generations=8, max_completion_length=64, seed=1), list[int]()
+    with PretendGPU() as gpu:
+        model = gpu.copy_of(policy())
+        sampler = RolloutSampler(model, RKV(**SMALL), num_slots=4, end_token_ids=[3, 4], cuda_graphs="require")
+        sampler.generate(PROMPTS, params)
+        gpu.reset()
+        sampler.generate(PROMPTS, params, progress=lambda now: steps.append(now.step))
+    looks = steps[-1] // scheduler.CHECK_EVERY_ON_DEVICE
+    assert looks > 25  # 24 sequences in 4 slots
+    where = {place: count for place, count in gpu.waits.items() if not place[0].startswith("rollout/engine/sequences")}
+    assert sum(where.values()) <= 1, where  # whether weights are as they were
+    assert gpu.waits.total() <= looks + 6  # and when the rollout is put together
+
+
+def test_prompts_are_read_by_one_launch_per_layer() -> None:
+    """Torch's kernel for packed sequences on a GPU in 16 bits, one product after the other elsewhere."""
+    g, lengths = torch.Generator().manual_seed(0), [3, 7, 4]
+    query, key, value = (torch.randn(16, heads, 8, generator=g).bfloat16() for heads in (4, 2, 2))
+    borders = torch.tensor([0, 3, 10, 14], dtype=torch.int32)
+    want = packed_attention(query, key, value, lengths, borders, 0.3)
+    assert want[14:].count_nonzero() == 0
+    with PretendGPU() as gpu:
+        there = [DeviceTensor(t) for t in (query, key, value)]
+        got = packed_attention(*there, lengths, DeviceTensor(borders), 0.3)
+    assert sorted(op for _, op in gpu.launches) == ["_varlen_attn", "copy_", "zeros_like"]
+    assert not gpu.waits
+    torch.testing.assert_close(host(got), want, atol=0.02, rtol=0)
 
 
 # ---------------------------------------------------------------- what once kept every step from being captured

@@ -39,11 +39,16 @@ def find(tokenizer: Any, strings: list[str], prompt: list[str], completion: list
     """The completion token that ends it, the host looking once at the end, and the same token by token."""
     ids = tokenizer.convert_tokens_to_ids([*prompt, *completion])
     assert tokenizer.unk_token_id not in ids
-    tokens, start, stop = torch.tensor(ids), len(prompt), StopStrings(strings, tokenizer)
-    found = stop.find(tokens, start, start + fresh, len(ids) - 1)
+    start, stop = len(prompt), StopStrings(strings, tokenizer)
+
+    def look(fresh: int, last: int) -> int | None:
+        first = stop.first(start, fresh)
+        return stop.find(ids[first : last + 1], first, start, fresh)
+
+    found = look(start + fresh, len(ids) - 1)
     looked, one_by_one = start + fresh, None
     for last in range(start, len(ids)):
-        one_by_one = stop.find(tokens, start, max(looked, start + fresh), last)
+        one_by_one = look(max(looked, start + fresh), last)
         looked = max(last + 1, start + fresh)
         if one_by_one is not None:
             break

@@ -25,6 +25,7 @@ from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
@@ -48,11 +49,8 @@ class StepRows:
     def of(cls, slots: list[int], count: int, num_slots: int, device: torch.device) -> StepRows:
         """Create rows for these slots, padded to ``count``."""
         padding = count - len(slots)
-        return cls(
-            torch.tensor(slots + [-1] * padding, device=device),
-            torch.tensor(slots + [num_slots] * padding, device=device),
-            slots,
-        )
+        rows, places = upload([slots + [-1] * padding, slots + [num_slots] * padding], device)
+        return cls(rows, places, slots)
 
 
 def bucket(count: int, on_gpu: bool) -> int:

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from inspect import signature
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
 from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.ops.append import rotate
 from sparse_rl_lightning.ops.pools import to_stored
+from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
+
+HALF = (torch.bfloat16, torch.float16)
+HAS_VARLEN = "num_splits" in signature(varlen_attn).parameters  # else results could depend on the batch
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,11 @@ class Prefill:
     limits: list[int]  # (L) lengths from which the prompt is compressed at its end
     evicted: tuple[int, ...]  # (L) tokens that are evicted then
     room: int  # tokens that its slot takes afterwards
+
+    @property
+    def held(self) -> list[int]:
+        """Entries (L) of each head afterwards, a mean over the heads of a layer."""
+        return [len(self.tokens) - lost for lost in self.evicted]
 
     @classmethod
     def of(cls, tokens: list[int], slot: int, trigger: Trigger) -> Prefill:
@@ -54,9 +65,9 @@ def prefill(
     short = [p for p in prompts if len(p.tokens) <= max_tokens]
     for pack in _packs(sorted(short, key=lambda p: len(p.tokens)), max_tokens):
         whole = _Pack(cache, decoder, compression, pack)
-        hidden = _forward(decoder, [t for p in pack for t in p.tokens], whole.positions, whole)
+        hidden = decoder(whole.ids, whole.positions, whole)
         # the last token of each prompt: its logits give the first completion token
-        logits = decoder.logits(hidden[whole.starts + whole.lengths - 1])
+        logits = decoder.logits(hidden[whole.last])
         yield from ((p, row, whole.staged_bytes) for p, row in zip(pack, logits, strict=True))
     for prompt in prompts:
         if len(prompt.tokens) > max_tokens:
@@ -64,8 +75,8 @@ def prefill(
             # chunks of nearly equal length; only the last one has the logits that are needed
             for start, stop in _cuts(len(prompt.tokens), max_tokens):
                 chunks.start, chunks.stop = start, stop
-                positions = torch.arange(start, stop, device=cache.tokens.device)
-                hidden = _forward(decoder, prompt.tokens[start:stop], positions, chunks)
+                ids, positions = upload(_rows([prompt.tokens[start:stop]], start), cache.tokens.device)
+                hidden = decoder(ids, positions, chunks)
             yield prompt, decoder.logits(hidden[stop - start - 1 : stop - start])[0], chunks.staged_bytes
 
 
@@ -87,11 +98,15 @@ def _cuts(length: int, max_tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(borders))
 
 
-def _forward(decoder: Decoder, tokens: list[int], positions: Tensor, attend: _Pack | _Chunks) -> Tensor:
-    """Hidden states of the tokens and of the padding behind them, which is token 0 at position 0."""
-    padding = -len(tokens) % ROW_MULTIPLE
-    ids = torch.tensor(tokens + [0] * padding, device=positions.device)
-    return decoder(ids, F.pad(positions, (0, padding)), attend)
+def _rows(texts: list[list[int]], first: int = 0) -> list[list[int]]:
+    """Ids and positions of the rows of a forward pass: texts one after the other, and token 0 at position 0 as padding.
+
+    ``first`` is the position of every text's first token.
+    """
+    ids = [token for text in texts for token in text]
+    positions = [position for text in texts for position in range(first, first + len(text))]
+    padding = [0] * (-len(ids) % ROW_MULTIPLE)
+    return [ids + padding, positions + padding]
 
 
 class _Pack:
@@ -99,40 +114,41 @@ class _Pack:
 
     def __init__(self, cache: SlotCache, decoder: Decoder, compression: Compression, prompts: list[Prefill]) -> None:
         self.cache, self.decoder, self.compression, self.prompts = cache, decoder, compression, prompts
-        self.staged_bytes, device = 0, cache.tokens.device
-        self.lengths = torch.tensor([len(p.tokens) for p in prompts], device=device)  # (P,)
-        self.starts = self.lengths.cumsum(0) - self.lengths  # (P,)
-        self.positions = torch.cat([torch.arange(len(p.tokens), device=device) for p in prompts])  # (rows,)
-        slots = torch.tensor([p.slot for p in prompts], device=device).repeat_interleave(self.lengths)
-        # tokens whose queries are still in the ring when the prompt ends
-        ring = cache.size.num_queries
-        recent = self.positions >= (self.lengths.repeat_interleave(self.lengths) - ring)
-        self._recent = recent.nonzero().squeeze(1)
-        self._ring = slots[recent], self.positions[recent] % max(ring, 1)
+        self.staged_bytes, ring = 0, cache.size.num_queries
+        self._lengths = lengths = [len(p.tokens) for p in prompts]
+        starts = [0, *accumulate(lengths)]
+        # tokens whose queries are still in the ring when the prompt ends: row, slot, and place in the ring
+        recent = [
+            (start + position, p.slot, position % ring)
+            for start, p, length in zip(starts, prompts, lengths, strict=False)
+            for position in range(max(0, length - ring), length)
+        ]
+        slots = [p.slot for p in prompts]
+        numbers = [*_rows([p.tokens for p in prompts]), slots, starts, *([one[i] for one in recent] for i in range(3))]
+        self.ids, self.positions, self._places, self._borders, *self._recent = upload(numbers, cache.tokens.device)
+        self.last = self._borders[1:] - 1  # (P,) rows of last tokens
+        self._borders32 = self._borders.to(torch.int32)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
     ) -> Tensor:
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        # padding rows stay zero: no prompt's range includes them
-        out = torch.zeros_like(query)
-        start, scale, state = 0, self.cache.geometry.scale, list[Tensor]()
-        for prompt in self.prompts:
+        out = packed_attention(query, key, value, self._lengths, self._borders32, self.cache.geometry.scale)
+        start, state = 0, list[Tensor]()
+        for prompt in self.prompts if self.cache.size.has_state else ():
             own = slice(start, start + len(prompt.tokens))
-            out[own] = causal_attention(query[own], key[own], value[own], scale)
-            if self.cache.size.has_state:
-                state.append(_no_numbers(self.cache, len(prompt.tokens)))
-                piece = Piece(prompt.slot, query[own], key[own], value[own], hidden[own])
-                _follow(self, layer, piece, state[-1])
+            state.append(_no_numbers(self.cache, len(prompt.tokens)))
+            piece = Piece(prompt.slot, query[own], key[own], value[own], hidden[own])
+            _follow(self, layer, piece, state[-1])
             start = own.stop
-        slots, places = self._ring
+        rows, slots, places = self._recent
         # before the layer is stored: compressors score entries with the queries in the ring
-        self.cache.queries[layer][slots, :, places] = query[self._recent].to(self.cache.queries.dtype)
+        self.cache.queries[layer][slots, :, places] = query[rows].to(self.cache.queries.dtype)
         kind = self.cache.key_pool.dtype
         keys, values = (to_stored(t.transpose(0, 1), kind).contiguous() for t in (key, value))
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
-            [p.slot for p in self.prompts], [len(p.tokens) for p in self.prompts], self.starts, keys, values,
+            [p.slot for p in self.prompts], self._lengths, self._places, self._borders, keys, values,
             [p.limits[layer] for p in self.prompts], [p.room for p in self.prompts],
             state if self.cache.size.state_fields else None,
         )  # fmt: skip
@@ -175,14 +191,47 @@ class _Chunks:
             self.cache.queries[layer, slot, :, recent % ring] = query[recent - self.start].transpose(0, 1).to(kind)
         # after the last chunk the layer is complete, and goes into the slot like that of a pack of one prompt
         if self.stop == len(self.prompt.tokens):
-            kind, first = self.cache.key_pool.dtype, torch.zeros(1, dtype=torch.int64, device=query.device)
+            kind = self.cache.key_pool.dtype
+            place, borders = upload([[self.prompt.slot], [0, self.stop]], query.device)
             packed = PackedPrompts(
-                [self.prompt.slot], [self.stop], first, to_stored(keys, kind), to_stored(values, kind),
+                [self.prompt.slot], [self.stop], place, borders, to_stored(keys, kind), to_stored(values, kind),
                 [self.prompt.limits[layer]], [self.prompt.room],
                 [self._state[layer]] if self.cache.size.state_fields else None,
             )  # fmt: skip
             self.compression.store_prompts(self.cache, layer, packed)
         return out
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], borders: Tensor, scale: float
+) -> Tensor:
+    """Attention of whole sequences, each causal within itself, in one launch where torch has a kernel for that.
+
+    Args:
+        query: Queries (R, Hq, D): sequences one after the other, then padding.
+        key: Keys (R, H, D).
+        value: Values (R, H, D).
+        lengths: Lengths (P) of the sequences.
+        borders: Rows (P + 1,), int32, where they begin, and the end of the last.
+        scale: Factor of the logits.
+
+    Returns:
+        The result (R, Hq, D), zeros in the padding.
+    """
+    out, rows, longest = torch.zeros_like(query), sum(lengths), max(lengths)
+    if query.device.type == "cuda" and value.dtype in HALF and HAS_VARLEN:
+        q, k = query[:rows].to(value.dtype), key[:rows].to(value.dtype)
+        # one split, so that a sequence's result is the same in any batch
+        packed = varlen_attn(
+            q, k, value[:rows], borders, borders, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True,
+            num_splits=1,
+        )  # fmt: skip
+        assert isinstance(packed, Tensor)
+        out[:rows] = packed
+        return out
+    for start, stop in pairwise([0, *accumulate(lengths)]):
+        out[start:stop] = causal_attention(query[start:stop], key[start:stop], value[start:stop], scale)
+    return out
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

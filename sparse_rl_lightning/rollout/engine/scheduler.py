@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
 from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
@@ -166,7 +167,8 @@ class Scheduler:
         Raises:
             ValueError: If logits are NaN or infinite, or the compressor refuses a sequence that has not ended.
         """
-        closed = self._admit() and self._close()  # the first token may be the last one
+        # the first token may be the last one: where checks are not free, the next one finds it
+        closed = self._admit() and self.check_every == 1 and self._close()
         for _ in range(self.check_every):
             # a freed slot is refilled before decoding goes on
             if closed or not self.running:
@@ -195,43 +197,59 @@ class Scheduler:
         # prompts that were prefilled for earlier samples come back from their parked copy, the others are prefilled now
         for number, slots in admitted.items():
             if number in self.parked:
-                self.cache.restore(slots[0], self.parked[number].content)
+                parked = self.parked[number]
+                self.cache.restore(slots[0], parked.content, parked.prefill.held)
         self._prefill({number: slots for number, slots in admitted.items() if number not in self.parked})
-        keys, logits = list[int](), list[Tensor]()
+        # the first slot of each prompt now has it in either case; the others get copies
+        logits = list[Tensor]()
         for number, slots in admitted.items():
-            group = self.groups[number]
-            # the first slot now has the prompt in either case; a parked copy is kept as long as a sample needs it
-            self.cache.fork(slots[0], slots[1:])
-            parked = self.parked[number] if group.num_waiting else self.parked.pop(number)
+            # a parked copy is kept as long as a sample needs it
+            parked = self.parked[number] if self.groups[number].num_waiting else self.parked.pop(number)
             logits += [parked.logits] * len(slots)
             for slot in slots:
-                keys.append(group.keys[self.running[slot].sequence % len(group.keys)])
-                self.running[slot].room, self.running[slot].evicted = parked.prefill.room, parked.prefill.evicted
-                # by length alone it ends at this index; an end token or a stop string may end it earlier
-                self.logs.begin(slot, self.running[slot].prompt_length + self.params.max_completion_length - 1)
-        device = self.engine.end_ids.device
-        places = torch.tensor([slot for slots in admitted.values() for slot in slots], device=device)
+                self.running[slot].begin(parked.prefill.room, parked.prefill.evicted)
+        places, keys, last, sources, copies = self._upload(admitted)
+        if len(copies):
+            self.cache.fork(sources, copies)
+        self.logs.begin(places, last)
         # so far the slots have the prompt's key, which is the same for all samples; from now on each has its own
-        self.cache.sequence_keys[places] = torch.tensor(keys, device=device)
+        self.cache.sequence_keys[places] = keys
         self.cache.note_held(places)
         # the logits of the prompt's last token give every sample its first one
         self.engine.draw(torch.stack(logits), places)
         return True
 
+    def _upload(self, admitted: dict[int, list[int]]) -> list[Tensor]:
+        """Tensors on the device: slots (B,), keys and last tokens of their sequences; slots to copy from and to.
+
+        The last token is the one by length: an end token or a stop string may end the sequence earlier.
+        """
+        slots = [slot for own in admitted.values() for slot in own]
+        sequences = [self.running[slot] for slot in slots]
+        groups = [self.groups[one.sequence // self.params.num_generations] for one in sequences]
+        keys = [group.keys[one.sequence % len(group.keys)] for group, one in zip(groups, sequences, strict=True)]
+        last = [one.prompt_length + self.params.max_completion_length - 1 for one in sequences]
+        pairs = [(first, slot) for first, *others in admitted.values() for slot in others]
+        sources, copies = ([pair[i] for pair in pairs] for i in (0, 1))
+        return upload([slots, keys, last, sources, copies], self.cache.tokens.device)
+
     def _prefill(self, admitted: dict[int, list[int]]) -> None:
         """Prefill prompts, each into the first of its slots; all are parked until their samples have slots."""
-        engine, prompts, number_of = self.engine, list[Prefill](), dict[int, int]()
-        for number, (slot, *_) in admitted.items():
-            tokens, number_of[slot] = self.groups[number].prompt, number
-            self.cache.begin(slot, tokens, prompt_key(self.params.seed, tokens))
-            prompts.append(Prefill.of(tokens, slot, engine.compression.trigger))
+        if not admitted:
+            return
+        engine, number_of = self.engine, {slots[0]: number for number, slots in admitted.items()}
+        tokens = [self.groups[number].prompt for number in admitted]
+        self.cache.begin(list(number_of), tokens, [prompt_key(self.params.seed, own) for own in tokens])
+        trigger = engine.compression.trigger
+        prompts = [Prefill.of(own, slot, trigger) for own, slot in zip(tokens, number_of, strict=True)]
         parked_bytes = sum(parked.nbytes for parked in self.parked.values())
         try:
             read = prefill(self.cache, engine.decoder, engine.compression, prompts, self.max_prefill_tokens)
             for prompt, logits, staged in read:
                 number = number_of[prompt.slot]
                 # the slot's content is copied only if samples of this prompt are left without a slot
-                content = self.cache.save(prompt.slot) if self.groups[number].num_waiting else {}
+                is_wanted = self.groups[number].num_waiting > 0
+                content = self.cache.save(prompt.slot, prompt.held) if is_wanted else {}
                 self.parked[number] = ParkedPrompt(prompt, logits, content)
                 parked_bytes += self.parked[number].nbytes
                 self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked_bytes)
@@ -285,18 +303,21 @@ class Scheduler:
             sequences = [self.running[slot] for slot in full]
             lengths, room = [one.num_fed for one in sequences], [one.room for one in sequences]
             self.engine.compression.compress(self.cache, full, lengths, room)
+            for one in sequences:
+                one.cuts = (*one.cuts, (one.num_fed, one.evicted))
 
     def _close(self) -> bool:
         """Read from the device which sequences have finished, copy them out and free their slots."""
         if not self.running:
             return False
-        # this check waits for the device anyway, so errors of CUDA kernels are reported here
-        self.cache.pools.raise_errors()
-        ends, finished, broken = self.logs.look()
+        ends, finished, broken = self.logs.look(self.cache.pools)
+        texts = self._read_texts() if self.stop is not None else {}
         closed: list[int] = []  # slots
         bad: dict[int, int] = {}  # sequences drawn from NaN or infinite logits, with their first such token
         for slot, one in sorted(self.running.items()):
-            end, by_token = self._end(slot, one, ends[slot], finished[slot])
+            end, by_token = ends[slot], finished[slot]
+            if (stopped := self._find_stop(one, *texts[slot], end) if texts else None) is not None:
+                end, by_token = stopped, True
             # what a sequence drew past its end is discarded, so it may be broken
             if broken[slot] <= min(end, one.num_fed):
                 bad[one.sequence] = broken[slot] - one.prompt_length
@@ -305,7 +326,7 @@ class Scheduler:
             if one.num_fed < end or bad:
                 continue
             number, sample = divmod(one.sequence, self.params.num_generations)
-            copy = FinishedSequence.copy(self.cache, self.logs, slot, one.prompt_length, end, by_token)
+            copy = FinishedSequence.copy(self.cache, self.logs, slot, one, end, by_token)
             self.groups[number].finished[sample] = copy
             self.num_tokens += end + 1 - one.prompt_length
             closed.append(slot)
@@ -324,16 +345,28 @@ class Scheduler:
             self.free = sorted([*self.free, *closed], reverse=True)
         return bool(closed)
 
-    def _end(self, slot: int, one: RunningSequence, end: int, by_token: bool) -> tuple[int, bool]:
-        """The index of a sequence's last token (future if it is still running), and whether a token or text ends it."""
-        if self.stop is None:
-            return end, by_token
-        # only tokens that were drawn since the last check can complete a string
-        last = min(end, one.num_fed)
-        fresh = max(one.prompt_length + self.params.min_completion_length, one.searched)
-        stopped = self.stop.find(self.cache.tokens[slot], one.prompt_length, fresh, last)
+    def _read_texts(self) -> dict[int, tuple[int, list[int]]]:
+        """The newest tokens of every slot, and the index of the first of them, with one wait for the device."""
+        assert self.stop is not None
+        slots, stored = list(self.running), self.cache.tokens
+        firsts = [self.stop.first(one.prompt_length, self._fresh(one)) for one in self.running.values()]
+        counts = [one.num_fed + 1 - first for one, first in zip(self.running.values(), firsts, strict=True)]
+        width = max(0, *counts)  # before the minimum length nothing is searched
+        rows, begins = upload([slots, firsts], stored.device)
+        index = begins[:, None] + torch.arange(width, device=stored.device)
+        tokens = stored[rows[:, None], index.clamp(max=stored.shape[1] - 1)].tolist()
+        return dict(zip(slots, zip(firsts, tokens, strict=True), strict=True))
+
+    def _fresh(self, one: RunningSequence) -> int:
+        """The index of the first token that may complete a stop string: drawn since the last check."""
+        return max(one.prompt_length + self.params.min_completion_length, one.searched)
+
+    def _find_stop(self, one: RunningSequence, first: int, tokens: list[int], end: int) -> int | None:
+        """The index of the token that completes a stop string, at ``end`` or before."""
+        assert self.stop is not None
+        last, fresh = min(end, one.num_fed), self._fresh(one)
         one.searched = last + 1
-        return (end, by_token) if stopped is None else (stopped, True)
+        return self.stop.find(tokens[: max(0, last + 1 - first)], first, one.prompt_length, fresh)
 
 
 class StopStrings:
@@ -360,23 +393,25 @@ class StopStrings:
         # a token is at least one byte of the text
         self._reach = max(len(text.encode()) for text in strings) + CONTEXT
 
-    def find(self, tokens: Tensor, start: int, fresh: int, last: int) -> int | None:
+    def first(self, start: int, fresh: int) -> int:
+        """The index of the first token that :meth:`find` needs."""
+        # a decoder may treat the first token of a text differently, so some tokens before the string are decoded too
+        return max(0, start - CONTEXT, fresh - self._reach)
+
+    def find(self, own: list[int], first: int, start: int, fresh: int) -> int | None:
         """Find the token that first completes a stop string; a string that begins in the prompt does not count.
 
         Args:
-            tokens: Tokens (T,) of a sequence.
+            own: Tokens of a sequence from index ``first`` to its last one so far.
+            first: Index that :meth:`first` gives.
             start: Index of its first completion token.
             fresh: Index of the first token that may complete a string.
-            last: Index of its last token so far.
 
         Returns:
             The index of the token, None if no token completes a stop string.
         """
-        if last < fresh:
+        if first + len(own) <= fresh:
             return None
-        # a decoder may treat the first token of a text differently, so some tokens before the string are decoded too
-        first = max(0, start - CONTEXT, fresh - self._reach)
-        own = tokens[first : last + 1].tolist()
         text = self._decode(own)
         if not any(string in text for string in self.strings):
             return None

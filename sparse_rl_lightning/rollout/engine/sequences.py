@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_rl_lightning.cache.slots import SlotCache
+from sparse_rl_lightning.cache.slots import Cuts, SlotCache
+from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout, tensors_to
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
@@ -48,11 +49,11 @@ class SequenceLogs:
         self.broken = self.ends.clone()  # index of the first token drawn from NaN or infinite logits
         self.finished = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)  # finished by an end token
 
-    def begin(self, slot: int, last: int) -> None:
-        """Start a sequence that ends by length at token ``last``."""
-        self.ends[slot] = last
-        self.broken[slot] = UNLIMITED
-        self.finished[slot] = False
+    def begin(self, slots: Tensor, last: Tensor) -> None:
+        """Start sequences (B,) that end by length at the tokens ``last`` (B,)."""
+        self.ends[slots] = last
+        self.broken.index_fill_(0, slots, UNLIMITED)
+        self.finished.index_fill_(0, slots, False)
 
     def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
         """Log tokens that have just been drawn.
@@ -83,9 +84,16 @@ class SequenceLogs:
         self.ends[slots] = torch.where(ends_now, at, before)
         self.finished[slots] |= ends_now
 
-    def look(self) -> tuple[list[int], list[bool], list[int]]:
-        """Read ends, finished and broken of every slot, with one wait for the device."""
-        ends, finished, broken = torch.stack([self.ends, self.finished.to(torch.int64), self.broken]).tolist()
+    def look(self, pools: KVPools) -> tuple[list[int], list[bool], list[int]]:
+        """Read ends, finished and broken of every slot, and errors of kernels, with one wait for the device.
+
+        Raises:
+            RuntimeError: If a CUDA kernel has reported an error.
+        """
+        errors = torch.zeros_like(self.ends) if pools.errors is None else pools.errors.expand_as(self.ends)
+        table = torch.stack([self.ends, self.finished.to(torch.int64), self.broken, errors.to(torch.int64)])
+        ends, finished, broken, faults = table.tolist()
+        pools.raise_errors(faults[0])
         return ends, [bool(one) for one in finished], broken
 
     # ---------------------------------------------------------------- a slot's rows, for checkpoints
@@ -142,7 +150,13 @@ class RunningSequence:
     num_fed: int  # tokens fed
     room: int = 0  # tokens that may be fed before the slot must be compressed
     evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
+    cuts: Cuts = ()  # compressions so far, that of the prompt included
     searched: int = 0  # tokens that were searched for stop strings
+
+    def begin(self, room: int, evicted: tuple[int, ...]) -> None:
+        """Start after the prompt, of which ``evicted`` (L) tokens have been lost."""
+        self.room, self.evicted = room, evicted
+        self.cuts = ((self.prompt_length, evicted),) if any(evicted) else ()
 
 
 @dataclass(frozen=True)
@@ -160,19 +174,20 @@ class FinishedSequence:
 
     @classmethod
     def copy(
-        cls, cache: SlotCache, logs: SequenceLogs, slot: int, prompt_length: int, end: int, by_token: bool
+        cls, cache: SlotCache, logs: SequenceLogs, slot: int, running: RunningSequence, end: int, by_token: bool
     ) -> FinishedSequence:
         """Copy out a sequence whose last token has index ``end``, before its slot is reused.
 
         Changes of the slot after the end (the host checks only now and then) are left out.
         """
+        prompt_length = running.prompt_length
         rows: dict[str, Tensor | None] = {name: getattr(logs, name) for name in logs.per_token}
         return cls(
             prompt_length,
             by_token,
             tokens=cache.tokens[slot, : end + 1].clone(),
             logs={n: _completion(t[slot, : end + 1], prompt_length) for n, t in rows.items() if t is not None},
-            evictions=cache.evictions_of(slot, end),
+            evictions=cache.evictions_of(slot, end, running.cuts),
             stored=cache.held[slot, end - 1].clone(),  # the last token drawn was never fed
             # the step that feeds token t reads the entries held before, and t itself
             stored_integral=(cache.held[slot, prompt_length - 1 : end - 1] + 1).sum(),
