@@ -203,6 +203,20 @@ class Rollout:
         values: dict[str, Any] = {name: None if value is None else value[index] for name, value in own}
         return Rollout(**values)
 
+    def uncorrected(self, index: Tensor) -> Rollout:
+        """The sequences at ``index`` without dense log-probs and corrections, which other sequences may have."""
+        return replace(self[index], old_logprobs=None, weights=None, weight_reference=None)
+
+    def store(self, index: Tensor, part: Rollout) -> None:
+        """Take over dense log-probs and corrections of the sequences at ``index`` from ``part``."""
+        for name in ("old_logprobs", "keep", "weights", "weight_reference"):
+            value: Tensor | None = getattr(part, name)
+            if value is None:
+                continue
+            if getattr(self, name) is None:
+                setattr(self, name, value.new_zeros(self.sequences.shape))
+            getattr(self, name)[index, : value.shape[1]] = value  # the part may have less padding
+
     def parts(self, count: int) -> list[Rollout]:
         """The rollout cut into ``count`` pieces of adjacent sequences; a remainder makes one more."""
         size = max(1, len(self) // count)
@@ -239,6 +253,7 @@ class ScoredRollout:
     seconds: dict[str, float] = field(default_factory=dict)  # time of each stage
     reward_counters: dict[str, float] = field(default_factory=dict)  # counts of the reward functions
     reward_failures: dict[str, int] = field(default_factory=dict)  # samples that each reward function could not score
+    is_complete: bool = True  # False until the first optimizer step brings the dense log-probs of its sequences
 
     @property
     def num_generations(self) -> int:

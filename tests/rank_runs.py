@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tiny_grpo import Recorder, Rows, likes_a, module
@@ -151,8 +151,6 @@ class FullDisk(Callback):
 class Uneven(RolloutCallback):
     """Completions of 2 tokens on one rank and of 12 on the others, by turns; the short ones lose all their tokens."""
 
-    edits = True
-
     def __init__(self, rejects: bool) -> None:
         self.rejects = rejects
 
@@ -162,10 +160,10 @@ class Uneven(RolloutCallback):
             module.generator.sampling, min_completion_length=length, max_completion_length=length
         )
 
-    def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
-        if self.rejects and self.is_short(trainer, scored.index):
-            assert scored.rollout.keep is not None
-            scored.rollout.keep.zero_()
+    def correct(self, trainer: Trainer, module: Any, part: Rollout) -> None:
+        if self.rejects and self.is_short(trainer, module.num_rollouts):
+            assert part.keep is not None
+            part.keep.zero_()
 
     def is_short(self, trainer: Trainer, index: int) -> bool:
         return index % trainer.world_size == trainer.global_rank
@@ -185,12 +183,10 @@ class OwnFolder(Callback):
 class Poison(RolloutCallback):
     """Spoils one sequence of the first rollout on the last rank only."""
 
-    edits = True
-
-    def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
-        if scored.index == 0 and trainer.global_rank == trainer.world_size - 1:
-            assert scored.rollout.weights is not None
-            scored.rollout.weights[0] *= float("nan")
+    def correct(self, trainer: Trainer, module: Any, part: Rollout) -> None:
+        if module.num_rollouts == 0 and trainer.global_rank == trainer.world_size - 1:
+            assert part.weights is not None
+            part.weights[0] *= float("nan")
 
 
 def letters(completions: list[str], **_: Any) -> list[float | None]:

@@ -22,10 +22,21 @@ from sparse_rl_lightning.rollout.generator import Generator
 
 
 class RolloutCallback(Callback):
-    """A callback for rollouts. Editing callbacks run before reading ones, otherwise in the trainer's order."""
+    """A callback for rollouts: it changes what counts in :meth:`correct` and sees the result in the other hooks."""
 
-    edits = False
-    """Whether the callback changes ``keep`` or ``weights`` of the rollout."""
+    @property
+    def corrects(self) -> bool:
+        """Whether the callback changes ``keep`` or ``weights``."""
+        return type(self).correct is not RolloutCallback.correct
+
+    def needs_rescoring(self, module: RolloutModule) -> bool:
+        """Whether the coming rollout must have all its dense log-probs before the first loss.
+
+        True costs a forward pass over the sequences of the first optimizer step, which otherwise get their log-probs
+        from its own passes. A callback that needs it is shown whole rollouts only: one that corrects, unless it says
+        that it looks at every sequence by itself, or one that runs the policy in :meth:`on_rollout_scored`.
+        """
+        return self.corrects
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Called before the prompts ``rows`` of a new block are rolled out."""
@@ -36,10 +47,18 @@ class RolloutCallback(Callback):
     def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Called when a rollout is drawn and decoded, before it is rescored."""
 
-    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Called when a rollout has its dense log-probs, rewards and advantages, before the first loss.
+    def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
+        """Called once for every sequence, when it has dense log-probs and advantages, before its first loss.
 
-        Edit ``scored.rollout.keep`` and ``scored.rollout.weights`` by multiplying, so that callbacks combine.
+        Edit ``part.keep`` and ``part.weights`` by multiplying, so that callbacks combine. The part is the whole rollout
+        if :meth:`needs_rescoring` asks for that, and otherwise may be a micro-batch.
+        """
+
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
+        """Called when a rollout has dense log-probs, rewards, advantages and corrections, to be read only.
+
+        That is before its first optimizer step: when all is rescored before the first loss, otherwise after the
+        forward passes of that step.
         """
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:

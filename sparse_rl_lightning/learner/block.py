@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -75,6 +75,17 @@ class BlockPlan:
         """The number of optimizer steps per rollout."""
         return self.micro_batches // self.accumulate
 
+    def order(self, index: int, seed: int, device: torch.device) -> Tensor:
+        """The sequence indices of all passes over rollout ``index``, one after the other, each pass shuffled anew."""
+        sequence = torch.arange(self.sequences, device=device)
+        passes = torch.arange(self.num_iterations, device=device)[:, None]
+        return hash_bits(seed, index, passes, sequence).argsort(dim=1, stable=True).flatten()
+
+    def later(self, index: int, seed: int, device: torch.device) -> Sequence[Tensor]:
+        """The sequences that the first optimizer step on rollout ``index`` does not train on, by micro-batches."""
+        first_pass = self.order(index, seed, device)[: self.sequences]
+        return torch.split(first_pass, self.micro_batch)[self.accumulate :]
+
     def __str__(self) -> str:
         share = "on average" if self.packs else "each"
         return (
@@ -94,6 +105,8 @@ class RolloutBlock:
         seed: Seed of the order.
         count: Function from all sequences of an optimizer step to its denominators.
         cursor: Number of micro-batches already served.
+        is_complete: Whether all sequences have dense log-probs and corrections. If not, those of the first optimizer
+            step get them from their own losses, through :meth:`store`.
     """
 
     def __init__(
@@ -104,8 +117,10 @@ class RolloutBlock:
         seed: int,
         count: Callable[[Rollout], Denominators],
         cursor: int = 0,
+        is_complete: bool = True,
     ) -> None:
         self.plan, self.rollout, self.index, self.seed, self.cursor = plan, rollout, index, seed, cursor
+        self.is_complete = is_complete
         self._count = count
         self._step: tuple[list[Tensor], Denominators] | None = None  # the optimizer step in progress
 
@@ -121,8 +136,18 @@ class RolloutBlock:
             self._step = self._begin(self.cursor - turn)
         shares, denominators = self._step
         self.cursor += 1
-        part = self.rollout[shares[turn]]
+        rows = shares[turn]
+        part = self.rollout[rows] if self.is_complete else self.rollout.uncorrected(rows)
         return (trimmed(part) if self.plan.packs else part), denominators
+
+    def store(self, part: Rollout) -> bool:
+        """Store what the last micro-batch's loss found out about ``part``; returns whether that completes the block."""
+        if self.is_complete:
+            return False
+        assert self._step is not None
+        self.rollout.store(self._step[0][(self.cursor - 1) % self.plan.accumulate], part)
+        self.is_complete = self.cursor >= self.plan.accumulate
+        return self.is_complete
 
     def last_window(self) -> Rollout:
         """The sequences of the optimizer step that the last micro-batch served belongs to."""
@@ -132,14 +157,16 @@ class RolloutBlock:
 
     def state(self) -> dict[str, Any]:
         """The block for a checkpoint."""
-        return {"rollout": self.rollout.state(), "index": self.index, "cursor": self.cursor}
+        own = {"index": self.index, "cursor": self.cursor, "is_complete": self.is_complete}
+        return {"rollout": self.rollout.state(), **own}
 
     @classmethod
     def from_state(
         cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Denominators]
     ) -> Self:
         """The block with this :meth:`state`."""
-        return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
+        rollout, complete = Rollout.from_state(state["rollout"]), state.get("is_complete", True)
+        return cls(plan, rollout, state["index"], seed, count, state["cursor"], complete)
 
     def _begin(self, start: int) -> tuple[list[Tensor], Denominators]:
         """The sequences of every micro-batch of the optimizer step that begins at ``start``, and its denominators."""
@@ -152,8 +179,4 @@ class RolloutBlock:
         return [rows[torch.tensor(members, device=rows.device)] for members in bins], self._count(window)
 
     def _order(self) -> Tensor:
-        """The sequence indices of all passes, one after the other, each pass shuffled anew."""
-        device = self.rollout.sequences.device
-        sequence = torch.arange(self.plan.sequences, device=device)
-        passes = torch.arange(self.plan.num_iterations, device=device)[:, None]
-        return hash_bits(self.seed, self.index, passes, sequence).argsort(dim=1, stable=True).flatten()
+        return self.plan.order(self.index, self.seed, self.rollout.sequences.device)

@@ -21,7 +21,7 @@ from sparse_rl_lightning.retrievers import Retriever
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """Options of the learner's forward passes: memory, precision, rescoring and dropout.
+    """Options of the learner's forward passes: memory, precision and dropout.
 
     Args:
         micro_batch_tokens: Token limit of a forward pass. Null cuts a rollout into micro-batches of equally many
@@ -32,9 +32,8 @@ class LearnerOptions:
             becomes part of the mismatch that is measured.
         gradient_checkpointing: Keep only the inputs of the policy's layers for the backward pass, and compute each
             layer again there: less memory for a third more time. Rollouts and rescoring are not affected.
-        rescore: Compute the dense policy's log-probs after a rollout. Only a run that needs neither corrections nor
-            mismatch metrics, with one optimizer step per rollout, may switch it off.
-        disable_dropout: Set every dropout of the policy to zero.
+        disable_dropout: Set every dropout of the policy to zero. With dropout every sequence of a rollout is rescored,
+            even those of the first optimizer step.
 
     Raises:
         ValueError: If a number is not positive.
@@ -44,7 +43,6 @@ class LearnerOptions:
     head_chunk_size: int = 512
     head_in_float32: bool = False
     gradient_checkpointing: bool = False
-    rescore: bool = True
     disable_dropout: bool = True
 
     def __post_init__(self) -> None:
@@ -117,7 +115,7 @@ class Learner:
 
     @torch.no_grad()
     def rescored(self, policy: PreTrainedModel, parts: list[Rollout], replayed: bool = False) -> Tensor:
-        """Log-probs (B, T) of a whole rollout in the parts of training, without dropout or gradient."""
+        """Log-probs (B, T) of sequences in parts of the size of training, without dropout or gradient."""
         compute = self.replayed if replayed else self.logprobs
         with eval_mode(policy):  # no dropout, like the sampler
             return torch.cat([compute(policy, part)[0] for part in parts])

@@ -1,9 +1,9 @@
 """The loss of a micro-batch as its share of one optimizer step.
 
-By now a rollout has log-probs of the dense policy from before the update (``old_logprobs``) and advantages. Correction
-callbacks (``callbacks/corrections/``, by ``corrections.py``) have compared dense with sparse probabilities: ``keep``
-(B, T), bool, drops terms, and ``weights`` (B, T) multiply them after the clip, without gradient. The formulas are in
-``losses.py``, the learner's log-probs in ``forward.py``.
+By now a micro-batch has log-probs of the dense policy from before the update (``old_logprobs``) and advantages.
+Correction callbacks (``callbacks/corrections/``, by ``corrections.py``) have compared dense with sparse probabilities:
+``keep`` (B, T), bool, drops terms, and ``weights`` (B, T) multiply them after the clip, without gradient. The formulas
+are in ``losses.py``, the learner's log-probs in ``forward.py``.
 """
 
 from __future__ import annotations
@@ -104,6 +104,13 @@ class GRPOLoss:
         check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
         check_choice("loss.kl_on", self.kl_on, KLTokens)
         check_choice("loss.off_policy_reference", self.off_policy_reference, OffPolicyReference)
+
+    @property
+    def counts_kept(self) -> bool:
+        """Whether the divisors of an optimizer step depend on what rejection keeps of all its sequences."""
+        if self.loss_type == "bnpo" or self.denominator == "all":
+            return False
+        return self.denominator == "kept" or self.loss_type not in ("grpo", "dr_grpo")
 
     def denominators(self, window: Rollout, max_completion_length: int | None = None) -> Denominators:
         """The divisors of one optimizer step.

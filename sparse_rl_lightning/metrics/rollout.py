@@ -45,12 +45,12 @@ kv/prefill_peak_bytes                       bytes        staging besides the poo
 kv/record_bytes                             bytes        the record of evictions
 kv/record_dense_bytes                       bytes        the same with a number for every token
 time/rollout                                seconds      sampling under the compressed cache
-time/rescoring                              seconds      dense log-probs (and the reference policy's)
+time/rescoring                              seconds      dense log-probs before the first loss (and the reference's)
 time/rewards                                seconds      reward functions and advantages
 time/tokens_per_second                      tokens/s     completion tokens over time/rollout
 =========================================== ============ =====================================================
 
-The ``mismatch/`` and ``sampling/`` keys need dense rescoring and are absent without it; they cover the completions
+The ``mismatch/`` and ``sampling/`` keys need dense log-probs and are absent without them; they cover the completions
 before any rejection. Standard deviations are Bessel-corrected. Shares lie between 0 and 1.
 """
 

@@ -93,10 +93,6 @@ class DistillSparse(SparseGRPO):
                 f"entries between the pages that {type(retriever).__name__} chooses from. Set model.retriever to "
                 "null, or model.compressor to FullKV."
             )
-        if not self.learner.options.rescore:
-            raise UserError(
-                "DistillSparse corrects the policy by its dense log-probs: set model.learner.rescore to true."
-            )
         check_partial(self)
         check_attention(self, self.policy_source.attn_implementation)
         self.adapter = adapter
@@ -183,9 +179,9 @@ class DistillSparse(SparseGRPO):
 
     def rescore(self, scored: ScoredRollout) -> None:
         """Compute log-probs of the dense and of the sparse policy."""
-        super().rescore(scored)
         with self.adapter_on():
             replay_old(self, scored)
+        super().rescore(scored)
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The policy's loss in its own passes, the adapter's in the last one; the other is frozen."""

@@ -36,8 +36,7 @@ class ReplayGRPO(SparseGRPO):
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
-        ValueError: If an argument is out of range, there is a retriever, ``dense`` or ``mixed`` have
-            ``rescore=False``, or the policy would run flash attention.
+        ValueError: If an argument is out of range, there is a retriever, or the policy would run flash attention.
     """
 
     keeps_evictions = True
@@ -55,11 +54,6 @@ class ReplayGRPO(SparseGRPO):
             )
         if not 0 <= alpha <= 1:
             raise UserError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
-        if replay_objective != "sparse" and not self.learner.options.rescore:
-            raise UserError(
-                f"replay_objective={replay_objective!r} needs the log-probs of the dense policy: set "
-                "model.learner.rescore to true, or choose replay_objective='sparse'."
-            )
         check_partial(self)
         check_attention(self, self.policy_source.attn_implementation)
         self.replay_objective = replay_objective
@@ -74,9 +68,9 @@ class ReplayGRPO(SparseGRPO):
 
     def rescore(self, scored: ScoredRollout) -> None:
         """Compute log-probs of the policy before the update: replayed, dense, or both."""
-        super().rescore(scored)
         if self.replay_objective != "sparse":  # otherwise the log-probs computed are replayed ones
             replay_old(self, scored)
+        super().rescore(scored)
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """SparseGRPO's loss with the log-probs that the objective replays, or both terms of ``mixed``."""

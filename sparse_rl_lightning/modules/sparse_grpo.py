@@ -20,11 +20,11 @@ from sparse_rl_lightning.callbacks import (
     EmptyRollouts,
     Preemption,
     RankWatch,
-    RolloutCallback,
     StepGuard,
     StepTimes,
     ZeroSharding,
 )
+from sparse_rl_lightning.callbacks.calls import correct, report, rescores_all, rollout_callbacks
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
 from sparse_rl_lightning.distributed import ranks
@@ -35,7 +35,6 @@ from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
-from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.policies.source import PolicySource
@@ -113,6 +112,7 @@ class SparseGRPO(PolicyModule):
         self.learner = Learner(learner, sampling.temperature, retriever)
         self.loss = loss
         self.block: RolloutBlock | None = None
+        self._unreported: ScoredRollout | None = None  # until the first optimizer step on it
         self.num_rollouts = 0
         self.steps_per_generation = steps_per_generation
         self.num_iterations = num_iterations
@@ -131,14 +131,16 @@ class SparseGRPO(PolicyModule):
             self.block = self.new_block(self.roll_out(batch))
         part, denominators = self.block.next()
         output = self.micro_batch_loss(part, denominators)
+        if self.block.store(part) and self._unreported is not None:  # the first optimizer step's last forward pass
+            report(self, self._unreported)
         self.log_dict(output.metrics, batch_size=len(part))
         if denominators.policy is None:  # bnpo: each micro-batch by itself, Lightning averages them
             return output.loss
         return output.loss * self._accumulate * self._world_size  # trainer and strategy divide by both
 
     def roll_out(self, rows: Rows) -> ScoredRollout:
-        """Process a block of prompts up to the first loss: sampling, rescoring, rewards, callbacks."""
-        callbacks = self.rollout_callbacks()
+        """Process a block of prompts up to the first loss: sampling, rewards, rescoring, callbacks."""
+        callbacks = rollout_callbacks(self)
         for callback in callbacks:
             callback.on_rollout_start(self.trainer, self, rows)
         self.rewards.check(rows)
@@ -147,18 +149,18 @@ class SparseGRPO(PolicyModule):
         scored = self.generator.roll_out(rows, self.num_rollouts, places, self._report_progress)  # sparse policy
         for callback in callbacks:
             callback.on_rollout_drawn(self.trainer, self, scored)
-        self.rescore(scored)  # dense policy
         self.score(scored)  # rewards and advantages
-        for callback in callbacks:  # rejection, reweighting, tables
-            callback.on_rollout_scored(self.trainer, self, scored)
-        metrics = rollout_metrics(scored) | self.generator.metrics(scored.rollout)
-        self.log_dict(ranks.mean_over_ranks(metrics, self._world_size), batch_size=len(scored.completions))
+        self.rescore(scored)  # dense policy, corrections
+        if scored.is_complete:
+            report(self, scored)
         return scored
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The learner's forward pass, and the micro-batch's share of its optimizer step's loss."""
         logprobs, entropy = self.learner.logprobs(self.policy, part)
-        part.old_logprobs = logprobs.detach() if part.old_logprobs is None else part.old_logprobs
+        if part.old_logprobs is None:  # nothing was updated since the rollout: the policy before the update is this one
+            part.old_logprobs = logprobs.detach()
+            correct(self, part)
         output = self.loss(part, logprobs, denominators)
         output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         return output
@@ -167,10 +169,23 @@ class SparseGRPO(PolicyModule):
 
     @torch.no_grad()
     def rescore(self, scored: ScoredRollout) -> None:
-        """Compute log-probs of the trained policy (dense, or replayed) with the learner's code and micro-batches."""
+        """Compute log-probs of the trained policy (dense, or replayed) with the learner's code, and correct by them.
+
+        Left out are the sequences of the first optimizer step, unless something needs theirs earlier: its own forward
+        passes are of the same policy.
+        """
         start, rollout = time.perf_counter(), scored.rollout
-        if self.learner.options.rescore:
+        if rescores_all(self):
             rollout.old_logprobs = self.learner.rescored(self.policy, rollout.parts(self.steps_per_generation))
+            correct(self, rollout)
+        else:
+            plan = self.plan(len(rollout) // self._group_size)
+            for rows in plan.later(self.num_rollouts, self.generator.sampling.seed, rollout.sequences.device):
+                part = rollout.uncorrected(rows)
+                part.old_logprobs = self.learner.rescored(self.policy, [part])
+                correct(self, part)
+                rollout.store(rows, part)
+            scored.is_complete = False
         if self._reference:
             self._score_by_reference(rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start
@@ -186,16 +201,16 @@ class SparseGRPO(PolicyModule):
         scored.seconds["rewards"] = time.perf_counter() - start
 
     def new_block(self, scored: ScoredRollout) -> RolloutBlock:
-        """The rollout as micro-batches, without fields that the loss does not read."""
+        """The rollout as micro-batches."""
         rollout, oversampling = scored.rollout, self.generator.options.oversampling
-        rollout.topk_ids = rollout.topk_logprobs = None
-        rollout.evictions = rollout.evictions if self.keeps_evictions else None
         if oversampling > 1:  # dynamic sampling
             assert rollout.rewards is not None
             wanted = max(1, round(len(scored.rows) / oversampling))
             rollout = rollout[most_informative(rollout.rewards, self._group_size, wanted)]
         plan = self.plan(len(rollout) // self._group_size)
-        block = RolloutBlock(plan, rollout, self.num_rollouts, self.generator.sampling.seed, self.denominators)
+        seed, index, complete = self.generator.sampling.seed, self.num_rollouts, scored.is_complete
+        block = RolloutBlock(plan, rollout, index, seed, self.denominators, is_complete=complete)
+        self._unreported = None if complete else scored
         self.num_rollouts += 1
         return block
 
@@ -226,13 +241,6 @@ class SparseGRPO(PolicyModule):
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) of the sparse policy as the sampler saw the sequences."""
         return self.learner.replayed(self.policy, part)
-
-    def rollout_callbacks(self) -> list[RolloutCallback]:
-        """The trainer's callbacks that see rollouts: editing ones first, otherwise in the trainer's order."""
-        if self._trainer is None:
-            return []
-        callbacks = [c for c in self.trainer.callbacks if isinstance(c, RolloutCallback)]  # type: ignore[attr-defined]
-        return sorted(callbacks, key=lambda callback: not callback.edits)
 
     @property
     def num_passes(self) -> int:
@@ -313,7 +321,7 @@ class SparseGRPO(PolicyModule):
                 "Neither the policy nor its tokenizer names a token that ends a completion: every one will have "
                 "max_completion_length tokens. Set model.rollout.end_tokens or model.sampling.stop_strings."
             )
-        self.block = None  # from an earlier, interrupted fit
+        self.block = self._unreported = None  # from an earlier, interrupted fit
         self._check_ranks()
         if self._world_size > 1:  # before the end of training is looked for, in checkpoints of different steps
             ranks.check_agreement(self.same_on_ranks)
@@ -321,7 +329,6 @@ class SparseGRPO(PolicyModule):
         if prompts is not None:
             trained = max(1, round(prompts / self.generator.options.oversampling))
             rank_zero_info(f"Each rollout: {self.plan(trained)}.")
-        self._check_rescore()
 
     def on_train_start(self) -> None:
         """Check that ranks start alike; for partial rollouts find the longest prompt, and store all rows."""
@@ -409,7 +416,7 @@ class SparseGRPO(PolicyModule):
         return self.trainer.accumulate_grad_batches if self._trainer is not None else 1
 
     def _report_progress(self, progress: Progress) -> None:
-        for callback in self.rollout_callbacks():
+        for callback in rollout_callbacks(self):
             callback.on_rollout_progress(self.trainer, self, progress)
 
     def _score_by_reference(self, rollout: Rollout) -> None:
@@ -427,19 +434,6 @@ class SparseGRPO(PolicyModule):
             raise UserError(
                 "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
                 "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
-            )
-
-    def _check_rescore(self) -> None:
-        """Refuse a run without dense log-probs if something needs them."""
-        if self.learner.options.rescore:
-            return
-        needing = [type(callback).__name__ for callback in self.rollout_callbacks() if callback.edits]
-        needing += ["loss.off_policy_delta"] if self.loss.off_policy_delta is not None else []
-        steps = self.steps_per_rollout // self.trainer.accumulate_grad_batches
-        if needing or steps > 1:
-            raise UserError(
-                f"rescore=False leaves no dense log-probs, but {', '.join(needing) or f'{steps} optimizer steps'} "
-                f"{'need' if needing else 'per rollout need'} them. Set model.learner.rescore to true."
             )
 
     def _check_resumed(self, checkpoint: dict[str, Any]) -> None:

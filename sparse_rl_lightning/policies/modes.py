@@ -25,6 +25,14 @@ def disable_dropout(model: torch.nn.Module) -> None:
             setattr(module, "attention_dropout", 0.0)  # noqa: B010  # torch types module attributes as tensors
 
 
+def has_dropout(model: torch.nn.Module) -> bool:
+    """Whether a dropout probability is not zero: two passes in training mode then give different numbers."""
+    return any(
+        getattr(module, "attention_dropout", 0.0) or (isinstance(module, torch.nn.Dropout) and module.p)
+        for module in model.modules()
+    )
+
+
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Switch off dropout and gradient checkpointing while sampling; training flags are restored afterwards."""

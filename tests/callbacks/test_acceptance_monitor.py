@@ -130,11 +130,6 @@ def test_the_ceiling_is_measured_when_due_and_survives_a_checkpoint(tmp_path: Pa
     assert not [name for name in none if "ceiling" in name or "target" in name]
 
 
-def test_without_rescoring_the_sampled_ones_are_missing() -> None:
-    got = numbers(fit(sharp(rescore=False), 1, [AcceptanceMonitor()]))
-    assert SCALARS - got.keys() == {"acceptance/sampled_p05", "acceptance/sampled_mean"}
-
-
 def test_partial_rollouts_are_measured_where_one_policy_drew_all(tmp_path: Path) -> None:
     recorder = Recorder()
     options: dict[str, Any] = {"num_slots": 5, "partial_rollout_steps": 6}

@@ -36,7 +36,7 @@ XI = torch.tensor([[1e-9, 2.0, 1.0, 0.6], [1e-9, 1.0, 3.0, 1e-9]])
 HOSTILE = "<b>\x1b[2J\x07\ud800\u202e\n|end"
 
 
-def scored_rollout(xi: Tensor = XI, rescored: bool = True, **fields: Any) -> ScoredRollout:
+def scored_rollout(xi: Tensor = XI, **fields: Any) -> ScoredRollout:
     """One prompt with two samples."""
     sampler_logprobs = torch.full(MASK.shape, -0.5)
     rollout = Rollout(
@@ -45,7 +45,7 @@ def scored_rollout(xi: Tensor = XI, rescored: bool = True, **fields: Any) -> Sco
         completion_mask=MASK,
         finished=torch.ones(2, dtype=torch.bool),
         sampler_logprobs=sampler_logprobs,
-        old_logprobs=sampler_logprobs + xi.log() if rescored else None,
+        old_logprobs=sampler_logprobs + xi.log(),
         rewards=torch.tensor([1.0, math.nan]),
         advantages=torch.tensor([0.5, 0.0]),
         **{"keep": MASK.clone(), **fields},
@@ -68,8 +68,8 @@ def quiet_trainer(folder: Path, **options: Any) -> Trainer:
 
 
 def edit(callback: Any, scored: ScoredRollout, trainer: Trainer) -> Rollout:
-    assert callback.edits
-    callback.on_rollout_scored(trainer, LightningModule(), scored)
+    assert callback.corrects
+    callback.correct(trainer, LightningModule(), scored.rollout)
     return scored.rollout
 
 
@@ -166,12 +166,6 @@ def documented_presets() -> list[list[Any]]:
         presets.append([getattr(callbacks, e["class_path"])(**e.get("init_args", {})) for e in entries])
     assert len(presets) == 2
     return presets
-
-
-@pytest.mark.parametrize("callback", [SparsityAwareRejection(), ImportanceReweighting()])
-def test_corrections_need_the_dense_log_probs(callback: Any, trainer: Trainer) -> None:
-    with pytest.raises(ValueError, match=r"was not rescored. Set model\.learner\.rescore to true"):
-        edit(callback, scored_rollout(rescored=False), trainer)
 
 
 @pytest.mark.parametrize("kind", [SparsityAwareRejection, ImportanceReweighting])

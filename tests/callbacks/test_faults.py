@@ -28,40 +28,34 @@ from sparse_rl_lightning.callbacks import (
 )
 from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS
 from sparse_rl_lightning.distributed import rank_links
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 
 class Poison(RolloutCallback):
     """Makes the weights of some rollouts' first sequence no numbers."""
 
-    edits = True
-
     def __init__(self, *rollouts: int, value: float = float("nan")) -> None:
         self.rollouts, self.value = rollouts, value
 
-    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
-        if scored.index in self.rollouts:
-            scored.rollout.weights = scored.rollout.completion_mask.float()
-            scored.rollout.weights[0] *= self.value
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        if module.num_rollouts in self.rollouts:
+            part.weights = part.completion_mask.float()
+            part.weights[0] *= self.value
 
 
 class RejectAll(RolloutCallback):
     """Leaves nothing."""
 
-    edits = True
-
-    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
-        scored.rollout.keep = torch.zeros_like(scored.rollout.completion_mask)
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        part.keep = torch.zeros_like(part.completion_mask)
 
 
 class KeepFirst(RolloutCallback):
     """Keeps the first sample alone."""
 
-    edits = True
-
-    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
-        scored.rollout.keep = scored.rollout.completion_mask.clone()
-        scored.rollout.keep[1:] = False
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        part.keep = part.completion_mask.clone()
+        part.keep[1:] = False
 
 
 class Weights(RolloutCallback):

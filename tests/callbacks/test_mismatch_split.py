@@ -28,12 +28,10 @@ def metrics(trainer: Trainer) -> dict[str, float]:
 class Noise(RolloutCallback):
     """A sampler that rounds: its log-probs are off by a known number of nats, up and down in turn."""
 
-    edits = True  # so that it comes first
-
     def __init__(self, size: float) -> None:
         self.size = size
 
-    def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
+    def on_rollout_drawn(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
         rollout = scored.rollout
         sign = 1 - 2 * (torch.arange(rollout.sequences.shape[1]) % 2)
         rollout.sampler_logprobs = rollout.sampler_logprobs + self.size * sign * rollout.completion_mask

@@ -26,7 +26,7 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.corrections import mask_sequences, normalize_weights, off_policy_sequences
 from sparse_rl_lightning.learner.loss import GRPOLoss
 from sparse_rl_lightning.losses import Denominator, LossType
-from sparse_rl_lightning.records import Rollout, ScoredRollout
+from sparse_rl_lightning.records import Rollout
 
 # Sequence 1: ratios 4, 1/4, 2: product 2, geometric mean 2 ** (1/3) = 1.259921. Sequence 2: 8, 1: product 8, mean
 # sqrt(8) = 2.828427. Sequence 3: 0.6 and 1e-5: product 6e-6, mean sqrt(6e-6) = 0.00244949. Elsewhere 100, unread.
@@ -37,14 +37,13 @@ CUBE, ROOT, TINY = 2 ** (1 / 3), math.sqrt(8), math.sqrt(6e-6)
 
 def coefficients(callback: RolloutCallback) -> list[list[float]]:
     """What the callback multiplies every completion token's loss with."""
-    assert callback.edits
+    assert callback.corrects
     sampler = torch.full(MASK.shape, -0.5)
     rollout = Rollout(
         sequences=MASK.long(), prompt_lengths=torch.ones(3, dtype=torch.int64), completion_mask=MASK,
         finished=MASK.any(dim=1), sampler_logprobs=sampler, old_logprobs=sampler + RATIOS.log(), keep=MASK.clone(),
     )  # fmt: skip
-    scored = ScoredRollout(rollout, [{"prompt": ""}], [""] * 3, {}, index=0)
-    callback.on_rollout_scored(Trainer(accelerator="cpu", logger=False), LightningModule(), scored)
+    callback.correct(Trainer(accelerator="cpu", logger=False), LightningModule(), rollout)
     weights = torch.ones(MASK.shape) if rollout.weights is None else rollout.weights
     if rollout.weight_reference is not None:
         weights = normalize_weights(weights, rollout.weight_reference, MASK)

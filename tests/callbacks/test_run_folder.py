@@ -239,10 +239,8 @@ def test_a_log_gets_new_columns_whole(tmp_path: Path) -> None:
 
 def test_a_guard_that_stops_a_run_says_so_on_a_full_disk(tmp_path: Path, full_disk: FullDisk) -> None:
     class Poison(RolloutCallback):
-        edits = True
-
-        def on_rollout_scored(self, trainer: Any, module: Any, scored: Any) -> None:
-            scored.rollout.weights = scored.rollout.completion_mask * float("nan")
+        def correct(self, trainer: Any, module: Any, part: Any) -> None:
+            part.weights = part.completion_mask * float("nan")
 
     full_disk.size, full_disk.first = 0, 0
     with pytest.raises(ValueError, match=r"could not be written \(.*File too large\)\. Lower the learning rate"):

@@ -43,10 +43,8 @@ class Shorten(RolloutCallback):
 class Reject(RolloutCallback):
     """Every second sequence goes."""
 
-    edits = True
-
-    def on_rollout_scored(self, trainer: Any, module: Any, scored: Any) -> None:
-        scored.rollout.keep = scored.rollout.keep & (torch.arange(len(scored.rollout)) % 2 == 0)[:, None]
+    def correct(self, trainer: Any, module: Any, part: Any) -> None:
+        part.keep = part.keep & (torch.arange(len(part)) % 2 == 0)[:, None]
 
 
 def guarded(mode: Any, others: list[Any] | None = None, monitor: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -230,8 +230,6 @@ def test_what_cannot_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SparseAdapter(kl_coef=0, policy_gradient=False)
     with pytest.raises(ValueError, match=r"r must be at least 1.*r=0"):
         SparseAdapter(r=0)
-    with pytest.raises(ValueError, match=r"set model\.learner\.rescore to true"):
-        module(kind=DistillSparse, rescore=False)
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=4 must divide steps_per_generation=2"):
         fit(distill(steps_per_generation=2), accumulate_grad_batches=4)  # two of the policy, two of the adapter
     with pytest.raises(ValueError, match=r"DistillSparse attends .*'flash_attention_2' takes no such mask"):

@@ -289,7 +289,6 @@ def test_off_policy_masking_concerns_what_callbacks_concern(objective: str) -> N
     [
         ({"replay_objective": "both"}, r"replay_objective must be one of .*got replay_objective='both'"),
         ({"replay_objective": "mixed", "alpha": 1.5}, r"between 0 and 1; got alpha=1.5"),
-        ({"replay_objective": "dense", "rescore": False}, "set model.learner.rescore to true"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:

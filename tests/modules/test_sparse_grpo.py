@@ -19,7 +19,7 @@ from sparse_rl_lightning.callbacks.guards.step_guard import StepGuard
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy, TinyPolicy
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 
@@ -67,17 +67,15 @@ def test_blocks_are_served_as_planned() -> None:
 
 def test_everything_rejected_is_a_zero_step() -> None:
     class RejectAll(RolloutCallback):
-        edits = True
-
-        def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
-            scored.rollout.keep &= False
+        def correct(self, trainer: Trainer, module: Any, part: Rollout) -> None:
+            part.keep &= False
 
     grpo = module(denominator="kept")
     fit(grpo, 2, [RejectAll()])
     assert (weights(grpo) == weights(module_configured())).all()
 
 
-def test_editing_callbacks_run_first() -> None:
+def test_corrections_come_before_what_reads() -> None:
     recorder = Recorder()
     trainer = fit(module(), 2, [recorder, SparsityAwareRejection(threshold=0.5)])
     rejected = [~s.rollout.keep.any(dim=1) for s in recorder.scored]
@@ -193,17 +191,6 @@ def test_numbers_that_do_not_fit_are_named() -> None:
         fit(module(steps_per_generation=3))
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=4"):
         fit(module(steps_per_generation=2), accumulate_grad_batches=4)
-
-
-def test_rescore_off_needs_nothing_that_reads_it() -> None:
-    with pytest.raises(ValueError, match="rescore=False"):
-        fit(module(rescore=False), 1, [ImportanceReweighting()])
-    with pytest.raises(ValueError, match="2 optimizer steps per rollout"):
-        fit(module(rescore=False, num_iterations=2), 1)
-    with_scores, without = module(), module(rescore=False)
-    fit(with_scores, 2)
-    fit(without, 2)
-    torch.testing.assert_close(weights(without), weights(with_scores), atol=1e-6, rtol=0)
 
 
 def test_a_reward_that_raises_names_the_sample() -> None:

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
 from sparse_rl_lightning.corrections import consistency_log_ratio
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
@@ -19,7 +19,6 @@ NO_TOKENS = (torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool))
 class CorrectionCallback(RolloutCallback):
     """A callback that edits a rollout by the ratio xi of dense to sparse probability."""
 
-    edits = True
     weighs = False
     """Whether it multiplies ``weights``, which only one callback may do: two would weight by the ratio twice."""
 
@@ -36,14 +35,14 @@ class CorrectionCallback(RolloutCallback):
                     "kind, which would be applied one after the other. Keep one of them."
                 )
 
+    def needs_rescoring(self, module: RolloutModule) -> bool:
+        """Look at every sequence by itself."""
+        return False
+
     def log_ratio(self, rollout: Rollout) -> Tensor:
-        """The log-ratios log xi (B, T) of the rollout, 0 outside the completions; it must have been rescored."""
+        """The log-ratios log xi (B, T) of sequences with dense log-probs, 0 outside the completions."""
+        assert rollout.old_logprobs is not None
         name = type(self).__name__
-        if rollout.old_logprobs is None:
-            raise UserError(
-                f"{name} needs the log-probs of the dense policy, but this rollout was not rescored. Set "
-                f"model.learner.rescore to true, or remove {name} from trainer.callbacks."
-            )
         if rollout.behavior_logprobs is not None and not self._warned:
             self._warned = True
             rank_zero_warn(

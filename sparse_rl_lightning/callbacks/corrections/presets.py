@@ -14,7 +14,7 @@ from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
 from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting, Normalization
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rollout
 
 
 class TIS(ImportanceReweighting):
@@ -82,10 +82,14 @@ class _Both(CorrectionCallback):
         super().__init__()
         self.parts = (rejection, reweighting)
 
-    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
+    def needs_rescoring(self, module: RolloutModule) -> bool:
+        """Look at all sequences if one of the two does."""
+        return any(own.needs_rescoring(module) for own in self.parts)
+
+    def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
         """Multiply ``keep`` and ``weights``."""
-        for part in self.parts:
-            part.on_rollout_scored(trainer, module, scored)
+        for own in self.parts:
+            own.correct(trainer, module, part)
 
 
 class MIS(_Both):

@@ -12,7 +12,7 @@ from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
 from sparse_rl_lightning.corrections import mask_sequences, mask_tokens, reject_sequences
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rollout
 
 
 class SparsityAwareRejection(CorrectionCallback):
@@ -54,16 +54,15 @@ class SparsityAwareRejection(CorrectionCallback):
         elif level != "token":
             raise UserError(f"level={level!r} needs a bound: give low or high.")
 
-    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
+    def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
         """Multiply ``keep`` by the mask of what remains."""
-        rollout = scored.rollout
-        log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask
-        keep = mask if rollout.keep is None else rollout.keep
+        log_ratio, mask = self.log_ratio(part), part.completion_mask
+        keep = mask if part.keep is None else part.keep
         if self.threshold is not None:
             keep = keep & reject_sequences(log_ratio, mask, self.threshold)[:, None]
         if self.bounds is not None:
             keep = keep & self._within(log_ratio, mask)
-        rollout.keep = keep
+        part.keep = keep
 
     def _within(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """The mask (B, T) or (B, 1), bool, of what is inside the bounds."""

@@ -12,7 +12,7 @@ from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
 from sparse_rl_lightning.corrections import WeightMode, importance_weights, normalize_weights
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rollout
 
 Normalization = Literal["none", "batch", "micro_batch"]
 
@@ -68,19 +68,22 @@ class ImportanceReweighting(CorrectionCallback):
         self.mode, self.clip_min, self.clip_max = mode, clip_min, clip_max
         self.normalize, self.normalize_clip_max = normalize, normalize_clip_max
 
-    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
+    def needs_rescoring(self, module: RolloutModule) -> bool:
+        """Look at all sequences for a mean over the whole rollout."""
+        return self.normalize == "batch"
+
+    def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
         """Multiply ``weights``; a mean over micro-batches is left to the loss, through ``weight_reference``."""
-        rollout = scored.rollout
-        log_ratio, mask = self.log_ratio(rollout), rollout.completion_mask
+        log_ratio, mask = self.log_ratio(part), part.completion_mask
         weights = importance_weights(log_ratio, mask, self.mode, self.clip_min, self.clip_max)
         reference = self._reference(log_ratio, mask, weights)
         if self.normalize == "batch":
             weights = normalize_weights(weights, reference, mask) * self._own_to_common(trainer, reference, mask)
         elif self.normalize == "micro_batch":
-            if rollout.weight_reference is not None:
+            if part.weight_reference is not None:
                 raise UserError("Only one ImportanceReweighting may have normalize='micro_batch'. Remove the other.")
-            rollout.weight_reference = reference
-        rollout.weights = weights if rollout.weights is None else rollout.weights * weights
+            part.weight_reference = reference
+        part.weights = weights if part.weights is None else part.weights * weights
 
     def _own_to_common(self, trainer: Trainer, reference: Tensor, mask: Tensor) -> Tensor | float:
         """The ratio of this rank's mean of the reference to the mean over all ranks."""

@@ -246,6 +246,7 @@ class WorstCase:
             completion_mask=mask,
             finished=torch.ones(shape[:1], dtype=torch.bool, device=device),
             sampler_logprobs=zeros,
+            old_logprobs=zeros,
             replay_logprobs=zeros if self.module.keeps_evictions else None,
             evictions=EvictionRecord.from_dense(alive) if self.module.keeps_evictions else None,
             advantages=torch.ones(shape[:1], device=device),

@@ -54,8 +54,8 @@ class AcceptanceMonitor(RolloutCallback):
     acceptance/target               share     0.86 x the ceiling / 0.945, Sparrow's target under its own ceiling
     =============================== ========= ========================================================================
 
-    Bins without tokens are left out. The sampled keys need dense rescoring. Tokens of partial rollouts count if the
-    newest policy drew the whole sequence. Runs are the same with this callback and without it.
+    Bins without tokens are left out. A rollout that is measured is rescored as a whole. Tokens of partial rollouts
+    count if the newest policy drew the whole sequence. Runs are the same with this callback and without it.
 
     Args:
         every_n_rollouts: Interval of measurements in rollouts, starting with the first.
@@ -130,6 +130,10 @@ class AcceptanceMonitor(RolloutCallback):
         return min(self.top_k, int(module.policy.config.vocab_size))
 
     # ---------------------------------------------------------------- measurement
+
+    def needs_rescoring(self, module: RolloutModule) -> bool:
+        """Run the policy on rollouts that are measured, before anything of an update is in memory."""
+        return not module.num_rollouts % self.every_n_rollouts
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Measure and log, if it is this rollout's turn."""

@@ -46,6 +46,10 @@ class MismatchSplit(RolloutCallback):
         self.tolerance = tolerance
         self._warned = False
 
+    def needs_rescoring(self, module: RolloutModule) -> bool:
+        """Run the policy on rollouts that are measured, before anything of an update is in memory."""
+        return not module.num_rollouts % self.every_n_rollouts
+
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Measure and log, if it is this rollout's turn."""
         if scored.index % self.every_n_rollouts:

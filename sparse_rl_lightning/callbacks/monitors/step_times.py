@@ -23,8 +23,8 @@ class StepTimes(RolloutCallback):
     time/update                seconds  all forward and backward passes and optimizer steps on a rollout
     time/block                 seconds  everything from one rollout to the next
     time/trained_per_second    tokens/s completion tokens over time/block, on this rank
-    memory/rollout_peak_bytes  bytes    maximum GPU memory while rolling out, rescoring and rewarding
-    memory/update_peak_bytes   bytes    maximum GPU memory while training
+    memory/rollout_peak_bytes  bytes    maximum GPU memory while rolling out
+    memory/update_peak_bytes   bytes    maximum GPU memory while rescoring and training
     ========================== ======== ===============================================================
     """
 
@@ -42,14 +42,18 @@ class StepTimes(RolloutCallback):
         self._block_start, self._update, self._tokens = time.perf_counter(), 0.0, 0
         _reset_peak(module.device)
 
-    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """End the rollout: the rest of this micro-batch is training."""
+    def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
+        """End the rollout: the rest of this micro-batch is scoring, training, and what callbacks do."""
         self._tokens = int(scored.rollout.completion_mask.sum())
         if module.device.type == "cuda":
             peak = float(torch.cuda.max_memory_allocated(module.device))
             module.log("memory/rollout_peak_bytes", peak, batch_size=len(scored.completions))
         _reset_peak(module.device)
         self._batch_start = time.perf_counter()
+
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
+        """Leave out what has a key of its own."""
+        self._update -= sum(seconds for stage, seconds in scored.seconds.items() if stage != "rollout")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log after the last micro-batch of a rollout."""

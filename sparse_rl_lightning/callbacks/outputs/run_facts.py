@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutModule
+from sparse_rl_lightning.callbacks.calls import rollout_callbacks
 from sparse_rl_lightning.rewards import reward_names
 from sparse_rl_lightning.text import shortened
 
@@ -31,12 +32,12 @@ def describe(module: RolloutModule) -> dict[str, str]:
     """The most important settings, in words."""
     policy, generator = module.policy, module.generator
     parameters = sum(parameter.numel() for parameter in policy.parameters())
-    edits = [type(callback).__name__ for callback in module.trainer.callbacks if getattr(callback, "edits", False)]  # type: ignore[attr-defined]
+    corrections = [type(callback).__name__ for callback in rollout_callbacks(module) if callback.corrects]
     return {
         "policy": f"{type(policy).__name__}, {parameters / 1e6:,.2f} million parameters",
         "compressor": str(generator.compressor),
         **({} if generator.retriever is None else {"retriever": str(generator.retriever)}),
-        "corrections": ", ".join(edits) or "none",
+        "corrections": ", ".join(corrections) or "none",
         "samples per prompt": str(generator.sampling.num_generations),
         "temperature": str(generator.sampling.temperature),
         "longest completion": f"{generator.sampling.max_completion_length} tokens",

@@ -1,0 +1,328 @@
+"""The sequences of a rollout's first optimizer step are not rescored, and nothing but the time of it is another."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from sparse_rl_lightning.callbacks import (
+    MIS,
+    TIS,
+    AcceptanceMonitor,
+    IcePop,
+    ImportanceReweighting,
+    MismatchSplit,
+    RolloutCallback,
+    SequenceMaskTIS,
+    SequenceMIS,
+    SparsityAwareRejection,
+)
+from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy
+from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.records import Rollout, ScoredRollout
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.tiny_grpo import ALPHABET, Recorder, fit, module, weights
+
+FOUND = ("old_logprobs", "keep", "weights", "weight_reference")
+
+
+class Counting(Learner):
+    """Counts the sequences that are rescored."""
+
+    count = 0
+
+    def rescored(self, policy: Any, parts: list[Rollout], replayed: bool = False) -> Tensor:
+        type(self).count += 0 if replayed else sum(map(len, parts))
+        return super().rescored(policy, parts, replayed)
+
+
+class Whole(RolloutCallback):
+    """Asks for all log-probs before the first loss."""
+
+    def needs_rescoring(self, module: Any) -> bool:
+        return True
+
+
+class Logged(RolloutCallback):
+    """Keeps what is logged and all gradients, step by step."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
+        self.gradients: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        found = [p.grad.flatten() for p in pl_module.policy.parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(found))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def train(
+    rescored: bool, callbacks: list[Any], steps: int, accumulate: int, options: dict[str, Any]
+) -> tuple[SparseGRPO, Recorder, Logged, int]:
+    grpo, recorder, logged = module(**{"lr": 0.1, **options}), Recorder(), Logged()
+    Counting.count = 0
+    own = {field.name: getattr(grpo.learner, field.name) for field in fields(grpo.learner)}
+    grpo.learner = Counting(**own)
+    fit(
+        grpo, steps, [recorder, logged, *callbacks, *([Whole()] if rescored else [])],
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    return grpo, recorder, logged, Counting.count
+
+
+def check_equal(
+    callbacks: Any, options: dict[str, Any], accumulate: int = 1, steps: int = 2, share: float = 0.0
+) -> None:
+    """With and without the pass all is the same to rounding; ``share`` of the sequences is rescored without it."""
+    (grpo, seen, logged, count), (other, seen_too, logged_too, all_of_them) = (
+        train(rescored, callbacks(), steps, accumulate, options) for rescored in (False, True)
+    )
+    assert len(seen.scored) == len(seen_too.scored)
+    assert all_of_them == sum(len(scored.rollout) for scored in seen.scored)
+    assert count == share * all_of_them
+    for one, two in zip(seen.scored, seen_too.scored, strict=True):
+        assert (one.rollout.sequences == two.rollout.sequences).all()
+        for name in FOUND:
+            torch.testing.assert_close(getattr(one.rollout, name), getattr(two.rollout, name), atol=1e-5, rtol=1e-4)
+    for one, two in zip(logged.gradients, logged_too.gradients, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)
+    for one, two in zip(logged.values, logged_too.values, strict=True):
+        assert one.keys() == two.keys()
+        for name in one.keys() - {name for name in one if name.startswith(("time/", "memory/"))}:
+            assert one[name] == pytest.approx(two[name], abs=2e-5, rel=1e-3, nan_ok=True), name
+    torch.testing.assert_close(weights(grpo), weights(other), atol=1e-5, rtol=1e-4)
+
+
+REJECTION = {"threshold": 0.2}  # some sequences of the tiny policy
+
+CORRECTIONS: dict[str, Any] = {
+    "none": list,
+    "rejection": lambda: [SparsityAwareRejection(**REJECTION)],
+    "paper": lambda: [SparsityAwareRejection(**REJECTION), ImportanceReweighting()],
+    "official": lambda: [
+        SparsityAwareRejection(**REJECTION, low=0.7, high=1.3),
+        ImportanceReweighting("token_mask", 0.5, 1.5, "micro_batch", 1.5),
+    ],
+    "TIS": lambda: [TIS()],
+    "IcePop": lambda: [IcePop()],
+    "MIS": lambda: [MIS(threshold=0.2)],
+    "SequenceMIS": lambda: [SequenceMIS(1.2)],
+    "SequenceMaskTIS": lambda: [SequenceMaskTIS(0.9, 1.1)],
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize(("micro_batches", "accumulate"), [(1, 1), (4, 4)])
+def test_one_step_needs_no_pass(name: str, micro_batches: int, accumulate: int) -> None:
+    check_equal(CORRECTIONS[name], {"steps_per_generation": micro_batches}, accumulate)
+
+
+@pytest.mark.parametrize("name", ["none", "paper", "official"])
+def test_of_several_steps_the_first_needs_none(name: str) -> None:
+    check_equal(CORRECTIONS[name], {"steps_per_generation": 4}, 2, steps=4, share=0.5)
+    check_equal(CORRECTIONS[name], {"steps_per_generation": 2, "num_iterations": 2}, 1, steps=8, share=0.5)
+    check_equal(CORRECTIONS[name], {"num_iterations": 3}, 1, steps=6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "dr_grpo", "denominator": "kept_tokens"},
+        {"denominator": "kept_tokens", "beta": 0.1, "kl_on": "kept"},
+        {"loss_type": "bnpo", "denominator": "kept"},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"importance_sampling_level": "sequence"},
+        {"off_policy_delta": 1e-3},
+        {"off_policy_delta": 0.01, "off_policy_reference": "sampler"},
+        {"mask_truncated_completions": True},
+        {"micro_batch_tokens": 40},
+        {"gradient_checkpointing": True},
+        {"num_slots": 5, "partial_rollout_steps": 6},
+    ],
+    ids=str,
+)
+def test_losses_and_learners(options: dict[str, Any]) -> None:
+    check_equal(CORRECTIONS["paper"], {"steps_per_generation": 4, **options}, 4)
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+def test_replay(objective: str) -> None:
+    options = {"kind": ReplayGRPO, "replay_objective": objective, "steps_per_generation": 2}
+    check_equal(CORRECTIONS["paper"], options, 2)
+
+
+def test_distillation() -> None:
+    check_equal(CORRECTIONS["paper"], {"kind": DistillSparse, "steps_per_generation": 2}, 2, steps=4)
+
+
+def lora(**options: Any) -> dict[str, Any]:
+    """Arguments of a module whose policy has an adapter that is not zero."""
+    tokenizer = character_tokenizer(ALPHABET)
+    torch.manual_seed(0)
+    model = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)
+    return {"policy": LoraPolicy(LoadedPolicy(model, tokenizer), r=4, **options)}
+
+
+class Adapted(SparseGRPO):
+    """SparseGRPO on a policy with LoRA, whatever it is given."""
+
+    def __init__(self, policy: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(lora(lora_dropout=dropout)["policy"], *args, **kwargs)
+
+    def on_policy_loaded(self) -> None:
+        super().on_policy_loaded()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in self.policy.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_lora() -> None:
+    check_equal(CORRECTIONS["paper"], {"kind": Adapted, "steps_per_generation": 2}, 2)
+
+
+# ---------------------------------------------------------------- settings that keep the pass
+
+
+class Ranked(RolloutCallback):
+    """A user's correction, which compares sequences with each other unless it says otherwise."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        assert part.old_logprobs is not None
+        assert part.advantages is not None
+        self.sizes.append(len(part))
+
+
+class Single(Ranked):
+    """One that looks at every sequence by itself."""
+
+    def needs_rescoring(self, module: Any) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "options", "sequences"),
+    [
+        ([], {"denominator": "kept"}, 32),
+        ([], {"denominator": "kept_tokens", "loss_type": "dapo"}, 32),
+        ([ImportanceReweighting(normalize="batch")], {}, 32),
+        ([MIS(normalize="batch")], {}, 32),
+        ([], {"oversampling": 2.0}, 32),
+        ([], {"kind": Adapted, "dropout": 0.5, "disable_dropout": False}, 32),
+        ([Ranked()], {}, 32),
+        ([AcceptanceMonitor(2)], {}, 16),  # the rollout that it measures
+        ([MismatchSplit(2)], {}, 16),
+        ([Single()], {}, 0),
+    ],
+    ids=str,
+)
+def test_what_keeps_the_pass(callbacks: list[Any], options: dict[str, Any], sequences: int) -> None:
+    *_, count = train(False, callbacks, 2, 2, {"steps_per_generation": 2, **options})
+    assert count == sequences
+
+
+def test_a_correction_sees_every_sequence_once() -> None:
+    whole, single = Ranked(), Single()
+    train(False, [whole], 4, 1, {"steps_per_generation": 2})
+    train(False, [single], 4, 1, {"steps_per_generation": 2})
+    assert whole.sizes == [16, 16]
+    assert single.sizes == [8] * 4
+
+
+# ---------------------------------------------------------------- callbacks
+
+
+class DensePolicy(RolloutCallback):
+    """Compares what callbacks see with the policy before the update."""
+
+    def __init__(self) -> None:
+        self.expected: list[Tensor] = []
+        self.seen: list[Tensor] = []
+        self.steps: list[int] = []
+
+    @torch.no_grad()
+    def on_rollout_drawn(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        with eval_mode(module.policy):
+            self.expected.append(module.learner.dense(module.policy, scored.rollout)[0])
+
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        assert scored.rollout.old_logprobs is not None
+        self.seen.append(scored.rollout.old_logprobs.clone())
+        self.steps.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(("micro_batches", "accumulate", "iterations"), [(1, 1, 1), (4, 4, 1), (4, 2, 1), (2, 2, 2)])
+def test_callbacks_see_the_dense_policy_before_the_update(micro_batches: int, accumulate: int, iterations: int) -> None:
+    callback = DensePolicy()
+    options = {"steps_per_generation": micro_batches, "num_iterations": iterations, "lr": 2.0}
+    per_rollout = micro_batches * iterations // accumulate
+    train(False, [TIS(), callback], 3 * per_rollout, accumulate, options)
+    assert callback.steps == [0, per_rollout, 2 * per_rollout]
+    for expected, seen in zip(callback.expected, callback.seen, strict=True):
+        torch.testing.assert_close(seen, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("others", [[], [Whole()]])
+def test_an_edit_where_it_may_come_too_late_is_refused(others: list[Any]) -> None:
+    class Late(RolloutCallback):
+        def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+            assert scored.rollout.keep is not None
+            scored.rollout.keep[0] = False
+
+    with pytest.raises(ValueError, match=r"Late\.on_rollout_scored changed keep.*correct\(trainer, module, part\)"):
+        fit(module(), 1, [*others, Late()])
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_run_resumed_within_a_rollout_is_the_run_that_went_on(tmp_path: Path, stop: int) -> None:
+    """Two steps on every rollout: the first brings its own log-probs, the second reads those that were stored."""
+    options: dict[str, Any] = {"steps_per_generation": 4, "lr": 0.1}
+
+    def run(steps: int, **more: Any) -> Tensor:
+        grpo = module(**options)
+        fit(grpo, steps, CORRECTIONS["official"](), accumulate_grad_batches=2, **more)
+        return weights(grpo)
+
+    save = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=1)
+    grpo = module(**options)
+    fit(
+        grpo, stop, [*CORRECTIONS["official"](), save], accumulate_grad_batches=2, enable_checkpointing=True
+    )  # fmt: skip
+    assert torch.equal(run(5), run(5, ckpt_path=tmp_path / "last.ckpt"))
+
+
+def test_a_run_resumed_within_the_first_step_has_all_log_probs(tmp_path: Path) -> None:
+    class Save(RolloutCallback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if not (tmp_path / "a.ckpt").exists():
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    with pytest.warns(UserWarning, match="between two optimizer steps"):
+        fit(module(steps_per_generation=4), 1, [TIS(), Save()], accumulate_grad_batches=4)
+    grpo = module(steps_per_generation=4)
+    fit(grpo, 1, [TIS()], accumulate_grad_batches=4, ckpt_path=tmp_path / "a.ckpt")
+    rollout = grpo.block.rollout  # type: ignore[union-attr]
+    assert rollout.old_logprobs is not None
+    assert rollout.weights is not None
+    assert (rollout.old_logprobs < 0)[rollout.completion_mask].all()
+    assert (rollout.weights > 0)[rollout.completion_mask].all()
