@@ -173,6 +173,8 @@ class PretendGPU(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__" and isinstance(args[0], DeviceTensor):
             return attribute(func, args[0])
+        if name == "pin_memory":
+            return self._on_pin_memory(func, args, kwargs)
         leaves = leaves_of((args, kwargs))
         on_gpu = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
         if func is torch.device or not (on_gpu or any(map(is_gpu, leaves))):
@@ -230,7 +232,17 @@ class PretendGPU(TorchFunctionMode):
             self.wait("copy to host memory")
             self._count("copy_", [source.inner], [source.inner])
             return source.inner if self.backing == "meta" else func(source.inner, *rest, **{**kwargs, "copy": True})
+        if kwargs.pop("non_blocking", False) and hasattr(source, "is_page_locked"):
+            values = func(source, *rest, **kwargs).to(self.backing, copy=True)
+            self._count("copy_", [source], [values])
+            self.captures.refuse("copy from host memory")
+            return DeviceTensor(values)
         return self._upload(func(source, *rest, **kwargs).clone(), {})
+
+    def _on_pin_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Page-locked memory, from which a copy need not wait; a build without CUDA has none."""
+        args[0].is_page_locked = True
+        return args[0]
 
     def _on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._on_to(Tensor.to, (args[0], "cpu"), {})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.errors import UserError
@@ -139,16 +140,16 @@ class PagedCache(SlotCache):
         self._refresh(layer, torch.tensor(prompts.slots, device=self.key_pool.device))
 
     def compact(
-        self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
+        self, chosen: ChosenSlots, scores: Tensor, budgets: Tensor, compressor: Compressor, room: Tensor
     ) -> None:
         """Compact slots as the base class does, and summarize the pages of the survivors."""
-        super().compact(slots, scores, budgets, compressor, room)
-        self._refresh_all(slots)
+        super().compact(chosen, scores, budgets, compressor, room)
+        self._refresh_all(chosen.places)
 
     def restore(self, slot: int, content: dict[str, Tensor]) -> None:
         """Restore a slot as the base class does, and summarize its pages again."""
         super().restore(slot, content)
-        self._refresh_all([slot])
+        self._refresh_all(torch.tensor([slot], device=self.key_pool.device))
 
     def fork(self, source: int, destinations: list[int]) -> None:
         """Copy a slot as the base class does, pages included."""
@@ -156,9 +157,9 @@ class PagedCache(SlotCache):
         for summary in self.summaries if destinations else ():
             summary[destinations] = summary[source].clone()
 
-    def _refresh_all(self, slots: list[int]) -> None:
+    def _refresh_all(self, slots: Tensor) -> None:
         for layer in range(self.geometry.num_layers):
-            self._refresh(layer, torch.tensor(slots, device=self.key_pool.device))
+            self._refresh(layer, slots)
 
     def _refresh(self, layer: int, slots: Tensor, newest_only: bool = False) -> None:
         """Summarize the complete pages of slots (B,), or only the one that the newest entry has completed."""
