@@ -113,6 +113,18 @@ class Trigger:
         raise AssertionError("the last level has no end")
 
 
+def native_scores(compressor: Compressor, cache: SlotCache, places: Tensor) -> Tensor | None:
+    """Scores (L, B, H, N), float32, of slots (B,) from ops on all layers, if nothing besides them decides.
+
+    Nothing is read from a GPU: scores that are NaN are reported by ``evict``. On a CPU they are left to the way of all
+    other compressors, which names the layer.
+    """
+    if cache.arenas is not None or not compressor.scores_natively:
+        return None
+    scores = compressor.score_cached(cache.entries_of(places)).to(torch.float32)
+    return None if scores.device.type == "cpu" and bool(scores.isnan().any()) else scores
+
+
 @dataclass(frozen=True)
 class Event:
     """The slots that are compressed now, and to how much."""
@@ -175,6 +187,12 @@ class Compression:
         budgets = [self.trigger.budgets(length) for length in lengths]
         by_layer = list(zip(*budgets, strict=True))
         on_device, room_there, budgets_there = upload([slots, room, by_layer], cache.key_pool.device)
+        native = native_scores(self.compressor, cache, on_device)
+        if native is not None:
+            kept = torch.empty(native.shape[:3], dtype=torch.int32, device=native.device)
+            kept.copy_(budgets_there.unsqueeze(-1))
+            cache.compact(ChosenSlots.of(slots, on_device, 0), native, kept, self.compressor, room_there)
+            return
         # one read, and only where heads differ in length
         width = 0 if cache.arenas is None else int(cache.lengths[:, on_device].max())
         event = Event(ChosenSlots.of(slots, on_device, width), budgets, budgets_there)

@@ -21,7 +21,7 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.arenas import Arenas
 from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord
@@ -136,7 +136,8 @@ class SlotCache:
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.prompt_keys = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
-        self.held = torch.zeros(slots + 1, length, dtype=torch.float32, device=device)  # by token, after it was fed
+        # entries of all layers and heads together, by token, after it was fed
+        self.held = torch.zeros(slots + 1, length, dtype=torch.int32, device=device)
 
     def parts(self) -> dict[str, list[Tensor]]:
         """Every tensor of this cache by its purpose: the memory plan counts their bytes."""
@@ -264,6 +265,13 @@ class SlotCache:
 
     # ---------------------------------------------------------------- a decode step
 
+    def entries_of(self, places: Tensor) -> CachedEntries:
+        """The entries of slots (B,) in all layers, for the ops that score them."""
+        return CachedEntries(
+            self.pools, places, self.seen[:-1], self.queries, self.prompt_lengths[:-1], self.prompt_keys[:-1],
+            self.sequence_keys[:-1], self.state_pool, self.geometry.scale, max(self.most_entries),
+        )  # fmt: skip
+
     def begin_step(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens and positions (R,) that these slots feed next."""
         positions = self.seen[places]
@@ -286,8 +294,8 @@ class SlotCache:
         self.held[slots, self.seen[slots] - 1] = self.entries_held(slots)
 
     def entries_held(self, slots: Tensor) -> Tensor:
-        """The number of live entries (n,) of these slots, a mean over layers and heads."""
-        return self.lengths[:, slots].to(torch.float32).mean(dim=(0, 2))
+        """The number of live entries (n,), int32, of these slots in all layers and heads together."""
+        return self.lengths[:, slots].sum(dim=(0, 2), dtype=torch.int32)
 
     # ---------------------------------------------------------------- data of a finished sequence
 
@@ -330,13 +338,12 @@ class SlotCache:
         """
         ops.evict(
             self.pools, chosen.places, scores, budgets, compressor.num_sinks, compressor.window, self.seen[:-1],
-            self.death, self.state_pool,
+            self.death, self.state_pool, held=self.held[:-1],
         )  # fmt: skip
         # after an eviction heads differ in length: lay them out again, each with room for the tokens until the next one
         if self.arenas is not None:
             size = self.lengths[:, chosen.places] + self._room(room, chosen.places)
             self.arenas.move(chosen.places, size, chosen.width, self.state_pool)
-        self.note_held(chosen.places)
 
     def save(self, slot: int) -> dict[str, Tensor]:
         """Copy everything that one slot holds, for :meth:`restore`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.entries import CachedEntries
 from sparse_rl_lightning.ops.evict import pinned_entries, select_entries
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import LayerState, StateUpdate
@@ -139,6 +140,21 @@ class Compressor(Budgeted):
 
         Entries with a score of +inf must stay: more of them than the budget holds are an error, not an eviction.
         """
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same scores of all layers from the cache itself: (L, B, H, N), 0 in free memory and rows to skip.
+
+        Optional, for methods with ops of their own: a few launches for all layers of a model. It counts only where
+        it is defined in the same class as :meth:`score` or in one derived from that.
+        """
+        raise NotImplementedError
+
+    @property
+    def scores_natively(self) -> bool:
+        """Whether :meth:`score_cached` decides alone: it is there, up to date, and no token is protected."""
+        owners = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("score_cached", "score")]
+        is_current = owners[0] is not Compressor and issubclass(owners[0], owners[1])
+        return is_current and not self.protect_prompt and not self.protect_token_ids
 
     def update_state(self, update: StateUpdate) -> None:
         """Update the running numbers in ``update.state`` and ``update.head_state`` for new tokens, in place.

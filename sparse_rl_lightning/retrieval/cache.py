@@ -61,7 +61,7 @@ class PagedCache(SlotCache):
         self.width = min(max(counts), max(r.layer_pages(len(counts), budget=r.budget)))  # K
         self.limits_at = r.page_limits(len(counts), g.device)
         self.limits = torch.zeros(0, dtype=torch.int32, device=g.device)  # (L, R) pages that rows of a step read
-        self.read = torch.zeros_like(self.held)  # entries read by the step that fed a token
+        self.read = torch.zeros_like(self.held, dtype=torch.float32)  # entries read by the step that fed a token
 
     def parts(self) -> dict[str, list[Tensor]]:
         """Every tensor of this cache by its purpose, pages included."""

@@ -11,19 +11,19 @@ from benchmarks import launches
 SLOTS, LAYERS = 64, 4
 SHAPE: dict[str, Any] = launches.SHAPES["Qwen2.5-1.5B"] | {"num_hidden_layers": LAYERS}
 LIMITS = {  # launches, waits: what was counted last; lower them with the code, never raise them
-    "decode step": (237, 0),
+    "decode step": (236, 0),
     "draw, greedy": (26, 0),
     "draw, temperature 1": (85, 0),
     "draw, top-k 50": (91, 0),
     "draw, top-p 0.95": (96, 0),
     "draw, min-p 0.05": (92, 0),
     "draw, 20 top log-probs": (88, 0),
-    "compression, R-KV, all slots": (65, 1),
-    "compression, R-KV, 8 scattered": (70, 1),
-    "compression, SnapKV, all slots": (54, 1),
-    "compression, SnapKV, 8 scattered": (59, 1),
-    "compression, StreamingLLM, all slots": (52, 1),
-    "compression, StreamingLLM, 8 scattered": (57, 1),
+    "compression, R-KV, all slots": (5, 0),
+    "compression, R-KV, 8 scattered": (5, 0),
+    "compression, SnapKV, all slots": (4, 0),
+    "compression, SnapKV, 8 scattered": (4, 0),
+    "compression, StreamingLLM, all slots": (4, 0),
+    "compression, StreamingLLM, 8 scattered": (4, 0),
     "admission, 1 prompt x 8": (468, 52),
     "admission, 8 prompts x 8": (1145, 262),
 }

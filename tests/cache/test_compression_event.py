@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,6 +129,7 @@ class Slots:
                 newest = pools.offsets[chosen] + pools.lengths[chosen] - 1
                 cache.state_pool[newest] = torch.rand(n, HEADS, cache.state_pool.shape[1], generator=self.g)
         cache.seen[chosen] += 1
+        cache.note_held(chosen)
         cache.head_state[:, chosen] = torch.rand(cache.head_state[:, chosen].shape, generator=self.g)
 
     def step(self) -> list[int]:
@@ -221,19 +221,9 @@ def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype
             assert same(slots.content(layer, slot, head), entries), (layer, slot, head)
         assert torch.equal(cache.death, death)
         for slot in due:
-            held = cache.lengths[:, slot].float().mean()
-            assert float(slots_held(cache)[slot, slots.fed[slot] - 1]) == pytest.approx(float(held), rel=1e-6)
+            assert cache.held[slot, slots.fed[slot] - 1] == cache.lengths[:, slot].sum()
     assert (cache.death != NEVER).any()
     return cuts
-
-
-def slots_held(cache: SlotCache) -> Tensor:
-    return cache.held
-
-
-@functools.cache
-def compiled(kv_dtype: torch.dtype) -> bool:
-    return ops.HAS_NATIVE and kv_dtype in (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore:.*shrinks with length:UserWarning")
@@ -247,3 +237,70 @@ def test_an_event_keeps_what_each_layer_and_slot_keeps_alone(name: str) -> None:
 def test_types_of_the_cache(name: str, kv_dtype: torch.dtype) -> None:
     dtype = torch.bfloat16 if kv_dtype == torch.float8_e4m3fn else kv_dtype
     assert run_events(COMPRESSORS[name], dtype, kv_dtype, seed=2) >= 50
+
+
+@pytest.mark.parametrize(("method", "calls"), [(LargestValue, 1), (ByLayer, LAYERS + 1)])
+def test_layers_are_scored_together_unless_their_number_matters(
+    method: type[Compressor], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, proper = list[int](), method.score
+
+    def score(self: Compressor, layer: LayerState) -> Tensor:
+        rows.append(len(layer.keys))
+        return proper(self, layer)
+
+    slots = Slots(method(**SIZES), torch.float32, torch.float32, seed=3)
+    monkeypatch.setattr(method, "score", score)
+    for event in range(2):
+        while not (due := slots.step()):
+            pass
+        rows.clear()
+        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+        if calls == 1:
+            assert rows == [LAYERS * len(due)]
+        else:  # the first event finds out
+            assert rows == [LAYERS * len(due)] * (event == 0) + [len(due)] * LAYERS
+
+
+@pytest.mark.parametrize("name", ["rkv", "keydiff", "cur", "combined", "by layer"])
+def test_scores_that_are_nan_name_their_layer(name: str) -> None:
+    slots = Slots(COMPRESSORS[name], torch.float32, torch.float32, seed=4)
+    while not (due := slots.step()):
+        pass
+    rows = slots.rows(2, due[0], 1)[5]
+    slots.cache.key_pool[rows] = slots.cache.pools.values[rows] = torch.nan
+    before = slots.cache.lengths.clone()
+    with pytest.raises(ValueError, match=r"score returned NaN for live entries of layer 2. Their keys are NaN"):
+        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+    assert torch.equal(slots.cache.lengths, before)  # nothing has moved
+
+
+class Greedy(Adaptive):
+    """A user's rule that gives away more than there is."""
+
+    def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int | Tensor, minimum: int) -> Tensor:
+        """One entry too many."""
+        budgets = super().head_budgets(scores, candidates, layer_budget, minimum)
+        return budgets + (torch.arange(HEADS) == 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [
+        (SnapKV(**SIZES, protect_token_ids=list(range(200))), "26 entries of a head in layer 0 must stay"),
+        (SnapKV(**SIZES, budget_rule=Greedy()), r"Greedy\(.*\) gives the heads of layer 0 41 entries, more than"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(method: Compressor, match: str) -> None:
+    slots = Slots(method, torch.float32, torch.float32, seed=5)
+    while not (due := slots.step()):
+        pass
+    with pytest.raises(ValueError, match=match):
+        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+
+
+def test_a_method_that_is_derived_from_a_native_one_and_scores_itself_is_asked() -> None:
+    assert RKV(**SIZES).scores_natively
+    assert not LargestValue(**SIZES).scores_natively
+    assert not SnapKV(**SIZES, protect_prompt=True).scores_natively
+    assert not c.CUR(**SIZES).scores_natively
