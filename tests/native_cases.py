@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.ops import KVPools, library
+from sparse_rl_lightning.ops import CachedEntries, KVPools, library
+from sparse_rl_lightning.ops.key_redundancy import cached_mixture
 from sparse_rl_lightning.ops.library import REFERENCES
-from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 from sparse_rl_lightning.ops.select_pages import list_pages
+from sparse_rl_lightning.ops.window_importance import cached_importance
 from sparse_rl_lightning.records import NEVER
 
 EMULATED = os.environ.get("SPARSE_RL_EMULATED") == "1"  # the CPU library holds the CUDA kernels: make cuda-emulate
@@ -34,10 +35,8 @@ on_each_device = pytest.mark.parametrize(
 )
 
 OPS = torch.ops.sparse_rl
-SCORES = ["window_importance", "key_redundancy"]  # they know no slots and no pools
-APART = [*SCORES, "draw"]  # nor does the draw, which knows no keys either
 CASES = [*SCHEMAS, "evict from a source"]
-POOLED = [name for name in CASES if name not in APART]
+POOLED = [name for name in CASES if name != "draw"]  # which knows neither slots nor pools
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = st.fixed_dictionaries(
     {
@@ -145,16 +144,6 @@ def no_kernels(block_size: int = 128) -> Iterator[None]:
         yield
 
 
-def dense_heads_of(layer: KVPools, width: int, *, strided: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys (S, H, N, D), positions (S, H, N) and lengths of a layer's heads, with rubbish in free memory."""
-    rows, live = gather_heads(layer.offsets, layer.lengths, width)
-    keys = layer.keys[rows].masked_fill(~live.unsqueeze(-1), torch.nan)
-    positions = layer.positions[rows].long().masked_fill(~live, -7)
-    if strided:  # as the prompts of a rollout come, heads first
-        keys, positions = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (keys, positions))
-    return keys, positions, layer.lengths.clone()
-
-
 def copy(pools: KVPools) -> KVPools:
     return replace(pools, **{name: value.clone() for name, value in vars(pools).items() if value is not None})
 
@@ -207,7 +196,10 @@ class Case:
         self.cos, self.sin = angle.cos(), angle.sin()
         self.lse = torch.zeros(SLOTS, HEADS * GROUP, dtype=wide)
         self.probs = torch.zeros(SLOTS, HEADS * GROUP, CAPACITY + 1, dtype=wide)
-        self.ring_positions = torch.randint(0, 20, (SLOTS, 4), generator=g)
+        self.importance = torch.rand(LAYERS, SLOTS, HEADS, CAPACITY, generator=g).to(wide)
+        self.prompt_lengths, self.prompt_keys = torch.tensor([5, 9, 2]), torch.tensor([-7, 2**40, 3])
+        self.sequence_keys = torch.tensor([11, -(2**50), 12])
+        self.held = torch.full((SLOTS, 3 * CAPACITY), 1000, dtype=torch.int32)
         self.scores = torch.randn(LAYERS, SLOTS, HEADS, CAPACITY, generator=g)
         self.budgets = torch.ones(LAYERS, SLOTS, HEADS, dtype=torch.int32)
         self.death = torch.full((LAYERS, SLOTS, HEADS, 3 * CAPACITY), NEVER, dtype=torch.int32)
@@ -224,8 +216,12 @@ class Case:
             if isinstance(value, Tensor | KVPools):
                 setattr(self, name, value.to(device) if isinstance(value, Tensor) else moved(value, device))
         self.layer = self.pools.layer(0)  # the same memory
-        self.dense, self.positions, self.lengths = dense_heads_of(self.layer, CAPACITY, strided=True)
-        self.dense.nan_to_num_(0.25)
+
+    def entries(self) -> CachedEntries:
+        return CachedEntries(
+            self.pools, self.slots, self.seen, self.ring, self.prompt_lengths, self.prompt_keys, self.sequence_keys,
+            self.state if self.full else None, 0.3, CAPACITY,
+        )  # fmt: skip
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         ring, cos, sin, lse, probs, death, state = (
@@ -238,11 +234,13 @@ class Case:
                 self.layer, self.slots, self.seen, self.query, self.key, self.value, ring_of_layer, cos, sin),
             "decode_attention": lambda: ops.decode_attention(
                 self.layer, self.slots, self.query, 0.3, CAPACITY, lse=lse, probs=probs),
-            "window_importance": lambda: ops.window_importance(
-                self.ring[0], self.ring_positions, self.dense, self.lengths, self.positions, 0.3, window=2),
-            "key_redundancy": lambda: ops.key_redundancy(self.dense, self.lengths),
+            "window_importance": lambda: cached_importance(self.entries(), window=2),
+            "key_redundancy": lambda: cached_mixture(self.entries(), self.importance, 0.4),
+            "score_entries": lambda: ops.score_entries(
+                self.entries(), "mass" if self.full else "random", by_value=self.full),
             "evict": lambda: ops.evict(
-                self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, state),
+                self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, state,
+                held=self.held if self.full else None),
             "evict from a source": lambda: ops.evict(
                 self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, source=self.source),
             "fork": lambda: ops.fork(self.pools, self.sources, self.destinations, ring, death, state),

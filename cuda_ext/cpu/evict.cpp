@@ -78,6 +78,18 @@ struct Unit {
   }
 };
 
+// Subtract what each slot holds from its count at its last token, or add it with the sign turned.
+void note_held(const Eviction& op, int sign) {
+  for (int64_t b = 0; op.held && b < op.num_rows; ++b) {
+    const int64_t slot = op.slots[b], last = slot < 0 ? -1 : op.seen[slot] - 1;
+    if (last < 0 || last >= op.held_tokens) continue;
+    for (int64_t i = 0; i < op.num_layers * op.num_heads; ++i) {
+      const int64_t head = (i / op.num_heads * op.num_slots + slot) * op.num_heads + i % op.num_heads;
+      op.held[slot * op.held_tokens + last] -= sign * op.lengths[head];
+    }
+  }
+}
+
 struct Kernel : Cpu {
   static void run(const Eviction& op, const Tensor&) {
     const int64_t heads = op.num_heads, units = op.num_layers * op.num_rows * heads;
@@ -87,12 +99,14 @@ struct Kernel : Cpu {
     for (int64_t u = 0; u < units; ++u) {
       if (used(u)) unit(u).check();
     }
+    note_held(op, 1);
     std::atomic<bool> fits{true};
     torch::stable::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
       for (int64_t u = begin; u < end; ++u) {
         if (used(u) && !unit(u).run()) fits = false;
       }
     });
+    note_held(op, -1);
     STD_TORCH_CHECK(fits, "a position lies outside the death record of ", op.num_tokens, " tokens");
   }
 };

@@ -98,21 +98,35 @@ SPARSE_RL_CLONES void cosines_of(
   }
 }
 
+// out = mix * importance - (1 - mix) * softmax(out)
+void mix_with(const float* importance, float mix, int64_t count, float* out) {
+  const float largest = *std::max_element(out, out + count);
+  double sum = 0;
+  for (int64_t j = 0; j < count; ++j) sum += out[j] = std::exp(out[j] - largest);
+  for (int64_t j = 0; j < count; ++j) {
+    out[j] = mix * importance[j] - (1 - mix) * (out[j] / static_cast<float>(sum));
+  }
+}
+
 template <class T>
 struct Unit {
   const Redundancy<T>& op;
+  int64_t dim;
 
-  void run(int64_t s, int64_t h) const {
-    const int64_t head = s * op.num_heads + h, length = op.lengths[head];
-    float* row = op.out + head * op.num_entries;
-    std::fill(row, row + op.num_entries, 0.0f);
-    const T* keys = op.keys.at(s, h);
-    float* norm = op.scratch + head * 2 * op.num_entries;
-    auto* pending = reinterpret_cast<int32_t*>(norm + op.num_entries);
-    inverse_norms(keys, length, op.dim, norm);
-    linear_part(keys, length, op.dim, norm, row);
+  void run(int64_t u, int64_t place) const {
+    const Span span = op.entries.span(u);
+    const int64_t num_entries = op.entries.num_entries, length = span.length;
+    float* row = op.out + u * num_entries;
+    std::fill(row, row + num_entries, 0.0f);
+    if (span.slot < 0 || length == 0) return;
+    const T* keys = op.keys + span.start * dim;
+    float* norm = op.scratch + place * 2 * num_entries;
+    auto* pending = reinterpret_cast<int32_t*>(norm + num_entries);
+    inverse_norms(keys, length, dim, norm);
+    linear_part(keys, length, dim, norm, row);
     spare_last(keys, length, norm, pending, row);
     for (int64_t j = 0; j < length; ++j) row[j] /= static_cast<float>(length);
+    if (op.importance) mix_with(op.importance + u * num_entries, op.mix, length, row);
   }
 
   // Subtract from each column the cosines of the rows whose last similar column it is.
@@ -123,15 +137,15 @@ struct Unit {
     const int64_t last_block = (length - 1) / kColumns * kColumns;
     for (int64_t start = last_block; left > 0 && start >= 0; start -= kColumns) {
       const int64_t count = std::min<int64_t>(kColumns, length - start);
-      pack_columns(keys + start * op.dim, count, op.dim, norm + start, columns);
+      pack_columns(keys + start * dim, count, dim, norm + start, columns);
       int64_t kept = 0;
       for (int64_t r = 0; r < left; r += kRows) {
         const int64_t some = std::min<int64_t>(kRows, left - r);
         if (some == kRows) {
-          cosines_of<T, kRows>(keys, pending + r, op.dim, norm, columns, cosines);
+          cosines_of<T, kRows>(keys, pending + r, dim, norm, columns, cosines);
         } else {
           for (int64_t k = 0; k < some; ++k) {
-            cosines_of<T, 1>(keys, pending + r + k, op.dim, norm, columns, cosines + k * kColumns);
+            cosines_of<T, 1>(keys, pending + r + k, dim, norm, columns, cosines + k * kColumns);
           }
         }
         for (int64_t k = 0; k < some; ++k) {
@@ -157,8 +171,8 @@ struct Unit {
 struct Kernel : Cpu {
   template <class T>
   static void run(const Redundancy<T>& op, const Tensor&) {
-    check_lengths(op.lengths, op.num_slots * op.num_heads, op.num_entries);
-    for_heads(op.num_slots, op.num_heads, [&](int64_t s, int64_t h) { Unit<T>{op}.run(s, h); });
+    check_spans(op.entries);
+    for_spans(op.entries, op.at_a_time, [&](int64_t u, int64_t place) { Unit<T>{op, op.entries.dim}.run(u, place); });
   }
 };
 

@@ -38,32 +38,33 @@ SPARSE_RL_CLONES void add_softmax(float* logits, int64_t count, float* total) {
 
 template <class T>
 struct Unit {
-  const Importance<T>& op;
+  const Importance<T, T>& op;
+  Span span;
+  float* rows;  // scratch: logits (A, N), then the sum over the queries (N)
 
   // Logits of the queries present, rows (query, head), against `count` keys; several heads of a query share the row of
   // their maximum.
-  void fill_logits(const T* keys, int64_t count, int64_t slot, int64_t first_head, int64_t heads_per_row, float* rows)
-      const {
-    const int64_t* at = op.query_positions + slot * op.num_queries;
+  void fill_logits(const T* keys, int64_t count, int first_head, int heads_per_row) const {
+    const int64_t dim = op.entries.dim, num_entries = op.entries.num_entries;
     float packed[kRows * kMaxHeadDim], tile[kRows * kTile];
     int64_t row_of[kRows];
     int used = 0;
     auto flush = [&]() {
       for (int64_t start = 0; used && start < count; start += kTile) {
         const int64_t some = std::min<int64_t>(kTile, count - start);
-        dots(keys + start * op.dim, some, op.dim, packed, used, op.scale, tile);
+        dots(keys + start * dim, some, dim, packed, used, op.scale, tile);
         for (int r = 0; r < used; ++r) {
-          float* row = rows + row_of[r] * op.num_entries + start;
+          float* row = rows + row_of[r] * num_entries + start;
           for (int64_t j = 0; j < some; ++j) row[j] = std::max(row[j], tile[r * kTile + j]);
         }
       }
       used = 0;
     };
-    for (int64_t a = 0; a < op.num_queries; ++a) {
-      std::fill(rows + a * op.num_entries, rows + (a + 1) * op.num_entries, kNothing);
-      for (int64_t g = 0; g < heads_per_row && at[a] >= 0; ++g) {
-        const int64_t head = slot * op.num_heads * op.group + first_head + g;
-        pack_query(op.queries + (head * op.num_queries + a) * op.dim, used, op.dim, packed);
+    for (int a = 0; a < op.num_queries; ++a) {
+      std::fill(rows + a * num_entries, rows + (a + 1) * num_entries, kNothing);
+      const bool present = op.position(span.slot, a) >= 0;
+      for (int g = 0; g < heads_per_row && present; ++g) {
+        pack_query(op.query(span, first_head + g, a), used, dim, packed);
         row_of[used++] = a;
         if (used == kRows) flush();
       }
@@ -71,27 +72,25 @@ struct Unit {
     flush();
   }
 
-  void run(int64_t slot, int64_t h) const {
-    const int64_t head = slot * op.num_heads + h, length = op.lengths[head];
-    float* out = op.scores + head * op.num_entries;
-    std::fill(out, out + op.num_entries, 0.0f);
-    const int before = static_cast<int>(std::max<int64_t>(0, length - op.window));
-    const int64_t count = op.exclude_window ? before : length;
-    const T* keys = op.keys.at(slot, h);
-    const int64_t* positions = op.positions.at(slot, h);
-    const int64_t* at = op.query_positions + slot * op.num_queries;
-    float* rows = op.scratch + head * (op.num_queries + 1) * op.num_entries;
-    float* total = rows + static_cast<int64_t>(op.num_queries) * op.num_entries;
-    int64_t present = 0;
-    for (int64_t a = 0; a < op.num_queries; ++a) present += at[a] >= 0;
+  void run(float* out) const {
+    const int64_t num_entries = op.entries.num_entries;
+    std::fill(out, out + num_entries, 0.0f);
+    if (span.slot < 0) return;
+    const int length = span.length, before = std::max(0, length - op.window);
+    const int count = op.exclude_window ? before : length;
+    const T* keys = op.keys + span.start * op.entries.dim;
+    const int32_t* positions = op.positions + span.start;
+    float* total = rows + static_cast<int64_t>(op.num_queries) * num_entries;
+    int present = 0;
+    for (int a = 0; a < op.num_queries; ++a) present += op.position(span.slot, a) >= 0;
     const float share = op.query_mean && present > 0 ? 1 / static_cast<float>(present) : 1.0f;
     const int passes = op.group_max ? 1 : op.group;
     for (int g = 0; g < passes; ++g) {
-      fill_logits(keys, count, slot, h * op.group + g, op.group_max ? op.group : 1, rows);
-      std::fill(total, total + op.num_entries, 0.0f);
-      for (int64_t a = 0; a < op.num_queries; ++a) {
-        const int64_t visible = std::upper_bound(positions, positions + count, at[a]) - positions;
-        add_softmax(rows + a * op.num_entries, visible, total);
+      fill_logits(keys, count, g, op.group_max ? op.group : 1);
+      std::fill(total, total + num_entries, 0.0f);
+      for (int a = 0; a < op.num_queries; ++a) {
+        const int64_t visible = std::upper_bound(positions, positions + count, op.position(span.slot, a)) - positions;
+        add_softmax(rows + a * num_entries, visible, total);
       }
       for (int j = 0; j < before; ++j) total[j] *= share;
       for (int j = 0; j < before; ++j) out[j] += op.pooling.at(total, before, j) / static_cast<float>(passes);
@@ -101,9 +100,13 @@ struct Unit {
 
 struct Kernel : Cpu {
   template <class T>
-  static void run(const Importance<T>& op, const Tensor&) {
-    check_lengths(op.lengths, op.num_slots * op.num_heads, op.num_entries);
-    for_heads(op.num_slots, op.num_heads, [&](int64_t s, int64_t h) { Unit<T>{op}.run(s, h); });
+  static void run(const Importance<T, T>& op, const Tensor&) {
+    check_spans(op.entries);
+    const int64_t num_entries = op.entries.num_entries;
+    for_spans(op.entries, op.at_a_time, [&](int64_t u, int64_t place) {
+      float* rows = op.scratch + place * (op.num_queries + 1) * num_entries;
+      Unit<T>{op, op.entries.span(u), rows}.run(op.scores + u * num_entries);
+    });
   }
 };
 

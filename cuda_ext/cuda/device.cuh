@@ -4,7 +4,7 @@
 // <platform.cuh> is CUDA itself; tests use the one of ../emulation, which runs the same sources on a CPU.
 #pragma once
 
-#include "heads.h"
+#include "entries.h"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Float8_e4m3fn.h>
@@ -124,10 +124,14 @@ SPARSE_RL_DEVICE Run find_run(const Heads& heads, int64_t b, int64_t h, int64_t 
   return run;
 }
 
-// The same of a head of a dense tensor.
-SPARSE_RL_DEVICE int count_live(const int32_t* lengths, int64_t head, int num_entries) {
-  const int length = lengths[head];
-  return length >= 0 && length <= num_entries ? length : 0;
+// A head of a scoring op. Those whose numbers cannot be are skipped, too, and reported.
+SPARSE_RL_DEVICE Span find_span(const Entries& all, int64_t u) {
+  Span span = all.span(u);
+  const bool exists = span.slot >= 0 && span.slot < all.num_slots;
+  if (exists && inside(span.start, span.length, all.num_entries, all.pool_rows)) return span;
+  if (threadIdx.x == 0 && span.slot != -1) complain(all.report, exists ? Fault::run : Fault::slot, span.slot);
+  span.slot = -1, span.length = 0;
+  return span;
 }
 
 inline void check_aligned(const char* name, const void* p) {

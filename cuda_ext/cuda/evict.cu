@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(kThreads) evict_kernel(Eviction op) {
   for (int start = 0; start < length; start += kThreads) {
     const int j = start + static_cast<int>(threadIdx.x);
     const bool stays = everything ? j < length : choice.stays(j, ties_seen, shared.choice);
+    if (!everything && j < length && choice.scores[j] != choice.scores[j]) complain(op.report, Fault::nan, slot);
     const int position = j >= length ? 0 : in_place ? positions[j] : j;
     const Count kept = count_block(stays, shared.choice.per_warp);  // its barriers: all positions have been read
     if (stays) {
@@ -114,7 +115,12 @@ __global__ void __launch_bounds__(kThreads) evict_kernel(Eviction op) {
     to += kept.all;
     __syncthreads();
   }
-  if (threadIdx.x == 0) op.lengths[head] = to;
+  if (!first) return;
+  op.lengths[head] = to;
+  const int64_t last = op.seen[slot] - 1;
+  if (op.held && in_place && last >= 0 && last < op.held_tokens) {
+    atomicAdd(op.held + slot * op.held_tokens + last, to - length);  // of integers: their order does not matter
+  }
 }
 
 struct Kernel : Device {

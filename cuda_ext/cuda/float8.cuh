@@ -50,6 +50,8 @@ SPARSE_RL_DEVICE void load_floats(const Float8* p, float (&x)[Width]) {
   }
 }
 
+SPARSE_RL_DEVICE void load8(const Float8* p, float (&x)[8]) { load_floats(p, x); }
+
 // The stored value of a number: the nearest one, +-448 for those beyond; NaN stays.
 template <class P, class T>
 SPARSE_RL_DEVICE P stored(T x) {

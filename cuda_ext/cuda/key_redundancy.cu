@@ -1,6 +1,6 @@
 // key_redundancy: R-KV's mean cosine to the other keys, without the last similar neighbor of every key.
 //
-// One block per (row, KV head). All but the entries set to zero are linear in the keys: sum_i cos(i, j) =
+// A block takes one (layer, row, KV head) after the other. All but the entries set to zero are linear in the keys: sum_i cos(i, j) =
 // k_j . (sum_i k_i - k_j) for unit keys. Only the search for each row's last similar column is pairwise: it goes over
 // tiles of 64 columns from the last one on; a row leaves the list of pending rows at its first hit, and the search ends
 // with the list. The cosines taken from a column are summed in the order of the rows.
@@ -37,14 +37,15 @@ struct Unit {
   const T* keys;
   int length;
   float *out, *norm;
-  int* pending;
 
-  SPARSE_RL_DEVICE const T* key(int j) const { return keys + static_cast<int64_t>(j) * op.dim; }
+  SPARSE_RL_DEVICE int* pending() const { return reinterpret_cast<int*>(norm + op.entries.num_entries); }
+
+  SPARSE_RL_DEVICE const T* key(int j) const { return keys + static_cast<int64_t>(j) * op.entries.dim; }
 
   // f(d, x) for the elements d .. d + 7 of key j that this lane of a warp reads.
   template <class F>
   SPARSE_RL_DEVICE void each(int j, F f) const {
-    for (int d = threadIdx.x % 32 * 8; d < op.dim; d += 256) {
+    for (int d = threadIdx.x % 32 * 8; d < op.entries.dim; d += 256) {
       float x[8];
       load8(key(j) + d, x);
       f(d, x);
@@ -67,7 +68,7 @@ struct Unit {
   // total[d] = sum_j key_j[d] * norm_j; each warp adds up every eighth key.
   SPARSE_RL_DEVICE void sum_keys(float (&parts)[kWarps][kMaxHeadDim]) const {
     const int warp = threadIdx.x / 32;
-    for (int d = threadIdx.x % 32 * 8; d < op.dim; d += 256) {
+    for (int d = threadIdx.x % 32 * 8; d < op.entries.dim; d += 256) {
       float sum[8] = {};
       for (int j = warp; j < length; j += kWarps) {
         float x[8];
@@ -79,7 +80,7 @@ struct Unit {
       for (int i = 0; i < 8; ++i) parts[warp][d + i] = sum[i];
     }
     __syncthreads();
-    for (int d = threadIdx.x; d < op.dim; d += kThreads) {
+    for (int d = threadIdx.x; d < op.entries.dim; d += kThreads) {
       float sum = 0;
       for (int w = 0; w < kWarps; ++w) sum += parts[w][d];
       parts[0][d] = sum;
@@ -98,7 +99,7 @@ struct Unit {
         }
       });
       sum = warp_sum(sum);
-      if (threadIdx.x % 32 == 0) out[j] = sum, pending[j] = j;
+      if (threadIdx.x % 32 == 0) out[j] = sum, pending()[j] = j;
     }
     __syncthreads();
   }
@@ -111,7 +112,7 @@ struct Unit {
       int kept = 0;
       for (int base = 0; base < left; base += kTile) {
         if (threadIdx.x < kTile) {
-          search.rows[threadIdx.x] = base + static_cast<int>(threadIdx.x) < left ? pending[base + threadIdx.x] : -1;
+          search.rows[threadIdx.x] = base + static_cast<int>(threadIdx.x) < left ? pending()[base + threadIdx.x] : -1;
         }
         __syncthreads();
         find_hits(search, start);
@@ -131,8 +132,8 @@ struct Unit {
   // The last similar column of each row in the tile of columns, relative to its start; -1 for none.
   SPARSE_RL_DEVICE void find_hits(Search& search, int start) const {
     float c[4][4];
-    search.square.template compute<T>(
-        op.dim, [&](int r) -> const T* { return search.rows[r] >= 0 ? key(search.rows[r]) : nullptr; },
+    search.square.template compute<T, T>(
+        op.entries.dim, [&](int r) -> const T* { return search.rows[r] >= 0 ? key(search.rows[r]) : nullptr; },
         [&](int j) -> const T* { return start + j < length ? key(start + j) : nullptr; }, c);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -173,37 +174,60 @@ struct Unit {
     }
     __syncthreads();
     const int first = __popc(search.still_pending[0]);
-    if (stays) pending[kept + (r < 32 ? 0 : first) + __popc(votes & ((1u << lane) - 1))] = search.rows[r];
+    if (stays) pending()[kept + (r < 32 ? 0 : first) + __popc(votes & ((1u << lane) - 1))] = search.rows[r];
     return kept + first + __popc(search.still_pending[1]);
   }
 };
 
+// out = mix * importance - (1 - mix) * softmax(out)
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) redundancy_kernel(Redundancy<T> op) {
+SPARSE_RL_DEVICE void mix_with(const Redundancy<T>& op, const float* importance, float* out, int length, float* parts) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float largest = kNothing, sum = 0;
+  for (int j = threadIdx.x; j < length; j += kThreads) largest = fmaxf(largest, out[j]);
+  largest = warp_max(largest);
+  if (lane == 0) parts[warp] = largest;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, parts[w]);
+  __syncthreads();
+  for (int j = threadIdx.x; j < length; j += kThreads) sum += out[j] = expf(out[j] - largest);
+  sum = warp_sum(sum);
+  if (lane == 0) parts[warp] = sum;
+  __syncthreads();
+  float all = 0;
+  for (int w = 0; w < kWarps; ++w) all += parts[w];
+  for (int j = threadIdx.x; j < length; j += kThreads) out[j] = op.mix * importance[j] - (1 - op.mix) * (out[j] / all);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 4) redundancy_kernel(Redundancy<T> op) {
   __shared__ union {
     Search search;
     float parts[kWarps][kMaxHeadDim];
   } shared;
-  const auto heads = static_cast<unsigned>(op.num_heads);
-  float* out = op.out + static_cast<int64_t>(blockIdx.x) * op.num_entries;
-  const int length = count_live(op.lengths, blockIdx.x, op.num_entries);
-  for (int j = length + static_cast<int>(threadIdx.x); j < op.num_entries; j += kThreads) out[j] = 0;
-  if (length == 0) return;
-  float* norm = op.scratch + static_cast<int64_t>(blockIdx.x) * 2 * op.num_entries;
-  const Unit<T> unit{
-      op, op.keys.at(blockIdx.x / heads, blockIdx.x % heads), length, out, norm,
-      reinterpret_cast<int*>(norm + op.num_entries)};
-  unit.inverse_norms();
-  unit.sum_keys(shared.parts);
-  unit.linear_part(shared.parts[0]);
-  unit.spare_last(shared.search);
-  for (int j = threadIdx.x; j < length; j += kThreads) out[j] /= static_cast<float>(length);
+  float* norm = op.scratch + static_cast<int64_t>(blockIdx.x) * 2 * op.entries.num_entries;
+  for (unsigned u = blockIdx.x; u < static_cast<unsigned>(op.entries.count); u += gridDim.x) {
+    const Span span = find_span(op.entries, u);
+    float* out = op.out + static_cast<int64_t>(u) * op.entries.num_entries;
+    const int length = span.length;
+    for (int j = length + static_cast<int>(threadIdx.x); j < op.entries.num_entries; j += kThreads) out[j] = 0;
+    if (length == 0) continue;  // the same in all threads
+    const Unit<T> unit{op, op.keys + span.start * op.entries.dim, length, out, norm};
+    unit.inverse_norms();
+    unit.sum_keys(shared.parts);
+    unit.linear_part(shared.parts[0]);
+    unit.spare_last(shared.search);
+    for (int j = threadIdx.x; j < length; j += kThreads) out[j] /= static_cast<float>(length);
+    __syncthreads();  // what is shared has been read
+    if (op.importance) mix_with(op, op.importance + (out - op.out), out, length, shared.parts[0]);
+    __syncthreads();
+  }
 }
 
 struct Kernel : Device {
   template <class T>
   static void run(const Redundancy<T>& op, const Tensor& on) {
-    launch(redundancy_kernel<T>, op.num_slots * op.num_heads, 1, kThreads, on, op);
+    launch(redundancy_kernel<T>, op.entries.count > 0 ? op.at_a_time : 0, 1, kThreads, on, op);
   }
 };
 

@@ -3,7 +3,7 @@
 // float32 FMAs for all types, so that scores do not depend on the type of the tensor cores.
 #pragma once
 
-#include "device.cuh"
+#include "float8.cuh"
 
 namespace sparse_rl {
 
@@ -18,16 +18,16 @@ struct Product {
   SPARSE_RL_DEVICE static int row() { return threadIdx.x / (Cols / 4) * 4; }     // first of this thread's four rows
   SPARSE_RL_DEVICE static int column() { return threadIdx.x % (Cols / 4) * 4; }  // first of its four columns
 
-  // c[i][j] = row_at(row() + i) . column_at(column() + j), rows and columns of T; a null pointer is a row of zeros.
+  // c[i][j] = row_at(row() + i) . column_at(column() + j), rows of T and columns of P; a null pointer is a row of zeros.
   // Begins with a barrier.
-  template <class T, class RowAt, class ColumnAt>
+  template <class T, class P, class RowAt, class ColumnAt>
   SPARSE_RL_DEVICE void compute(int dim, RowAt row_at, ColumnAt column_at, float (&c)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) c[i / 4][i % 4] = 0;
     for (int start = 0; start < dim; start += kDepth) {
       __syncthreads();
       fill<T>(rows, Rows, start, dim, row_at);
-      fill<T>(columns, Cols, start, dim, column_at);
+      fill<P>(columns, Cols, start, dim, column_at);
       __syncthreads();
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {

@@ -24,6 +24,8 @@ struct Eviction {
   const int32_t* source_lengths;  // (L, B, H)
   int64_t source_rows;
   Report report;
+  int32_t* held;       // (S, held_tokens) entries of all layers and heads by token, null for none; in place only
+  int64_t held_tokens;
 
   SPARSE_RL_DEVICE bool in_place() const { return !source_lengths; }
 };
@@ -35,7 +37,8 @@ void evict(
     const Tensor& value_pool, const Tensor& position_pool, const Tensor& lengths, const std::optional<Tensor>& death,
     const std::optional<Tensor>& state_pool, const std::optional<Tensor>& source_keys,
     const std::optional<Tensor>& source_values, const std::optional<Tensor>& source_offsets,
-    const std::optional<Tensor>& source_lengths, const std::optional<Tensor>& errors) {
+    const std::optional<Tensor>& source_lengths, const std::optional<Tensor>& errors,
+    const std::optional<Tensor>& held) {
   const PoolShape pool = check_pool<Backend>(key_pool);
   const auto [L, S, H] = check_layers(offsets, key_pool);
   const int64_t B = slots.dim() == 1 ? slots.size(0) : 0, N = scores.dim() == 4 ? scores.size(3) : 0;
@@ -56,6 +59,7 @@ void evict(
   check_tensor("source_values", source_values, key_pool, pool.dtype, {source_rows, pool.dim});
   check_tensor("source_offsets", source_offsets, key_pool, ScalarType::Long, {L, B, H});
   check_tensor("source_lengths", source_lengths, key_pool, ScalarType::Int, {L, B, H});
+  check_tensor("held", held, key_pool, ScalarType::Int, {S, kAnySize});
   STD_TORCH_CHECK(
       in_place != source_keys.has_value() && in_place != source_values.has_value() &&
           in_place != source_offsets.has_value() && (in_place || !state_pool.has_value()),
@@ -70,7 +74,7 @@ void evict(
       pointer<int32_t>(position_pool), pointer<int32_t>(lengths), pointer<int32_t>(death), tokens,
       state_bytes > 0 ? pointer<char>(state_pool) : nullptr, state_bytes, pointer<char>(source_keys),
       pointer<char>(source_values), pointer<int64_t>(source_offsets), pointer<int32_t>(source_lengths), source_rows,
-      check_errors(errors, key_pool, Op::evict)};
+      check_errors(errors, key_pool, Op::evict), pointer<int32_t>(held), held.has_value() ? held->size(1) : 0};
   Backend::run(op, key_pool);
 }
 

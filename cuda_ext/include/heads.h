@@ -17,10 +17,10 @@ namespace sparse_rl {
 
 // The word `errors` that a kernel writes because it cannot raise, as ops/faults.py reads it.
 enum class Op : int32_t {
-  append = 1, decode_attention, window_importance, key_redundancy, evict, fork, summarize_pages, select_pages,
-  page_attention, draw
+  append = 1, decode_attention, window_importance, key_redundancy, score_entries, evict, fork, summarize_pages,
+  select_pages, page_attention, draw
 };
-enum class Fault : int32_t { slot = 1, run, full, budget, position, pages };
+enum class Fault : int32_t { slot = 1, run, full, budget, position, pages, nan };
 
 struct Report {
   int32_t* word;  // null for none
@@ -56,30 +56,6 @@ inline Heads check_heads(
   heads.offsets = offsets.const_data_ptr<int64_t>();
   heads.lengths = lengths.const_data_ptr<int32_t>();
   return heads;
-}
-
-// The heads of a strided (S, H, N, ...) tensor, each with contiguous entries, and their numbers of live entries.
-template <class T>
-struct HeadView {
-  const T* data;
-  int64_t slot_stride, head_stride;
-
-  SPARSE_RL_DEVICE const T* at(int64_t slot, int64_t head) const {
-    return data + slot * slot_stride + head * head_stride;
-  }
-};
-
-template <class T>
-HeadView<T> view_heads(const Tensor& t) {
-  return {static_cast<const T*>(t.const_data_ptr()), t.stride(0), t.stride(1)};
-}
-
-// CPU only: it reads the numbers.
-inline void check_lengths(const int32_t* lengths, int64_t count, int64_t most) {
-  for (int64_t i = 0; i < count; ++i) {
-    STD_TORCH_CHECK(
-        lengths[i] >= 0 && lengths[i] <= most, "a head holds ", lengths[i], " entries, allowed are 0 to ", most);
-  }
 }
 
 struct Layers {

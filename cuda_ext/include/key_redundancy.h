@@ -1,37 +1,37 @@
 // key_redundancy as torch calls it: its arguments, their check, and the struct for a kernel.
 #pragma once
 
-#include "heads.h"
+#include "entries.h"
 
 namespace sparse_rl {
 
-template <class T>
+template <class P>
 struct Redundancy {
-  HeadView<T> keys;
-  const int32_t* lengths;  // (S, H)
-  float *out, *scratch;    // (S, H, N), (S, H, 2, N)
-  int64_t num_slots, num_heads;
-  int num_entries, dim;
-  float threshold;
+  Entries entries;
+  const P* keys;            // (R, D)
+  const float* importance;  // (L, B, H, N), null for none: the similarities themselves
+  float *out, *scratch;     // (L, B, H, N), (X, 2, N)
+  int64_t at_a_time;        // X
+  float threshold, mix;     // weight of the importance
 };
 
 template <class Backend>
 void key_redundancy(
-    const Tensor& keys, const Tensor& lengths, double threshold, const Tensor& redundancy, const Tensor& scratch) {
-  STD_TORCH_CHECK(keys.dim() == 4, "keys must be (slots, KV heads, entries, head_dim), got ", keys.dim(), " dimensions");
-  Backend::check_rows("keys", keys);
-  const ScalarType dtype = keys.scalar_type();
-  const int64_t S = keys.size(0), H = keys.size(1), N = keys.size(2), D = keys.size(3);
-  check_tensor("keys", keys, keys, dtype, {S, H, N, D}, 2);
-  check_tensor("lengths", lengths, keys, ScalarType::Int, {S, H});
-  check_tensor("redundancy", redundancy, keys, ScalarType::Float, {S, H, N});
-  check_tensor("scratch", scratch, keys, ScalarType::Float, {S, H, 2, N});
-  Backend::dispatch(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const Redundancy<T> op{
-        view_heads<T>(keys), pointer<int32_t>(lengths), pointer<float>(redundancy), pointer<float>(scratch), S, H,
-        static_cast<int>(N), static_cast<int>(D), static_cast<float>(threshold)};
-    Backend::run(op, keys);
+    const Tensor& key_pool, const Tensor& slots, const Tensor& offsets, const Tensor& lengths, double threshold,
+    const std::optional<Tensor>& importance, double mix_lambda, const Tensor& redundancy, const Tensor& scratch,
+    const std::optional<Tensor>& errors) {
+  const Entries all = check_entries<Backend>(
+      key_pool, slots, offsets, lengths, redundancy, "redundancy", errors, Op::key_redundancy);
+  const int64_t L = all.num_layers, B = all.num_rows, H = all.num_heads, N = all.num_entries;
+  check_tensor("importance", importance, key_pool, ScalarType::Float, {L, B, H, N});
+  const int64_t X = check_scratch(scratch, key_pool, 2, N);
+  const ScalarType dtype = key_pool.scalar_type();
+  Backend::dispatch(dtype, dtype == ScalarType::Float8_e4m3fn ? ScalarType::Float : dtype, [&](auto, auto stored) {
+    using P = decltype(stored);
+    const Redundancy<P> op{
+        all, pointer<P>(key_pool), pointer<float>(importance), pointer<float>(redundancy), pointer<float>(scratch), X,
+        static_cast<float>(threshold), static_cast<float>(mix_lambda)};
+    Backend::run(op, key_pool);
   });
 }
 

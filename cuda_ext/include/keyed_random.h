@@ -17,4 +17,11 @@ SPARSE_RL_DEVICE double keyed_uniform(int64_t first, int64_t second) {
   return (static_cast<double>(mix(mix(0, first), second) >> 12) + 0.5) * (1.0 / 4503599627370496.0);
 }
 
+// hash_uniform of ops/keyed_random.py: 47 of the bits as the nearest float in (0, 1).
+SPARSE_RL_DEVICE float keyed_float(uint64_t bits) {
+  const float high = static_cast<float>(bits >> 40), low = static_cast<float>(bits >> 17 & 0x7FFFFFu);
+  const float uniform = high * 0x1p-24f + (low + 0.5f) * 0x1p-47f;
+  return uniform < 1 - 0x1p-24f ? uniform : 1 - 0x1p-24f;
+}
+
 }  // namespace sparse_rl

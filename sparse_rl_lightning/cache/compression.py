@@ -10,18 +10,20 @@ neighbors, and returns scores and budgets (``compressors/base.py``). The cache m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.cache.running_state import columns, entry_numbers, follow_step, head_columns
-from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache, as_range
+from sparse_rl_lightning.cache.chosen import ChosenSlots
+from sparse_rl_lightning.cache.running_state import follow_step
+from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.states import block_state, layer_blocks, padded, prompt_state
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.pools import gather_heads, to_computed
-from sparse_rl_lightning.records import LayerState
+from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.ops.uploads import upload
 
 ENDLESS = torch.iinfo(torch.int64).max
 """Room of a slot that is never compressed."""
@@ -111,12 +113,39 @@ class Trigger:
         raise AssertionError("the last level has no end")
 
 
+def native_scores(compressor: Compressor, cache: SlotCache, places: Tensor) -> Tensor | None:
+    """Scores (L, B, H, N), float32, of slots (B,) from ops on all layers, if nothing besides them decides.
+
+    Nothing is read from a GPU: scores that are NaN are reported by ``evict``. On a CPU they are left to the way of all
+    other compressors, which names the layer.
+    """
+    if cache.arenas is not None or not compressor.scores_natively:
+        return None
+    scores = compressor.score_cached(cache.entries_of(places)).to(torch.float32)
+    return None if scores.device.type == "cpu" and bool(scores.isnan().any()) else scores
+
+
+@dataclass(frozen=True)
+class Event:
+    """The slots that are compressed now, and to how much."""
+
+    chosen: ChosenSlots
+    budgets: list[list[int]]  # (B) of (L), of each slot at its length
+    on_device: Tensor  # (L, B) int64, the same
+
+    def layer_budgets(self, layers: range) -> int | Tensor:
+        """The budget of these layers, or (L' x B,) where slots or layers differ."""
+        values = {row[layer] for row in self.budgets for layer in layers}
+        return values.pop() if len(values) == 1 else self.on_device[layers.start : layers.stop].flatten()
+
+
 @dataclass(frozen=True)
 class Compression:
     """A compressor applied to a cache: all evictions go through it."""
 
     compressor: Compressor
     num_layers: int
+    _one_by_one: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)  # once it had to be
 
     @cached_property
     def trigger(self) -> Trigger:
@@ -155,13 +184,48 @@ class Compression:
             lengths: Number of tokens fed to the sequence in each slot.
             room: Number of tokens that each slot takes before the next compression.
         """
+        budgets = [self.trigger.budgets(length) for length in lengths]
+        by_layer = list(zip(*budgets, strict=True))
+        on_device, room_there, budgets_there = upload([slots, room, by_layer], cache.key_pool.device)
+        native = native_scores(self.compressor, cache, on_device)
+        if native is not None:
+            kept = torch.empty(native.shape[:3], dtype=torch.int32, device=native.device)
+            kept.copy_(budgets_there.unsqueeze(-1))
+            cache.compact(ChosenSlots.of(slots, on_device, 0), native, kept, self.compressor, room_there)
+            return
+        # one read, and only where heads differ in length
+        width = 0 if cache.arenas is None else int(cache.lengths[:, on_device].max())
+        event = Event(ChosenSlots.of(slots, on_device, width), budgets, budgets_there)
         # all layers are scored before the first entry moves: one op then evicts from all of them
+        scores, kept = self._plan(cache, event)
+        cache.compact(event.chosen, scores, kept, self.compressor, room_there)
+
+    def _plan(self, cache: SlotCache, event: Event) -> tuple[Tensor, Tensor]:
+        """Scores (L, B, H, N) and budgets (L, B, H) of all layers, several of them at once where that can be."""
+        blocks = list(layer_blocks(cache, len(event.budgets)))
+        if not self._one_by_one:
+            try:
+                return self._plan_blocks(cache, event, blocks)
+            except Exception:  # it may have asked which layer it is; whatever else is wrong shows below
+                if all(len(layers) == 1 for layers in blocks):
+                    raise
+            self._one_by_one.append(True)
+        return self._plan_blocks(cache, event, [range(layer, layer + 1) for layer in range(self.num_layers)])
+
+    def _plan_blocks(self, cache: SlotCache, event: Event, blocks: list[range]) -> tuple[Tensor, Tensor]:
         plans = [
-            self.compressor.plan_eviction(slot_state(cache, layer, slots), budget)
-            for layer, budget in enumerate(self._budgets(lengths, cache.key_pool.device))
+            self.compressor.propose_eviction(block_state(cache, layers, event.chosen), event.layer_budgets(layers))
+            for layers in blocks
         ]
-        scores, budgets = [scores for scores, _ in plans], [budgets for _, budgets in plans]
-        cache.compact(slots, scores, budgets, self.compressor, room)
+        # layers may differ in width: pad the scores to the widest, beyond every layer's live entries
+        widest, shape = max(plan.scores.shape[-1] for plan in plans), (self.num_layers, len(event.budgets))
+        if bool(torch.stack([plan.is_refused for plan in plans]).any()):  # the one read of an event
+            for layer in range(self.num_layers):  # the first layer that cannot be cut raises
+                layers = range(layer, layer + 1)
+                self.compressor.plan_eviction(block_state(cache, layers, event.chosen), event.layer_budgets(layers))
+        scores = torch.cat([F.pad(plan.scores, (0, widest - plan.scores.shape[-1])) for plan in plans])
+        budgets = torch.cat([plan.budgets for plan in plans])
+        return scores.view(*shape, *scores.shape[1:]), budgets.view(*shape, -1)
 
     def _budgets(self, lengths: list[int], device: torch.device) -> Sequence[int | Tensor]:
         """The budgets (L) for these lengths: a number per layer if all sequences agree, else (S,)."""
@@ -189,81 +253,13 @@ class Compression:
         follow_step(self.compressor, cache, layer, slots, positions[:n], probs, hidden[:n], weights)
 
 
-def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
-    """The state of one layer of these slots, as compressors see it."""
-    pools, own = cache.layers[layer], as_range(slots)
-    lengths = pools.lengths[own]
-    # heads of different sizes are not evenly spaced: gather a padded copy; `valid` excludes the padding
-    if cache.arenas is not None:
-        rows, valid = gather_heads(pools.offsets[own], lengths, int(lengths.max()))
-        keys, values, positions = pools.keys[rows], pools.values[rows], pools.positions[rows]
-    else:  # views if the slots are neighbors
-        keys, values, positions = (
-            cache.by_slot(pool, layer)[own] for pool in (pools.keys, pools.values, pools.positions)
-        )
-        valid = torch.arange(keys.shape[2], device=keys.device) < lengths.unsqueeze(-1)
-    numbers = entry_numbers(cache, layer, own)[0] if cache.size.state_fields else None
-    return _state(cache, layer, slots, keys, values, positions.long(), valid, numbers)
-
-
-def prompt_state(cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: list[int]) -> LayerState:
-    """The state of the chosen prompts, in the form of slots, padded to the longest of them.
-
-    Args:
-        cache: Cache that they are stored in.
-        layer: Layer index.
-        prompts: Prompts that were read.
-        chosen: Indices of the prompts.
-    """
-    slots, lengths = [prompts.slots[i] for i in chosen], [prompts.lengths[i] for i in chosen]
-    index = torch.arange(max(lengths), device=prompts.keys.device)
-    held = torch.tensor(lengths, device=index.device)[:, None]
-    # behind its end a prompt repeats its last token, so that no row of the next prompt is read
-    rows = prompts.borders[chosen, None] + torch.minimum(index, held - 1)
-    keys, values = (t[:, rows].transpose(0, 1) for t in (prompts.keys, prompts.values))  # (P, H, N, D)
-    shape = keys.shape[:3]
-    valid = (index < held)[:, None].expand(shape)
-    numbers = None if prompts.state is None else _padded([prompts.state[i] for i in chosen])
-    return _state(cache, layer, slots, keys, values, index.expand(shape), valid, numbers)
-
-
-def _state(
-    cache: SlotCache, layer: int, slots: list[int], keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor,
-    numbers: Tensor | None,
-) -> LayerState:  # fmt: skip
-    g, own, size = cache.geometry, as_range(slots), cache.size
-    keys, values = (to_computed(t, g.query_dtype) for t in (keys, values))
-    last = cache.seen[own][:, None] - 1
-    ring = torch.arange(size.num_queries, device=last.device)
-    # each place of the query ring has the newest position that is the place modulo the ring's size, -1 for none yet
-    query_positions = (last - (last - ring) % max(size.num_queries, 1)).clamp(min=-1)
-    tokens = cache.tokens[own].unsqueeze(1).expand(-1, g.num_kv_heads, -1)
-    return LayerState(
-        keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
-        # positions of free memory are arbitrary, so they are clamped before the lookup
-        token_ids=tokens.gather(2, positions.clamp(0, tokens.shape[2] - 1)),
-        prompt_lengths=cache.prompt_lengths[own], queries=cache.queries[layer, own],
-        query_positions=query_positions, sequence_keys=cache.sequence_keys[own],
-        prompt_keys=cache.prompt_keys[own],
-        layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
-        state={} if numbers is None else columns(numbers, size.state_fields),
-        head_state=head_columns(cache.head_state[layer, own], size.head_state_fields) if size.has_state else {},
-    )  # fmt: skip
-
-
 def _store_state(cache: SlotCache, layer: int, slots: list[int], state: list[Tensor]) -> None:
     """Write the running numbers (P) of (H, T, C) of prompts to the places of the entries that were kept."""
     assert cache.state_pool is not None
-    chosen, numbers = torch.tensor(slots, device=cache.key_pool.device), _padded(state)
+    chosen, numbers = torch.tensor(slots, device=cache.key_pool.device), padded(state)
     lengths = cache.lengths[layer, chosen]
     rows, live = gather_heads(cache.pools.offsets[layer, chosen], lengths, int(lengths.max()))
     # an entry's position is its index in the prompt, so it finds the number that belongs to it
     kept = torch.where(live, cache.pools.positions[rows].long(), 0)
     kept_numbers = numbers.gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, numbers.shape[-1]))
     cache.state_pool[rows[live]] = kept_numbers[live]
-
-
-def _padded(numbers: list[Tensor]) -> Tensor:
-    """Stack (P) times (H, T, C) to (P, H, N, C)."""
-    longest = max(own.shape[1] for own in numbers)
-    return torch.stack([F.pad(own, (0, 0, 0, longest - own.shape[1])) for own in numbers])

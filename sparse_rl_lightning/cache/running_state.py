@@ -14,7 +14,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.cache.slots import SlotCache, as_range
+from sparse_rl_lightning.cache.chosen import as_range
+from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads, to_computed, to_stored
 from sparse_rl_lightning.records import StateUpdate

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning import ops
+from sparse_rl_lightning.cache.arenas import Arenas
+from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -100,54 +101,6 @@ class PackedPrompts:
         return self.borders.diff().to(torch.int32)[:, None].expand(-1, num_heads)
 
 
-class Arenas:
-    """Memory that the heads of a slot share in each layer, laid out again at every compression.
-
-    Budgets that differ by head move the borders between heads, inside one piece of memory per layer and slot whose
-    size is fixed. Offsets and capacities of the pools change in place.
-
-    Args:
-        pools: Pools of all layers, (L, S, H), with the initial layout of every slot.
-    """
-
-    def __init__(self, pools: KVPools) -> None:
-        self.pools = pools
-        self._offsets, self._capacities = pools.offsets.clone(), pools.capacities.clone()
-        self._starts = self._offsets[..., 0].clone()  # (L, S)
-        self._sizes = self._capacities.sum(dim=-1)  # (L, S)
-
-    @property
-    def layout(self) -> list[Tensor]:
-        """The tensors that describe the arenas and the layout of an empty slot."""
-        return [self._offsets, self._capacities, self._starts, self._sizes]
-
-    def reset(self, slots: Tensor) -> None:
-        """Restore the layout of empty slots (B,): the same for every head."""
-        self.pools.offsets[:, slots] = self._offsets[:, slots]
-        self.pools.capacities[:, slots] = self._capacities[:, slots]
-
-    def lay_out(self, layers: slice, slots: Tensor, room: Tensor) -> None:
-        """Give the heads of empty slots (B,) room for (L', B, H) entries, one after the other."""
-        assert bool((room.sum(dim=-1) <= self._sizes[layers][:, slots]).all()), "heads do not fit into their arena"
-        # a head begins where the heads before it end
-        within = room.cumsum(dim=-1) - room
-        self.pools.offsets[layers, slots] = self._starts[layers][:, slots].unsqueeze(-1) + within
-        self.pools.capacities[layers, slots] = room.to(torch.int32, copy=True)  # room may be a view of the capacities
-
-    def move(self, slots: Tensor, room: Tensor, state_pool: Tensor | None) -> None:
-        """Lay out slots (B,) again for (L, B, H) entries, and move their content."""
-        lengths = self.pools.lengths[:, slots]
-        width = int(lengths.max())
-        # rows of the live entries under the old layout and under the new one, in the same order
-        before, live = gather_heads(self.pools.offsets[:, slots], lengths, width)
-        self.lay_out(slice(None), slots, room)
-        after, _ = gather_heads(self.pools.offsets[:, slots], lengths, width)
-        before, after = before[live], after[live]
-        pools = [self.pools.keys, self.pools.values, self.pools.positions]
-        for pool in pools if state_pool is None else [*pools, state_pool]:
-            pool[after] = pool[before]  # the right side is a copy: places may overlap
-
-
 class SlotCache:
     """KV memory for a fixed number of sequences and entries, allocated once.
 
@@ -193,7 +146,8 @@ class SlotCache:
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.prompt_keys = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
-        self.held = torch.zeros(slots + 1, length, dtype=torch.float32, device=device)  # by token, after it was fed
+        # entries of all layers and heads together, by token, after it was fed
+        self.held = torch.zeros(slots + 1, length, dtype=torch.int32, device=device)
 
     def parts(self) -> dict[str, list[Tensor]]:
         """Every tensor of this cache by its purpose: the memory plan counts their bytes."""
@@ -229,11 +183,17 @@ class SlotCache:
 
     def by_slot(self, pool: Tensor, layer: int) -> Tensor:
         """A view (S, H, N, ...) of one layer of a pool of entries; only if heads share a slot's memory equally."""
+        return self.by_layer(pool, range(layer, layer + 1))[0]
+
+    def by_layer(self, pool: Tensor, layers: range) -> Tensor:
+        """The same of layers of equal size, one after the other: (L', S, H, N, ...)."""
         assert self.arenas is None
         size, heads = self.size, self.geometry.num_kv_heads
         # pools are ordered by layer, slot, head; layers may differ in width
-        first, width = sum(size.entries[:layer]) * size.num_slots * heads, size.entries[layer]
-        return pool[first : first + size.num_slots * heads * width].view(size.num_slots, heads, width, *pool.shape[1:])
+        rows, width = size.num_slots * heads, size.entries[layers.start]
+        first = sum(size.entries[: layers.start]) * rows
+        shape = (len(layers), size.num_slots, heads, width, *pool.shape[1:])
+        return pool[first : first + len(layers) * rows * width].view(shape)
 
     # ---------------------------------------------------------------- one layer, called from attention
 
@@ -296,7 +256,7 @@ class SlotCache:
         if self.arenas is not None:
             long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
             if long:
-                room = self._room([prompts.room[i] for i in long], slots[long])
+                room = self._room(torch.tensor([prompts.room[i] for i in long], device=device), slots[long])
                 self.arenas.lay_out(
                     slice(layer, layer + 1), slots[long], (torch.minimum(budgets, lengths)[long] + room)[None]
                 )
@@ -313,6 +273,13 @@ class SlotCache:
         )  # fmt: skip
 
     # ---------------------------------------------------------------- a decode step
+
+    def entries_of(self, places: Tensor) -> CachedEntries:
+        """The entries of slots (B,) in all layers, for the ops that score them."""
+        return CachedEntries(
+            self.pools, places, self.seen[:-1], self.queries, self.prompt_lengths[:-1], self.prompt_keys[:-1],
+            self.sequence_keys[:-1], self.state_pool, self.geometry.scale, max(self.most_entries),
+        )  # fmt: skip
 
     def begin_step(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens and positions (R,) that these slots feed next."""
@@ -336,8 +303,8 @@ class SlotCache:
         self.held[slots, self.seen[slots] - 1] = self.entries_held(slots)
 
     def entries_held(self, slots: Tensor) -> Tensor:
-        """The number of live entries (n,) of these slots, a mean over layers and heads."""
-        return self.lengths[:, slots].to(torch.float32).mean(dim=(0, 2))
+        """The number of live entries (n,), int32, of these slots in all layers and heads together."""
+        return self.lengths[:, slots].sum(dim=(0, 2), dtype=torch.int32)
 
     # ---------------------------------------------------------------- data of a finished sequence
 
@@ -382,7 +349,7 @@ class SlotCache:
         self.tokens[places, :longest] = tokens
 
     def compact(
-        self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
+        self, chosen: ChosenSlots, scores: Tensor, budgets: Tensor, compressor: Compressor, room: Tensor
     ) -> None:
         """Evict all but the best entries of these slots, and make room for the next tokens.
 
@@ -390,23 +357,20 @@ class SlotCache:
         number of tokens fed so far: the query of the last one still saw it, the next will not.
 
         Args:
-            slots: Slots, each once.
-            scores: Scores (L) of (S, H, N), float32, N as large as a layer needs.
-            budgets: Budgets (L) of (S, H), int32.
+            chosen: Slots (B).
+            scores: Scores (L, B, H, N), float32, N as large as the longest head needs.
+            budgets: Budgets (L, B, H), int32.
             compressor: Compressor, which determines the pinned entries.
-            room: Number of tokens that each slot must take.
+            room: Number of tokens (B,), int64, that each slot must take.
         """
-        chosen = torch.tensor(slots, device=self.key_pool.device)
-        # layers may differ in width: pad the scores to the widest, beyond every layer's live entries
-        widest = max(layer.shape[-1] for layer in scores)
         ops.evict(
-            self.pools, chosen, torch.stack([F.pad(layer, (0, widest - layer.shape[-1])) for layer in scores]),
-            torch.stack(budgets), compressor.num_sinks, compressor.window, self.seen[:-1], self.death, self.state_pool,
+            self.pools, chosen.places, scores, budgets, compressor.num_sinks, compressor.window, self.seen[:-1],
+            self.death, self.state_pool, held=self.held[:-1],
         )  # fmt: skip
         # after an eviction heads differ in length: lay them out again, each with room for the tokens until the next one
         if self.arenas is not None:
-            self.arenas.move(chosen, self.lengths[:, chosen] + self._room(room, chosen), self.state_pool)
-        self.note_held(chosen)
+            size = self.lengths[:, chosen.places] + self._room(room, chosen.places)
+            self.arenas.move(chosen.places, size, chosen.width, self.state_pool)
 
     def save(self, slot: int, held: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Copy everything that one slot holds, for :meth:`restore`.
@@ -445,10 +409,9 @@ class SlotCache:
             tensor: Tensor = getattr(self, name)
             tensor[destinations] = tensor[sources]
 
-    def _room(self, tokens: list[int], slots: Tensor) -> Tensor:
+    def _room(self, room: Tensor, slots: Tensor) -> Tensor:
         """The number of entries (B, 1) that a head of each slot (B,) takes before the next compression, or its end."""
-        room = torch.tensor(tokens, device=slots.device)
-        # a sequence that is never compressed again has endless room, but no more than max_length tokens
+        # a sequence that is never compressed again has endless room (B,), but no more than max_length tokens
         return torch.minimum(room, self.size.max_length - self.seen[slots])[:, None]
 
     def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:
@@ -462,9 +425,3 @@ class SlotCache:
     def _entry_pools(self) -> dict[str, Tensor]:
         pools = {"keys": self.pools.keys, "values": self.pools.values, "positions": self.pools.positions}
         return pools if self.state_pool is None else pools | {"state": self.state_pool}
-
-
-def as_range(slots: list[int]) -> slice | list[int]:
-    """Convert slots to a slice if they are neighbors in order, so that indexing makes no copy."""
-    neighbors = slots == list(range(slots[0], slots[0] + len(slots)))
-    return slice(slots[0], slots[0] + len(slots)) if neighbors else slots

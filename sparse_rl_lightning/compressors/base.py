@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.entries import CachedEntries
 from sparse_rl_lightning.ops.evict import pinned_entries, select_entries
+from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import LayerState, StateUpdate
+
+
+@dataclass(frozen=True)
+class EvictionPlan:
+    """What a compressor wants to keep of every head."""
+
+    scores: Tensor  # (S, H, N) float32
+    budgets: Tensor  # (S, H) int32
+    must_stay: Tensor  # (S, H) number of entries that no budget may evict
+    is_refused: Tensor  # () bool: scores are NaN, or more must stay than is kept
 
 
 class Compressor(Budgeted):
@@ -128,6 +141,21 @@ class Compressor(Budgeted):
         Entries with a score of +inf must stay: more of them than the budget holds are an error, not an eviction.
         """
 
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same scores of all layers from the cache itself: (L, B, H, N), 0 in free memory and rows to skip.
+
+        Optional, for methods with ops of their own: a few launches for all layers of a model. It counts only where
+        it is defined in the same class as :meth:`score` or in one derived from that.
+        """
+        raise NotImplementedError
+
+    @property
+    def scores_natively(self) -> bool:
+        """Whether :meth:`score_cached` decides alone: it is there, up to date, and no token is protected."""
+        owners = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("score_cached", "score")]
+        is_current = owners[0] is not Compressor and issubclass(owners[0], owners[1])
+        return is_current and not self.protect_prompt and not self.protect_token_ids
+
     def update_state(self, update: StateUpdate) -> None:
         """Update the running numbers in ``update.state`` and ``update.head_state`` for new tokens, in place.
 
@@ -146,16 +174,13 @@ class Compressor(Budgeted):
         budget = self.budget if budget is None else budget
         return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
 
-    def plan_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``evict`` takes them.
+    def propose_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> EvictionPlan:
+        """Scores and budgets as the op ``evict`` takes them, and whether they cannot be; reads nothing from the device.
 
         Args:
-            layer: One layer's cache.
+            layer: One layer's cache, or several layers', each with its own rows in place of slots.
             layer_budget: Budget of the layer from :meth:`layer_budgets`, or (S,) int64, one for each slot; default
                 ``budget``.
-
-        Raises:
-            ValueError: If :meth:`score` cannot be ranked, or more entries must stay than a head keeps.
         """
         limit = self.budget if layer_budget is None else layer_budget
         given = self._shaped_score(layer)
@@ -164,33 +189,36 @@ class Compressor(Budgeted):
         minimum = self.num_sinks + self.window
         budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
         must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
-        unranked, too_many = (given.isnan() & layer.valid).any(), (must_stay > budgets).any()
-        if bool(unranked | too_many):  # one synchronization with the device
-            self._refuse_nan(given, layer)
-            worst = int((must_stay - budgets).argmax())
-            raise UserError(
-                f"{type(self).__name__}: {int(must_stay.flatten()[worst])} entries of a head in layer "
-                f"{layer.layer_index} must stay, num_sinks={self.num_sinks} and window={self.window} among them, but "
-                f"it keeps only {int(budgets.flatten()[worst])}. Raise budget={self.schedule.plain} or protect fewer "
-                "tokens."
-            )
-        return scores, budgets
+        refused = (given.isnan() & layer.valid).any() | (must_stay > budgets).any()
+        if self.budget_rule.splits_heads:
+            refused = refused | (budgets.sum(dim=-1) > limit * budgets.shape[1]).any()
+        return EvictionPlan(scores, budgets, must_stay, refused)
+
+    def plan_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Scores (S, H, N) float32 and entries to keep (S, H) int32, as the op ``evict`` takes them.
+
+        Args:
+            layer: One layer's cache.
+            layer_budget: Budget of the layer, as in :meth:`propose_eviction`.
+
+        Raises:
+            ValueError: If :meth:`score` cannot be ranked, more entries must stay than a head keeps, or the heads'
+                budgets exceed the layer's.
+        """
+        plan = self.propose_eviction(layer, layer_budget)
+        if bool(plan.is_refused):
+            self._refuse(plan, layer)
+        return plan.scores, plan.budgets
 
     def select(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> Tensor:
         """The entries that stay: (S, H, N) bool. The cache does the same in place, with ``evict``."""
         scores, budgets = self.plan_eviction(layer, layer_budget)
         return select_entries(scores, layer.valid, layer.positions, budgets, self.num_sinks, self.window)
 
-    def checked_score(self, layer: LayerState) -> Tensor:
-        """Scores of :meth:`score`, of the right shape and without NaN for live entries, +inf for protected tokens."""
-        scores = self._shaped_score(layer)
-        self._refuse_nan(scores, layer)
-        return self._protected(scores, layer)
-
     def _protected(self, scores: Tensor, layer: LayerState) -> Tensor:
         """The scores (S, H, N), with +inf for the tokens of ``protect_prompt`` and ``protect_token_ids``."""
         if self.protect_token_ids:
-            ids = torch.tensor(self.protect_token_ids, dtype=layer.token_ids.dtype, device=layer.token_ids.device)
+            (ids,) = upload([self.protect_token_ids], layer.token_ids.device)
             scores = scores.masked_fill(torch.isin(layer.token_ids, ids) & layer.valid, torch.inf)
         if self.protect_prompt:
             in_prompt = layer.positions < layer.prompt_lengths[:, None, None]
@@ -205,6 +233,24 @@ class Compressor(Budgeted):
                 f"entries) = {tuple(layer.valid.shape)}."
             )
         return scores
+
+    def _refuse(self, plan: EvictionPlan, layer: LayerState) -> None:
+        """Raise the reason why the plan of a layer cannot be carried out."""
+        self._refuse_nan(self._shaped_score(layer), layer)
+        excess = plan.must_stay - plan.budgets
+        if bool((excess > 0).any()):
+            worst = int(excess.argmax())
+            raise UserError(
+                f"{type(self).__name__}: {int(plan.must_stay.flatten()[worst])} entries of a head in layer "
+                f"{layer.layer_index} must stay, num_sinks={self.num_sinks} and window={self.window} among them, but "
+                f"it keeps only {int(plan.budgets.flatten()[worst])}. Raise budget={self.schedule.plain} or protect "
+                "fewer tokens."
+            )
+        raise UserError(
+            f"{type(self).__name__}: budget_rule={self.budget_rule!r} gives the heads of layer {layer.layer_index} "
+            f"{int(plan.budgets.sum(dim=-1).max())} entries, more than the layer's budget times its "
+            f"{plan.budgets.shape[1]} heads. Lower what head_budgets returns."
+        )
 
     def _refuse_nan(self, scores: Tensor, layer: LayerState) -> None:
         if bool((scores.isnan() & layer.valid).any()):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
@@ -108,23 +109,35 @@ class Combined(Compressor):
     def score(self, layer: LayerState) -> Tensor:
         """The weighted sum (S, H, N), with ``across_heads`` the same for a token in every head."""
         scores = self.part_scores(layer)
+        unranked = [score.isnan() for score in scores]  # a rank would hide it
         if self.normalization != "none":
             comparable = normalized_ranks if self.normalization == "rank" else standardized
             scores = [comparable(score, layer.valid) for score in scores]
         total = scores[0] * self.weights[0]
         for weight, score in zip(self.weights[1:], scores[1:], strict=True):
             total = total + weight * score
-        if self.across_heads is None:
-            return total
-        return shared_scores(total, layer.positions, layer.valid, self.across_heads)
+        if self.across_heads is not None:
+            total = shared_scores(total, layer.positions, layer.valid, self.across_heads)
+        for mask in unranked:
+            total = total.masked_fill(mask & layer.valid, torch.nan)
+        return total
 
     def part_scores(self, layer: LayerState) -> list[Tensor]:
-        """Checked scores (S, H, N) of each part."""
-        scores = []
+        """Scores (S, H, N) of each part, +inf for protected tokens."""
+        return [part._protected(part._shaped_score(own), own) for part, own in self._views(layer)]
+
+    def _views(self, layer: LayerState) -> list[tuple[Compressor, LayerState]]:
+        """Each part with what it sees: its own running numbers and as many queries as it asks for."""
+        views = []
         for index, part in enumerate(self._parts):
             own = replace(layer, state=_own(layer.state, index), head_state=_own(layer.head_state, index))
-            scores.append(part.checked_score(newest_queries(own, part.num_queries)))
-        return scores
+            views.append((part, newest_queries(own, part.num_queries)))
+        return views
+
+    def _refuse_nan(self, scores: Tensor, layer: LayerState) -> None:
+        for part, own in self._views(layer):
+            part._refuse_nan(part._shaped_score(own), own)
+        super()._refuse_nan(scores, layer)
 
     def __repr__(self) -> str:
         hidden = ("_", "needs_")  # derived from the parts, which show their budget and sizes

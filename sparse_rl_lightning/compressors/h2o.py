@@ -10,6 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
+from sparse_rl_lightning.ops import CachedEntries, score_entries
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
@@ -55,3 +56,7 @@ class H2O(Compressor):
             dtype = accumulation_dtype(layer.values.dtype)
             scores = scores * torch.linalg.vector_norm(layer.values, dim=-1, dtype=dtype)
         return scores
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same in all layers at once: (L, B, H, N)."""
+        return score_entries(entries, "mass", by_age=self.age_normalized, by_value=self.value_weighted)

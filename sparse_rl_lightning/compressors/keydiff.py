@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
+from sparse_rl_lightning.ops import CachedEntries, score_entries
 from sparse_rl_lightning.records import LayerState
 
 
@@ -24,3 +25,7 @@ class KeyDiff(Compressor):
         unit = F.normalize(live_entries(layer.keys, layer.valid), dim=-1)
         mean_direction = F.normalize(unit.sum(dim=2, keepdim=True), dim=-1)
         return -(unit * mean_direction).sum(dim=-1)
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same in all layers at once: (L, B, H, N)."""
+        return score_entries(entries, "key_difference")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops import CachedEntries, score_entries
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.records import LayerState
 
@@ -23,3 +24,7 @@ class KNorm(Compressor):
         """The negative norm (S, H, N), in float32, since half precision would make many norms equal."""
         norm: Tensor = torch.linalg.vector_norm(layer.keys, dim=-1, dtype=accumulation_dtype(layer.keys.dtype))
         return -norm
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same in all layers at once: (L, B, H, N)."""
+        return score_entries(entries, "key_norm")

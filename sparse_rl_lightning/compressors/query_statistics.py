@@ -69,6 +69,11 @@ class QueryStatistics:
         self.mean = mean
         self.lengths = lengths
         self.filters = filters
+        self._copies: dict[torch.device, list[Tensor]] = {}  # a layer's numbers are looked up without a copy
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"mean": self.mean, "lengths": self.lengths, "filters": self.filters}
 
     @classmethod
     def of_layers(cls, moments: list[QueryMoments], num_kv_heads: int) -> QueryStatistics:
@@ -92,7 +97,7 @@ class QueryStatistics:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in vars(self).items()}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in self._tensors.items()}
         write_files({Path(path).expanduser(): partial(save_file, tensors)})
 
     def layer(self, layer: LayerState, owner: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +112,10 @@ class QueryStatistics:
                 f"size) = {given}, but layer {layer.layer_index} of this one has {wanted}. Make them for this model "
                 f"with: {COMMAND} STATISTICS.safetensors"
             )
-        mean, lengths, filters = (t[layer.layer_index].to(layer.keys.device) for t in vars(self).values())
+        device = layer.keys.device
+        if device not in self._copies:
+            self._copies[device] = [tensor.to(device) for tensor in self._tensors.values()]
+        mean, lengths, filters = (tensor[layer.layer_index] for tensor in self._copies[device])
         return mean, lengths, filters
 
     def __repr__(self) -> str:

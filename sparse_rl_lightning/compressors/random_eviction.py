@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops import CachedEntries, score_entries
 from sparse_rl_lightning.ops.keyed_random import hash_uniform
 from sparse_rl_lightning.records import LayerState
 
@@ -27,3 +28,7 @@ class RandomEviction(Compressor):
         in_prompt = layer.positions < layer.prompt_lengths[:, None, None]
         keys = torch.where(in_prompt, layer.prompt_keys[:, None, None], layer.sequence_keys[:, None, None])
         return hash_uniform(keys, layer.layer_index, heads[:, None], layer.positions)
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same in all layers at once: (L, B, H, N)."""
+        return score_entries(entries, "random")

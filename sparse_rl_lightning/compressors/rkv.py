@@ -10,7 +10,8 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.snapkv import SnapKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops import key_redundancy
+from sparse_rl_lightning.ops import CachedEntries, key_redundancy
+from sparse_rl_lightning.ops.key_redundancy import cached_mixture
 from sparse_rl_lightning.records import LayerState
 
 
@@ -57,3 +58,7 @@ class RKV(SnapKV):
         redundancy = key_redundancy(layer.keys, layer.valid.sum(dim=-1), self.similarity_threshold)
         share = redundancy.masked_fill(~layer.valid, -torch.inf).softmax(dim=-1).masked_fill(~layer.valid, 0.0)
         return self.mix_lambda * importance - (1 - self.mix_lambda) * share
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same in all layers at once: (L, B, H, N)."""
+        return cached_mixture(entries, super().score_cached(entries), self.mix_lambda, self.similarity_threshold)

@@ -9,7 +9,8 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.errors import UserError, check_choice
-from sparse_rl_lightning.ops.window_importance import GroupReduction, Pooling, window_importance
+from sparse_rl_lightning.ops import CachedEntries
+from sparse_rl_lightning.ops.window_importance import GroupReduction, Pooling, cached_importance, window_importance
 from sparse_rl_lightning.records import LayerState
 
 Variant = Literal["decode", "original"]
@@ -67,6 +68,18 @@ class SnapKV(Compressor):
             layer.valid.sum(dim=-1),
             layer.positions,
             layer.scale,
+            window=self.window,
+            exclude_window=self.variant == "decode",
+            group_reduction=self.group_reduction,
+            query_reduction="mean" if self.variant == "decode" else "sum",
+            pooling=self.pooling,
+            kernel_size=self.kernel_size,
+        )
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same in all layers at once: (L, B, H, N)."""
+        return cached_importance(
+            entries,
             window=self.window,
             exclude_window=self.variant == "decode",
             group_reduction=self.group_reduction,

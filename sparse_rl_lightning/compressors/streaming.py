@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops import CachedEntries, score_entries
 from sparse_rl_lightning.records import LayerState
 
 
@@ -21,3 +22,7 @@ class StreamingLLM(Compressor):
     def score(self, layer: LayerState) -> Tensor:
         """The position of each entry: (S, H, N)."""
         return layer.positions.to(torch.float32)
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same in all layers at once: (L, B, H, N)."""
+        return score_entries(entries, "position")

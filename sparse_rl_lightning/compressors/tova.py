@@ -6,7 +6,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import shared_scores
-from sparse_rl_lightning.ops import window_importance
+from sparse_rl_lightning.ops import CachedEntries, score_entries, window_importance
+from sparse_rl_lightning.ops.window_importance import cached_importance
 from sparse_rl_lightning.records import LayerState
 
 
@@ -34,3 +35,8 @@ class TOVA(Compressor):
             pooling="none",
         )
         return shared_scores(attention, layer.positions, layer.valid, "mean")
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The same in all layers at once: (L, B, H, N)."""
+        attention = cached_importance(entries, window=0, group_reduction="mean", pooling="none")
+        return score_entries(entries, "shared", given=attention)

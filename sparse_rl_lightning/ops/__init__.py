@@ -6,12 +6,14 @@ All refuse tensors of the wrong shape, type, device or layout, and numbers out o
 from sparse_rl_lightning.ops.append import append
 from sparse_rl_lightning.ops.decode_attention import decode_attention
 from sparse_rl_lightning.ops.draw import Drawn, draw
+from sparse_rl_lightning.ops.entries import CachedEntries
 from sparse_rl_lightning.ops.evict import evict
 from sparse_rl_lightning.ops.fork import fork
 from sparse_rl_lightning.ops.key_redundancy import key_redundancy
 from sparse_rl_lightning.ops.library import has_kernel, load
 from sparse_rl_lightning.ops.page_attention import page_attention
 from sparse_rl_lightning.ops.pools import KVPools
+from sparse_rl_lightning.ops.score_entries import score_entries
 from sparse_rl_lightning.ops.select_pages import select_pages
 from sparse_rl_lightning.ops.summarize_pages import summarize_pages
 from sparse_rl_lightning.ops.window_importance import window_importance
@@ -25,6 +27,7 @@ HAS_NATIVE = not MISSING["cpu"]
 __all__ = [
     "HAS_NATIVE",
     "MISSING",
+    "CachedEntries",
     "Drawn",
     "KVPools",
     "append",
@@ -35,6 +38,7 @@ __all__ = [
     "has_kernel",
     "key_redundancy",
     "page_attention",
+    "score_entries",
     "select_pages",
     "summarize_pages",
     "window_importance",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import COMPUTING, FLOAT8, accumulation_dtype
-from sparse_rl_lightning.ops.schemas import ON_ALL_LAYERS, SCHEMAS, SHAPES, STRIDED
+from sparse_rl_lightning.ops.schemas import ON_ALL_LAYERS, SCHEMAS, SHAPES
 
 PARAMETERS = {
     name: [argument.split("=")[0].split()[-1] for argument in schema.strip("()-> \n").split(",")]
@@ -18,7 +18,7 @@ PARAMETERS = {
 """Names of the arguments of each op, in order."""
 
 _WORDS = {"L": "layers", "S": "slots", "B": "rows", "H": "KV heads", "Hq": "query heads", "D": "head_dim", "R": "rows"}
-_STORED = ("key_pool", "keys", "summaries", "logits")
+_STORED = ("key_pool", "summaries", "logits")
 _SETTLE = (*_STORED, "offsets", "slots", "sources")  # determine the sizes, in this order
 
 
@@ -39,16 +39,19 @@ def check_arguments(op: str, args: tuple[Any, ...]) -> None:
             raise UserError(f"{name} is {tensor.dtype}, expected {dtype}.")
         if tensor.device != given[like].device:
             raise UserError(f"{name} is on {tensor.device}, {like} is on {given[like].device}.")
-        if name not in STRIDED and not tensor.is_contiguous():
+        if not tensor.is_contiguous():
             raise UserError(f"{name} is not contiguous, pass {name}.contiguous().")
 
 
 def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
     """The types that the words of ``SHAPES`` stand for."""
-    own = next((given[name] for name in ("query", "queries", "query_ring") if name in given), None)
+    own = next((given[name] for name in ("query", "query_ring") if name in given), None)
     stored = next((given[name].dtype for name in _STORED if name in given), torch.float32)
     if stored != FLOAT8 or own is None:
-        return {"pool": stored, "query": stored, "sum": accumulation_dtype(stored)}
+        # scores without a query are in the type of those with one
+        scores = given.get("redundancy", given.get("entry_scores"))
+        wide = accumulation_dtype(stored if scores is None or stored != FLOAT8 else scores.dtype)
+        return {"pool": stored, "query": stored, "sum": wide}
     if own.dtype not in COMPUTING:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPUTING)
         raise UserError(f"with float8 pools queries, new keys and values must be one of {names}, got {own.dtype}.")

@@ -25,6 +25,7 @@ def evict(
     death: Tensor | None = None,
     state_pool: Tensor | None = None,
     source: KVPools | None = None,
+    held: Tensor | None = None,
 ) -> None:
     """Evict all but the best entries of these slots, in all layers: in place, or while copying from a source.
 
@@ -44,13 +45,15 @@ def evict(
         state_pool: Running state (R, C), float32, of each entry, moved along; in place only.
         source: Newly read prompts that replace the slots' content: other memory, offsets and lengths (L, B, H);
             entry i has position i. Its own positions and capacities are not used.
+        held: Number of entries (S, T), int32, that all heads and layers of a slot together had after each token; the
+            evicted are subtracted at the last one. In place only.
     """
     if num_sinks < 0 or window < 0:
         raise UserError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")
     given = (None,) * 4 if source is None else (source.keys, source.values, source.offsets, source.lengths)
     call(
         "evict", pools.keys, scores, budgets, num_sinks, window, slots, seen, pools.offsets, pools.capacities,
-        pools.keys, pools.values, pools.positions, pools.lengths, death, state_pool, *given, pools.errors,
+        pools.keys, pools.values, pools.positions, pools.lengths, death, state_pool, *given, pools.errors, held,
     )  # fmt: skip
 
 
@@ -59,18 +62,19 @@ def reference(
     capacities: Tensor, key_pool: Tensor, value_pool: Tensor, position_pool: Tensor, lengths: Tensor,
     death: Tensor | None, state_pool: Tensor | None, source_keys: Tensor | None, source_values: Tensor | None,
     source_offsets: Tensor | None, source_lengths: Tensor | None, errors: Tensor | None = None,
+    held: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``evict`` in PyTorch."""
     check_slots(slots, offsets)
     check_numbers("a budget", budgets[:, slots >= 0])
     used = (slots >= 0).nonzero().squeeze(1)
     slots, width = slots[used], scores.shape[3]
-    keys, values, starts, held = key_pool, value_pool, offsets[:, slots], lengths[:, slots]
+    keys, values, starts, counts = key_pool, value_pool, offsets[:, slots], lengths[:, slots]
     source = [t for t in (source_keys, source_values, source_offsets, source_lengths) if t is not None]
     if source:
-        keys, values, starts, held = source[0], source[1], source[2][:, used], source[3][:, used]
-    check_runs(torch.arange(len(used), device=used.device), starts, held, width, len(keys))
-    rows, live = gather_heads(starts, held, width)  # (L, B, H, N)
+        keys, values, starts, counts = source[0], source[1], source[2][:, used], source[3][:, used]
+    check_runs(torch.arange(len(used), device=used.device), starts, counts, width, len(keys))
+    rows, live = gather_heads(starts, counts, width)  # (L, B, H, N)
     index = torch.arange(width, dtype=torch.int32, device=rows.device).expand_as(rows)
     positions = index if source else position_pool[rows]
     keep = _keep(scores[:, used], budgets[:, used], num_sinks, window, live, positions)
@@ -84,6 +88,10 @@ def reference(
     if state_pool is not None:
         state_pool[place] = state_pool[entry]
     lengths[:, slots] = kept.to(torch.int32)
+    if held is not None:
+        last = seen[slots] - 1
+        inside = (last >= 0) & (last < held.shape[1])
+        held[slots[inside], last[inside]] -= (live & ~keep).sum(dim=(0, 2, 3), dtype=torch.int32)[inside]
     _record(death, slots, seen, live & ~keep, positions)
 
 

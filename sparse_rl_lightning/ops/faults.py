@@ -16,6 +16,7 @@ FAULTS = (  # numbers of the faults begin at 1 too
     "a budget is negative or exceeds the slot's capacity",
     "a position is negative, or outside the death record",
     "a number of pages or a page of a list is out of range",
+    "a score is NaN: look for NaN in the model's weights",
 )
 
 

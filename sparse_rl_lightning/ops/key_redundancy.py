@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.checks import check_numbers
+from sparse_rl_lightning.ops.checks import check_runs
+from sparse_rl_lightning.ops.entries import CachedEntries, dense_pools, heads_of, scratch_for
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import accumulation_dtype, dense_heads, live_entries
+from sparse_rl_lightning.ops.pools import accumulation_dtype
 
 BLOCK_SIZE = 128
 """Number of columns that the reference searches at a time: its memory is O(N x BLOCK_SIZE)."""
@@ -34,25 +35,58 @@ def key_redundancy(keys: Tensor, lengths: Tensor, threshold: float = 0.5) -> Ten
         The similarities (S, H, N), in each row a mean over its own live entries, before R-KV's softmax; 0 in free
         memory; float64 if the keys are, else float32.
     """
-    dtype, shape = accumulation_dtype(keys.dtype), keys.shape[:3]
-    redundancy = torch.empty(shape, dtype=dtype, device=keys.device)
-    scratch = torch.empty(*shape[:2], 2, shape[-1], dtype=dtype, device=keys.device)
-    held = lengths.to(torch.int32).contiguous()
-    call("key_redundancy", keys, dense_heads(keys), held, threshold, redundancy, scratch)
-    return redundancy
+    pools, slots = dense_pools(keys, lengths)
+    redundancy = torch.empty(1, *keys.shape[:3], dtype=accumulation_dtype(keys.dtype), device=keys.device)
+    call(
+        "key_redundancy", keys, pools.keys, slots, pools.offsets, pools.lengths, threshold, None, 0.0, redundancy,
+        scratch_for(redundancy, 2),
+    )  # fmt: skip
+    return redundancy[0]
 
 
-def reference(keys: Tensor, lengths: Tensor, threshold: float, redundancy: Tensor, scratch: Tensor) -> None:
+def cached_mixture(entries: CachedEntries, importance: Tensor, mix_lambda: float, threshold: float = 0.5) -> Tensor:
+    """Mix the importance with the redundancy of the keys in all layers of the cache, as R-KV does.
+
+    Args:
+        entries: Entries of the cache.
+        importance: Importance (L, B, H, N) of the same entries.
+        mix_lambda: Weight of the importance, from 0 to 1.
+        threshold: Cosine above which two keys are similar, as in :func:`key_redundancy`.
+
+    Returns:
+        ``mix_lambda * importance - (1 - mix_lambda) * softmax(redundancy)`` (L, B, H, N), the softmax over the live
+        entries of a row; 0 in free memory and in rows to skip.
+    """
+    p, mixed = entries.pools, entries.scores()
+    call(
+        "key_redundancy", p.keys, p.keys, entries.slots, p.offsets, p.lengths, threshold, importance, mix_lambda, mixed,
+        scratch_for(mixed, 2), p.errors,
+    )  # fmt: skip
+    return mixed
+
+
+def reference(
+    key_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, threshold: float, importance: Tensor | None,
+    mix_lambda: float, redundancy: Tensor, scratch: Tensor, errors: Tensor | None = None,
+) -> None:  # fmt: skip
     """The op ``key_redundancy`` in PyTorch."""
-    check_numbers("a head's number of entries", lengths, keys.shape[2] + 1)
-    if not redundancy.numel():
+    check_runs(slots, offsets, lengths, redundancy.shape[-1], len(key_pool))
+    used, keys, valid, _ = heads_of(key_pool, slots, offsets, lengths, redundancy.shape[-1])
+    if not valid.numel():
+        redundancy.zero_()
         return
-    valid = live_entries(lengths, keys.shape[2])
-    live = keys.to(redundancy.dtype).masked_fill(~valid.unsqueeze(-1), 0.0)
+    valid = valid.flatten(0, 1)
+    live = keys.flatten(0, 1).to(redundancy.dtype).masked_fill(~valid.unsqueeze(-1), 0.0)
     unit = live / (torch.linalg.vector_norm(live, dim=-1, keepdim=True) + 1e-8)
     spared, cosine = _last_similar(unit, valid, threshold)
     total = (unit * (unit.sum(dim=-2, keepdim=True) - unit)).sum(dim=-1)
-    redundancy.copy_(total.scatter_add(-1, spared, -cosine) / valid.sum(dim=-1, keepdim=True).clamp(min=1))
+    result = total.scatter_add(-1, spared, -cosine) / valid.sum(dim=-1, keepdim=True).clamp(min=1)
+    if importance is not None:
+        share = result.masked_fill(~valid, -torch.inf).softmax(dim=-1)
+        mixed = mix_lambda * importance[:, used].flatten(0, 1) - (1 - mix_lambda) * share
+        result = mixed.masked_fill(~valid, 0.0)
+    redundancy.zero_()
+    redundancy[:, used] = result.view(len(offsets), -1, *result.shape[1:])
 
 
 def _last_similar(unit: Tensor, valid: Tensor, threshold: float) -> tuple[Tensor, Tensor]:

@@ -109,8 +109,3 @@ def gather_heads(offsets: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, 
 def live_entries(lengths: Tensor, width: int) -> Tensor:
     """The live ones among the first ``width`` entries of each head (...): (..., width) bool."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
-
-
-def dense_heads(entries: Tensor) -> Tensor:
-    """Entries (S, H, N, ...) whose heads are contiguous: the tensor itself if it is so, else a copy."""
-    return entries if entries.numel() == 0 or entries[0, 0].is_contiguous() else entries.contiguous()

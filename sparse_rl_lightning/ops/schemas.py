@@ -7,8 +7,7 @@ skips a row: nothing of it is read or written, except that outputs get zeros. A 
 the number of tokens fed to each slot so far: the position of the token being appended, and the death step of evicted
 entries.
 
-The two scores, ``window_importance`` and ``key_redundancy``, use neither slots nor pools. They read the heads of a
-strided (S, H, N, D) tensor, such as a view of a pool. ``draw`` reads logits, and nothing of the cache.
+``draw`` reads logits, and nothing of the cache.
 
 CUDA kernels cannot raise: they report to ``errors`` what they had to skip (``ops/faults.py``); all others raise.
 Ops return nothing, allocate nothing and do not wait for the device.
@@ -30,15 +29,14 @@ SHAPES = {
     "source_keys": "Q D pool", "source_values": "Q D pool",
     "source_offsets": "L B H int64", "source_lengths": "L B H int32",
     "summaries": "S H C P D pool", "limits": "B int32", "page_scores": "B H P sum", "pages": "B H K int32",
-    "queries": "S Hq A D query", "query_positions": "S A int64",
-    "keys": "S H N D query", "positions": "S H N int64",
-    "importance": "S H N sum", "redundancy": "S H N sum", "scratch": "S H X N sum",
+    "query_positions": "S A int64", "importance": "L B H N sum", "redundancy": "L B H N sum", "scratch": "X Y N sum",
+    "given": "L B H N sum", "entry_scores": "L B H N sum", "held": "S T int32",
+    "prompt_lengths": "S int64", "prompt_keys": "S int64", "slot_keys": "S int64",
     "logits": "B V pool", "drawn_from": "B V pool", "sequence_keys": "B int64", "steps": "B int64",
     "end_ids": "E int64", "tokens": "B int64", "token_logprobs": "B sum", "behavior": "B sum", "top_ids": "B K int64",
     "top_logprobs": "B K sum", "chunks": "B G C 2 float64",
 }  # fmt: skip
-STRIDED = ("keys", "positions")  # heads may be anywhere, each contiguous; everything else is contiguous
-ON_ALL_LAYERS = ("evict", "fork")
+ON_ALL_LAYERS = ("evict", "fork", "window_importance", "key_redundancy", "score_entries")
 
 SCHEMAS = {
     "append": """(
@@ -49,14 +47,21 @@ SCHEMAS = {
     "decode_attention": """(
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, float scale,
         int max_length, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? probs, Tensor(d!)? errors=None) -> ()""",
-    # scratch with X = A + 1
+    # scratch with Y = A + 1, X heads at a time; without query_positions the place of a query in the ring tells it
     "window_importance": """(
-        Tensor queries, Tensor query_positions, Tensor keys, Tensor positions, Tensor lengths, float scale, int window,
-        bool exclude_window, str group_reduction, str query_reduction, str pooling, int kernel_size,
-        Tensor(a!) importance, Tensor(b!) scratch) -> ()""",
-    # scratch with X = 2
+        Tensor query_ring, Tensor key_pool, Tensor position_pool, Tensor slots, Tensor seen, Tensor offsets,
+        Tensor lengths, float scale, int window, bool exclude_window, str group_reduction, str query_reduction,
+        str pooling, int kernel_size, Tensor? query_positions, Tensor(a!) importance, Tensor(b!) scratch,
+        Tensor(c!)? errors=None) -> ()""",
+    # scratch with Y = 2; with an importance R-KV's mixture of both
     "key_redundancy": """(
-        Tensor keys, Tensor lengths, float threshold, Tensor(a!) redundancy, Tensor(b!) scratch) -> ()""",
+        Tensor key_pool, Tensor slots, Tensor offsets, Tensor lengths, float threshold, Tensor? importance,
+        float mix_lambda, Tensor(a!) redundancy, Tensor(b!) scratch, Tensor(c!)? errors=None) -> ()""",
+    # given: of "shared" the scores that heads share, of the others none
+    "score_entries": """(
+        Tensor key_pool, Tensor value_pool, Tensor position_pool, Tensor? state_pool, Tensor slots, Tensor seen,
+        Tensor offsets, Tensor lengths, Tensor prompt_lengths, Tensor prompt_keys, Tensor slot_keys, str method,
+        bool by_age, bool by_value, Tensor? given, Tensor(a!) entry_scores, Tensor(b!)? errors=None) -> ()""",
     # In this order: what is kept (scores to window), the slots (slots, seen), their place (offsets,
     # capacities), the memory (key_pool to lengths), what else changes (death, state_pool). With the four tensors of a
     # source, entries are copied from there and entry i has position i; without them they close up in place.
@@ -64,7 +69,7 @@ SCHEMAS = {
         Tensor scores, Tensor budgets, int num_sinks, int window, Tensor slots, Tensor seen, Tensor offsets,
         Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths,
         Tensor(e!)? death, Tensor(f!)? state_pool, Tensor? source_keys, Tensor? source_values, Tensor? source_offsets,
-        Tensor? source_lengths, Tensor(g!)? errors=None) -> ()""",
+        Tensor? source_lengths, Tensor(g!)? errors=None, Tensor(h!)? held=None) -> ()""",
     "fork": """(
         Tensor sources, Tensor destinations, Tensor offsets, Tensor capacities, Tensor(a!) key_pool,
         Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? query_ring,

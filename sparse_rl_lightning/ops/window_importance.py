@@ -9,13 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_choice
-from sparse_rl_lightning.ops.checks import check_numbers
+from sparse_rl_lightning.ops.checks import check_runs
+from sparse_rl_lightning.ops.entries import CachedEntries, dense_pools, heads_of, scratch_for
 from sparse_rl_lightning.ops.library import call, register
-from sparse_rl_lightning.ops.pools import accumulation_dtype, dense_heads, live_entries
+from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, live_entries
 
 GroupReduction = Literal["max", "mean"]
 QueryReduction = Literal["mean", "sum"]
 Pooling = Literal["max", "avg", "none"]
+Options = tuple[int, bool, GroupReduction, QueryReduction, Pooling, int]
 
 
 def window_importance(
@@ -60,17 +62,42 @@ def window_importance(
     Returns:
         The importance (S, H, N), 0 in the window and in free memory; float64 if the keys are, else float32.
     """
-    _check_options(window, group_reduction, query_reduction, pooling, kernel_size)
-    dtype, shape = accumulation_dtype(keys.dtype), keys.shape[:3]
-    importance = torch.empty(shape, dtype=dtype, device=keys.device)
-    num_rows = queries.shape[2] + 1 if queries.dim() == 4 else 1
-    scratch = torch.empty(*shape[:2], num_rows, shape[-1], dtype=dtype, device=keys.device)
-    call(
-        "window_importance", keys, queries.contiguous(), query_positions.contiguous(), dense_heads(keys),
-        dense_heads(positions), lengths.to(torch.int32).contiguous(), scale, window, exclude_window, group_reduction,
-        query_reduction, pooling, kernel_size, importance, scratch,
+    pools, slots = dense_pools(keys, lengths, positions)
+    importance = torch.empty(1, *keys.shape[:3], dtype=accumulation_dtype(keys.dtype), device=keys.device)
+    options = (window, exclude_window, group_reduction, query_reduction, pooling, kernel_size)
+    _run(pools, queries[None].contiguous(), slots, slots, scale, options, query_positions.contiguous(), importance)
+    return importance[0]
+
+
+def cached_importance(
+    entries: CachedEntries,
+    *,
+    window: int,
+    exclude_window: bool = True,
+    group_reduction: GroupReduction = "max",
+    query_reduction: QueryReduction = "mean",
+    pooling: Pooling = "max",
+    kernel_size: int = 7,
+) -> Tensor:
+    """Compute :func:`window_importance` in all layers of the cache: (L, B, H, N), 0 in rows to skip."""
+    importance, options = entries.scores(), (window, exclude_window, group_reduction, query_reduction, pooling)
+    _run(
+        entries.pools, entries.queries, entries.slots, entries.seen, entries.scale, (*options, kernel_size), None,
+        importance,
     )  # fmt: skip
     return importance
+
+
+def _run(
+    pools: KVPools, ring: Tensor, slots: Tensor, seen: Tensor, scale: float, options: Options, at: Tensor | None,
+    importance: Tensor,
+) -> None:  # fmt: skip
+    _check_options(options[0], *options[2:])
+    num_rows = ring.shape[3] + 1 if ring.dim() == 5 else 1
+    call(
+        "window_importance", pools.keys, ring, pools.keys, pools.positions, slots, seen, pools.offsets, pools.lengths,
+        scale, *options, at, importance, scratch_for(importance, num_rows), pools.errors,
+    )  # fmt: skip
 
 
 def _check_options(window: int, group: str, query: str, pooling: str, kernel_size: int) -> None:
@@ -84,27 +111,44 @@ def _check_options(window: int, group: str, query: str, pooling: str, kernel_siz
 
 
 def reference(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, lengths: Tensor, scale: float,
-    window: int, exclude_window: bool, group_reduction: GroupReduction, query_reduction: QueryReduction,
-    pooling: Pooling, kernel_size: int, importance: Tensor, scratch: Tensor,
+    query_ring: Tensor, key_pool: Tensor, position_pool: Tensor, slots: Tensor, seen: Tensor, offsets: Tensor,
+    lengths: Tensor, scale: float, window: int, exclude_window: bool, group_reduction: GroupReduction,
+    query_reduction: QueryReduction, pooling: Pooling, kernel_size: int, query_positions: Tensor | None,
+    importance: Tensor, scratch: Tensor, errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``window_importance`` in PyTorch."""
-    check_numbers("a head's number of entries", lengths, keys.shape[2] + 1)
-    if not importance.numel():
+    width = importance.shape[-1]
+    check_runs(slots, offsets, lengths, width, len(key_pool))
+    importance.zero_()
+    used, keys, valid, rows = heads_of(key_pool, slots, offsets, lengths, width)
+    if not valid.numel():
         return
-    valid = live_entries(lengths, keys.shape[2])
-    outside = live_entries(lengths - window, keys.shape[2])
+    at = ring_positions(seen, query_ring.shape[3]) if query_positions is None else query_positions
+    at, outside = at[slots[used]], live_entries(lengths[:, slots[used]] - window, width)
+    # layers are so many slots more
+    positions = position_pool[rows].flatten(0, 1)
+    at, valid, outside = at.repeat(len(offsets), 1), valid.flatten(0, 1), outside.flatten(0, 1)
     attended = outside if exclude_window else valid
-    visible = attended.unsqueeze(2) & (positions.unsqueeze(2) <= query_positions[:, None, :, None])  # (S, H, A, N)
-    logits = group_logits(queries, keys, scale)  # (S, H, G, A, N)
+    visible = attended.unsqueeze(2) & (positions.unsqueeze(2) <= at[:, None, :, None])  # (S, H, A, N)
+    queries = query_ring[:, slots[used]].flatten(0, 1)
+    logits = group_logits(queries, keys.flatten(0, 1).to(importance.dtype), scale)  # (S, H, G, A, N)
     if group_reduction == "max":
         logits = logits.amax(dim=2, keepdim=True)
     hidden = ~visible.unsqueeze(2) | (logits == -torch.inf)  # absent queries, at position -1, see nothing
     # a query that sees nothing has a softmax of NaN, free memory may have NaN: both are removed here
     paid = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).masked_fill(hidden, 0.0).sum(dim=3)  # (S, H, G, N)
     if query_reduction == "mean":
-        paid = paid / (query_positions >= 0).sum(dim=-1).clamp(min=1)[:, None, None, None]
-    importance.copy_(pool_entries(paid, outside.unsqueeze(2), pooling, kernel_size).mean(dim=2))
+        paid = paid / (at >= 0).sum(dim=-1).clamp(min=1)[:, None, None, None]
+    pooled = pool_entries(paid, outside.unsqueeze(2), pooling, kernel_size).mean(dim=2)
+    importance[:, used] = pooled.view(len(offsets), -1, *pooled.shape[1:])
+
+
+def ring_positions(seen: Tensor, count: int) -> Tensor:
+    """The positions (S, A) of the queries in a ring of ``count`` places after ``seen`` tokens (S,), -1 for none yet."""
+    last = seen[:, None] - 1
+    ring = torch.arange(count, device=seen.device)
+    # each place has the newest position that is the place modulo the ring's size
+    return (last - (last - ring) % max(count, 1)).clamp(min=-1)
 
 
 def pool_entries(values: Tensor, inside: Tensor, pooling: Pooling, kernel_size: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.cache.slots import CacheSize, Cuts, PackedPrompts, SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.errors import UserError
@@ -61,7 +62,7 @@ class PagedCache(SlotCache):
         self.width = min(max(counts), max(r.layer_pages(len(counts), budget=r.budget)))  # K
         self.limits_at = r.page_limits(len(counts), g.device)
         self.limits = torch.zeros(0, dtype=torch.int32, device=g.device)  # (L, R) pages that rows of a step read
-        self.read = torch.zeros_like(self.held)  # entries read by the step that fed a token
+        self.read = torch.zeros_like(self.held, dtype=torch.float32)  # entries read by the step that fed a token
 
     def parts(self) -> dict[str, list[Tensor]]:
         """Every tensor of this cache by its purpose, pages included."""
@@ -140,16 +141,16 @@ class PagedCache(SlotCache):
         self._refresh(layer, prompts.places)
 
     def compact(
-        self, slots: list[int], scores: list[Tensor], budgets: list[Tensor], compressor: Compressor, room: list[int]
+        self, chosen: ChosenSlots, scores: Tensor, budgets: Tensor, compressor: Compressor, room: Tensor
     ) -> None:
         """Compact slots as the base class does, and summarize the pages of the survivors."""
-        super().compact(slots, scores, budgets, compressor, room)
-        self._refresh_all(slots)
+        super().compact(chosen, scores, budgets, compressor, room)
+        self._refresh_all(chosen.places)
 
     def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
         """Restore a slot as the base class does, and summarize its pages again."""
         super().restore(slot, content, held)
-        self._refresh_all([slot])
+        self._refresh_all(torch.tensor([slot], device=self.key_pool.device))
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots as the base class does, pages included."""
@@ -157,9 +158,9 @@ class PagedCache(SlotCache):
         for summary in self.summaries:
             summary[destinations] = summary[sources]
 
-    def _refresh_all(self, slots: list[int]) -> None:
+    def _refresh_all(self, slots: Tensor) -> None:
         for layer in range(self.geometry.num_layers):
-            self._refresh(layer, torch.tensor(slots, device=self.key_pool.device))
+            self._refresh(layer, slots)
 
     def _refresh(self, layer: int, slots: Tensor, newest_only: bool = False) -> None:
         """Summarize the complete pages of slots (B,), or only the one that the newest entry has completed."""

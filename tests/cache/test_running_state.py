@@ -116,7 +116,7 @@ def test_numbers_move_with_their_entries(rule: Any) -> None:
     policy, compressor = tiny_model(initializer_range=0.2, eos_token_id=None), Ledger(**SMALL, budget_rule=rule)
     Ledger.looks = 0
     whole = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
-    assert Ledger.looks > 20
+    assert Ledger.looks > 10  # at all layers at once
     with torch.no_grad():
         replayed = replay_logprobs(policy, whole)
     torch.testing.assert_close(replayed, whole.sampler_logprobs, atol=2e-5, rtol=0)

@@ -14,7 +14,6 @@ from native_cases import (
     DIM,
     HEADS,
     POOLED,
-    SCORES,
     SLOTS,
     Case,
     copy,
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops.schemas import SCHEMAS
+from sparse_rl_lightning.ops.window_importance import cached_importance
 
 WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("append", "query", lambda t: t[:2], "query has shape"),
@@ -45,8 +45,12 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("decode_attention", "query", lambda t: t[:, :5].contiguous(), "query has 5 heads, expected a multiple of the 2"),
     ("decode_attention", "query", lambda t: t[0], "query has shape"),
     ("decode_attention", "slots", lambda t: t - 5, "slots contains -3"),
-    ("window_importance", "ring", lambda t: t.bfloat16(), "queries is torch.bfloat16"),
-    ("window_importance", "ring_positions", lambda t: t[:, :2], "query_positions has shape"),
+    ("window_importance", "ring", lambda t: t.bfloat16(), "query_ring is torch.bfloat16"),
+    ("window_importance", "seen", lambda t: t[:1], "seen has shape"),
+    ("key_redundancy", "importance", lambda t: t[:1], "importance has shape"),
+    ("score_entries", "state", lambda t: t[1:], "state_pool has shape"),
+    ("score_entries", "prompt_keys", lambda t: t.int(), "prompt_keys is torch.int32"),
+    ("evict", "held", lambda t: t.float(), "held is torch.float32"),
     ("evict", "scores", lambda t: t.double(), "scores is torch.float64"),
     ("evict", "budgets", lambda t: t - 2, "a budget is -1"),
     ("evict", "death", lambda t: t[:1], "death has shape"),
@@ -91,11 +95,15 @@ def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: py
     strided = torch.empty(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
     if (name, place) == ("summarize_pages", 0):
         shorter = x[:1].contiguous()  # its only pool: it must just be long enough
-    if place == len(args) - 1:
+    if (name, place) == ("key_redundancy", 0):
+        shorter = x[:1].contiguous()  # the same
+    if x.numel() == 1:
         strided = other_type  # a single number is contiguous whatever its stride
     empty = x.new_zeros(0)
     if (name, place) == ("summarize_pages", 1):
         shorter = empty = other_type  # any number of slots will do, none too
+    if (name, place) in (("window_importance", 16), ("key_redundancy", 8)):
+        shorter = other_type  # memory for any number of heads
     if (name, place) == ("draw", 4):
         shorter = empty = other_type  # any number of end tokens
     for wrong in (shorter, other_type, strided, x.unsqueeze(0), empty):
@@ -117,11 +125,9 @@ Way = Callable[[str], Callable[..., None]]
 def test_heads_outside_the_pool_are_refused(
     name: str, value: int, part: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "draw" or (part == "offsets" and name in ("select_pages", *SCORES)):
+    if name == "draw" or (part == "offsets" and name == "select_pages"):
         pytest.skip("it does not look into the pool")
     case = Case()
-    if part == "lengths":
-        case.lengths.fill_(value)
     for pools in (case.pools, case.source):
         getattr(pools, part)[...] = value
     case.sources, case.destinations = torch.tensor([0]), torch.tensor([1])
@@ -185,15 +191,14 @@ def test_pools_that_do_not_fit_together_are_refused() -> None:
 def test_unknown_options_of_importance_are_refused(options: dict[str, Any]) -> None:
     case = Case()
     with pytest.raises(ValueError, match=next(iter(options))):
-        ops.window_importance(case.ring[0], case.ring_positions, case.dense, case.lengths, case.positions, 0.3,
-                              **{"window": 2, **options})  # fmt: skip
+        cached_importance(case.entries(), **{"window": 2, **options})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_on_two_devices_are_refused(name: str) -> None:
     case = Case()
-    case.slots, case.sources, case.lengths = case.slots.cuda(), case.sources.cuda(), case.lengths.cuda()
+    case.slots, case.sources = case.slots.cuda(), case.sources.cuda()
     case.steps = case.steps.cuda()
     with pytest.raises((ValueError, RuntimeError), match=r"device|cuda"):
         case.calls()[name]()
@@ -202,7 +207,7 @@ def test_tensors_on_two_devices_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "field"),
     [("append", "slots"), ("append", "query"), ("decode_attention", "query"), ("decode_attention", "lse"),
-     ("window_importance", "ring"), ("key_redundancy", "lengths"),
+     ("window_importance", "ring"), ("key_redundancy", "importance"), ("score_entries", "seen"),
      ("evict", "scores"), ("evict", "death"), ("evict from a source", "seen"),
      ("fork", "sources"), ("fork", "state"),
      ("summarize_pages", "summaries"), ("select_pages", "limits"), ("page_attention", "pages"), ("draw", "steps")],
@@ -239,12 +244,15 @@ def test_heads_too_large_for_the_kernels_are_refused() -> None:
         ("append", 3, None, "both cos and sin"),
         ("append", 3, torch.zeros(SLOTS, 4), "sin has shape"),
         ("decode_attention", 7, CAPACITY + 2, "probs has room for 13 entries, max_length is 14"),
-        ("window_importance", 10, "mean", "pooling is 'mean'"),
-        ("window_importance", 8, "sum", "group_reduction is 'sum'"),
-        ("window_importance", 9, "max", "query_reduction is 'max'"),
-        ("window_importance", 11, 4, "kernel_size is 4"),
-        ("window_importance", 11, -1, "kernel_size is -1"),
-        ("window_importance", 6, -1, "window is -1"),
+        ("window_importance", 12, "mean", "pooling is 'mean'"),
+        ("window_importance", 10, "sum", "group_reduction is 'sum'"),
+        ("window_importance", 11, "max", "query_reduction is 'max'"),
+        ("window_importance", 13, 4, "kernel_size is 4"),
+        ("window_importance", 13, -1, "kernel_size is -1"),
+        ("window_importance", 8, -1, "window is -1"),
+        ("score_entries", 11, "norm", "method is 'norm', expected position"),
+        ("score_entries", 11, "shared", "given belongs to the method shared"),
+        ("score_entries", 3, None, "the method mass needs a state_pool"),
         ("evict", 2, -1, "must not be negative"),
         ("evict from a source", 3, -1, "must not be negative"),
         ("summarize_pages", 4, 0, "page_size is 0"),

@@ -52,22 +52,12 @@ EVENT = Rule(
     left_out=frozenset({"retrieval/attention.py", "retrieval/logprobs.py", "ops/library.py"}),
 )
 EXCEPTIONS: dict[str, tuple[int, str]] = {  # of an event: how many, and why; compression on the device empties it
-    "cache/compression.py:Compression._budgets": (1, "sequences on different levels of a schedule"),
-    "cache/compression.py:_state": (7, "slots that are not neighbors are a list"),
-    "cache/compression.py:slot_state": (4, "the same; and the widest head, if heads differ"),
-    "cache/running_state.py:entry_numbers": (5, "the same, for compressors with running numbers, which run eagerly"),
-    "cache/slots.py:Arenas.lay_out": (1, "an assertion, if heads differ"),
-    "cache/slots.py:Arenas.move": (1, "the widest head, if heads differ"),
-    "cache/slots.py:SlotCache._room": (1, "the room of each slot, if heads differ"),
-    "cache/slots.py:SlotCache.compact": (1, "the slots, once for all layers"),
-    "compressors/base.py:Compressor._protected": (1, "protect_token_ids"),
-    "compressors/base.py:Compressor._refuse_nan": (2, "only after an error"),
-    "compressors/base.py:Compressor.plan_eviction": (
-        3,
-        "scores that cannot be ranked, for each layer",
-    ),
+    "cache/compression.py:Compression._plan_blocks": (1, "compressors in Python: whether a layer cannot be cut"),
+    "cache/compression.py:Compression.compress": (1, "the longest head, if heads differ"),
+    "cache/compression.py:native_scores": (1, "on a CPU only"),
+    "compressors/base.py:Compressor._refuse": (4, "only after an error"),
+    "compressors/base.py:Compressor._refuse_nan": (2, "the same"),
     "ops/summarize_pages.py:write_summaries": (1, "retrievers without a kernel, which run eagerly"),
-    "retrieval/cache.py:PagedCache._refresh_all": (1, "the slots, once for each layer that retrieves"),
 }
 WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "repeat_interleave", "synchronize"}
 MAKES = {"tensor", "as_tensor", "from_numpy"}
@@ -235,7 +225,7 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
     }  # fmt: skip
     events = {name.split(":")[1] for name in reached(sources(EVENT), EVENT)}
     assert events >= {
-        "slot_state", "SlotCache.compact", "PagedCache.compact", "Compressor.plan_eviction", "RKV.score",
+        "block_state", "SlotCache.compact", "PagedCache.compact", "Compressor.propose_eviction", "RKV.score",
         "Adaptive.head_budgets", "evict", "key_redundancy", "window_importance", "Arenas.move",
     }  # fmt: skip
 

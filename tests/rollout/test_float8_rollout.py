@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.cache.compression import slot_state
+from sparse_rl_lightning.cache.states import slot_state
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.ops import key_redundancy, window_importance

@@ -1,0 +1,32 @@
+"""ChosenSlots: the slots of a compression, as the host and the device know them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ChosenSlots:
+    """Some slots of a cache, each once."""
+
+    places: Tensor  # (B) int64, on the device
+    index: slice | Tensor  # the same to index with, without a copy if they are neighbors
+    width: int  # most entries of a head of theirs, where heads differ in room
+
+    @classmethod
+    def of(cls, slots: list[int], places: Tensor, width: int) -> ChosenSlots:
+        """These slots, which ``places`` (B,) has on the device."""
+        neighbors = as_range(slots)
+        return cls(places, neighbors if isinstance(neighbors, slice) else places, width)
+
+    def of_layers(self, tensor: Tensor) -> Tensor:
+        """Their part of a tensor (L', S, ...), layer by layer: (L' x B, ...)."""
+        return tensor[:, self.index].flatten(0, 1)
+
+
+def as_range(slots: list[int]) -> slice | list[int]:
+    """Convert slots to a slice if they are neighbors in order, so that indexing makes no copy."""
+    neighbors = slots == list(range(slots[0], slots[0] + len(slots)))
+    return slice(slots[0], slots[0] + len(slots)) if neighbors else slots

@@ -1,0 +1,146 @@
+"""What a compressor sees: the entries of some slots, one layer at a time, several layers at once, or prompts.
+
+Slots and layers are independent of each other, so the same slots in several layers are to a compressor just more slots.
+That saves a launch of everything per layer; what depends on the number of the layer is asked layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparse_rl_lightning.cache.chosen import ChosenSlots
+from sparse_rl_lightning.cache.running_state import columns, head_columns
+from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
+from sparse_rl_lightning.ops.pools import gather_heads, live_entries, to_computed
+from sparse_rl_lightning.records import LayerState
+
+BLOCK_BYTES = {"cpu": 2**20}  # keys and values of layers that are scored at once: they should stay in a CPU's cache
+BLOCK_BYTES_ON_DEVICE = 2**28
+
+
+class SeveralLayersError(Exception):
+    """A compressor has looked at the number of its layer while it was shown several at once."""
+
+
+class _SeveralLayers:
+    """Stands for the layer's number in a state of several layers: whoever computes with it is told."""
+
+    def _told(self, *_: Any) -> NoReturn:
+        raise SeveralLayersError
+
+    __index__ = __int__ = __float__ = __bool__ = __hash__ = __str__ = __format__ = __neg__ = __abs__ = _told
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __getattr__ = __getitem__ = _told
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _told
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __and__ = __rand__ = _told
+
+
+SEVERAL: Any = _SeveralLayers()
+
+
+def layer_blocks(cache: SlotCache, num_slots: int) -> Iterator[range]:
+    """Cut the layers into blocks whose heads have equal room, small enough to be scored at once."""
+    g, entries = cache.geometry, cache.most_entries
+    most = BLOCK_BYTES.get(g.device.type, BLOCK_BYTES_ON_DEVICE)
+    start = 0
+    while start < g.num_layers:
+        nbytes = num_slots * g.num_kv_heads * entries[start] * g.bytes_per_entry
+        stop = start + 1
+        while stop < g.num_layers and entries[stop] == entries[start] and (stop + 1 - start) * nbytes <= most:
+            stop += 1
+        yield range(start, stop)
+        start = stop
+
+
+def block_state(cache: SlotCache, layers: range, chosen: ChosenSlots) -> LayerState:
+    """The state of slots in some layers of equal room, as compressors see it: (layers x slots) in place of slots.
+
+    Args:
+        cache: Cache of the slots.
+        layers: Layers, one after the other.
+        chosen: Slots.
+    """
+    size, within = cache.size, slice(layers.start, layers.stop)
+    lengths = chosen.of_layers(cache.lengths[within])
+    # heads of different sizes are not evenly spaced: gather a padded copy; `valid` excludes the padding
+    if cache.arenas is not None:
+        rows, valid = gather_heads(chosen.of_layers(cache.pools.offsets[within]), lengths, chosen.width)
+        keys, values, positions = (pool[rows] for pool in (cache.key_pool, cache.pools.values, cache.pools.positions))
+        numbers = None if cache.state_pool is None else cache.state_pool[rows]
+    else:  # views, if all slots are chosen, or neighbors in one layer
+        keys, values, positions = (
+            chosen.of_layers(cache.by_layer(pool, layers))
+            for pool in (cache.key_pool, cache.pools.values, cache.pools.positions)
+        )
+        valid = live_entries(lengths, keys.shape[2])
+        numbers = None if cache.state_pool is None else chosen.of_layers(cache.by_layer(cache.state_pool, layers))
+    head_numbers = chosen.of_layers(cache.head_state[within]) if size.head_state_fields else None
+    return _state(
+        cache, layers[0] if len(layers) == 1 else SEVERAL, chosen.places.repeat(len(layers)),
+        chosen.of_layers(cache.queries[within]), keys, values, positions.long(), valid, numbers, head_numbers,
+    )  # fmt: skip
+
+
+def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
+    """The state of one layer of these slots, as compressors see it."""
+    there = torch.tensor(slots, device=cache.key_pool.device)
+    width = int(cache.lengths[layer, there].max())
+    return block_state(cache, range(layer, layer + 1), ChosenSlots.of(slots, there, width))
+
+
+def prompt_state(cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: list[int]) -> LayerState:
+    """The state of the chosen prompts, in the form of slots, padded to the longest of them.
+
+    Args:
+        cache: Cache that they are stored in.
+        layer: Layer index.
+        prompts: Prompts that were read.
+        chosen: Indices of the prompts.
+    """
+    slots, lengths = [prompts.slots[i] for i in chosen], [prompts.lengths[i] for i in chosen]
+    index = torch.arange(max(lengths), device=prompts.keys.device)
+    held = torch.tensor(lengths, device=index.device)[:, None]
+    # behind its end a prompt repeats its last token, so that no row of the next prompt is read
+    rows = prompts.borders[chosen, None] + torch.minimum(index, held - 1)
+    keys, values = (t[:, rows].transpose(0, 1) for t in (prompts.keys, prompts.values))  # (P, H, N, D)
+    shape = keys.shape[:3]
+    valid = (index < held)[:, None].expand(shape)
+    numbers = None if prompts.state is None else padded([prompts.state[i] for i in chosen])
+    own = torch.tensor(slots, device=index.device)
+    head_numbers = cache.head_state[layer, own] if cache.size.head_state_fields else None
+    return _state(
+        cache, layer, own, cache.queries[layer, own], keys, values, index.expand(shape), valid, numbers, head_numbers
+    )
+
+
+def _state(
+    cache: SlotCache, layer: int, slots: Tensor, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
+    valid: Tensor, numbers: Tensor | None, head_numbers: Tensor | None,
+) -> LayerState:  # fmt: skip
+    """The state of rows (S,) of slots, which may be repeated."""
+    g, size = cache.geometry, cache.size
+    keys, values = (to_computed(t, g.query_dtype) for t in (keys, values))
+    last = cache.seen[slots][:, None] - 1
+    ring = torch.arange(size.num_queries, device=last.device)
+    # each place of the query ring has the newest position that is the place modulo the ring's size, -1 for none yet
+    query_positions = (last - (last - ring) % max(size.num_queries, 1)).clamp(min=-1)
+    return LayerState(
+        keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
+        # positions of free memory are arbitrary, so they are clamped before the lookup
+        token_ids=cache.tokens[slots[:, None, None], positions.clamp(0, cache.tokens.shape[1] - 1)],
+        prompt_lengths=cache.prompt_lengths[slots], queries=queries, query_positions=query_positions,
+        sequence_keys=cache.sequence_keys[slots], prompt_keys=cache.prompt_keys[slots],
+        layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
+        state={} if numbers is None else columns(numbers, size.state_fields),
+        head_state={} if head_numbers is None else head_columns(head_numbers, size.head_state_fields),
+    )  # fmt: skip
+
+
+def padded(numbers: list[Tensor]) -> Tensor:
+    """Stack (P) times (H, T, C) to (P, H, N, C)."""
+    longest = max(own.shape[1] for own in numbers)
+    return torch.stack([F.pad(own, (0, 0, 0, longest - own.shape[1])) for own in numbers])

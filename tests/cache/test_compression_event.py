@@ -1,0 +1,306 @@
+"""A compression event keeps what every layer, head and slot would keep alone, to the last entry, and moves no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparse_rl_lightning.compressors as c
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
+from sparse_rl_lightning.cache.compression import Compression
+from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
+from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.records import NEVER, LayerState
+
+SIZES: dict[str, Any] = {"budget": 20, "buffer": 6, "num_sinks": 2, "window": 4}
+LAYERS, HEADS, GROUP, DIM, SLOTS, STEPS = 3, 2, 3, 16, 6, 44
+
+
+def statistics() -> Any:
+    g = torch.Generator().manual_seed(5)
+    mean = torch.randn(LAYERS, HEADS * GROUP, DIM, generator=g)
+    filters = torch.randn(LAYERS, HEADS, DIM, generator=g)
+    return c.QueryStatistics(mean, torch.rand(LAYERS, HEADS * GROUP, DIM // 2, generator=g) + 2, filters)
+
+
+class ByLayer(Compressor):
+    """A user's method that looks at the number of its layer, in Python."""
+
+    num_queries = 0
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Large or small values, by turns."""
+        sign = -1.0 if layer.layer_index % 2 else 1.0
+        return sign * layer.values.float().masked_fill(~layer.valid.unsqueeze(-1), 0.0).square().sum(dim=-1)
+
+
+class LargestValue(SnapKV):
+    """A user's method that is derived from one of the library's and scores otherwise."""
+
+    def score(self, layer: LayerState) -> Tensor:
+        """The largest element of the value, in the layer's own type."""
+        return layer.values.amax(dim=-1)
+
+
+COMPRESSORS: dict[str, Compressor] = {
+    "rkv": RKV(**SIZES),
+    "rkv, mean of the group": RKV(**SIZES, group_reduction="mean", pooling="avg", similarity_threshold=0.1),
+    "snapkv": SnapKV(**SIZES),
+    "snapkv, original": SnapKV(**SIZES, variant="original", kernel_size=5),
+    "snapkv, mean": SnapKV(**SIZES, group_reduction="mean", pooling="none"),
+    "streaming": c.StreamingLLM(**SIZES),
+    "random": c.RandomEviction(**SIZES),
+    "knorm": c.KNorm(**SIZES),
+    "keydiff": c.KeyDiff(**SIZES),
+    "tova": c.TOVA(**SIZES),
+    "h2o": c.H2O(**SIZES),
+    "h2o, by age": c.H2O(**SIZES, age_normalized=True),
+    "h2o, by value": c.H2O(**SIZES, age_normalized=True, value_weighted=True),
+    "cur": c.CUR(**SIZES, local_window=4),
+    "lagkv": c.LagKV(**SIZES, lag_size=5),
+    "expected attention": c.ExpectedAttention(**SIZES, query_window=8, num_future=16),
+    "qfilters": c.QFilters(**SIZES, statistics=statistics()),
+    "triattention": c.TriAttention(**SIZES, statistics=statistics()),
+    "combined": c.Combined([SnapKV(**SIZES), c.KNorm(**SIZES), c.H2O(**SIZES)], [2, 1, 1]),
+    "combined over heads": c.Combined([SnapKV(**SIZES), c.RandomEviction(**SIZES)], across_heads="max"),
+    "by layer": ByLayer(**SIZES),
+    "derived": LargestValue(**SIZES),
+    "protected": SnapKV(**SIZES, protect_prompt=True, protect_token_ids=[3]),
+    "protected, rkv": RKV(**SIZES, protect_token_ids=[3, 4]),
+    "schedule": RKV(LengthSchedule([0, 26, 38], [14, 20, 16]), buffer=6, num_sinks=2, window=4),
+    "pyramid": SnapKV(**SIZES, budget_rule=Pyramid(beta=2)),
+    "pyramid, rkv": RKV(**SIZES, budget_rule=Pyramid(beta=3)),
+    "adaptive": SnapKV(**SIZES, budget_rule=Adaptive()),
+    "adaptive pyramid, rkv": RKV(**SIZES, budget_rule=Adaptive(layers=Pyramid(beta=2))),
+    "adaptive, h2o": c.H2O(**SIZES, budget_rule=Adaptive(floor=8)),
+    "adaptive, tova": c.TOVA(**SIZES, budget_rule=Adaptive()),
+    "adaptive schedule": SnapKV(
+        LengthSchedule([0, 30], [14, 20]), buffer=6, num_sinks=2, window=4, budget_rule=Adaptive()
+    ),
+}
+
+
+def geometry(dtype: torch.dtype, kv_dtype: torch.dtype) -> CacheGeometry:
+    inv_freq = 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
+    return CacheGeometry(
+        LAYERS, HEADS * GROUP, HEADS, DIM, DIM**-0.5, inv_freq, 1.0, dtype, kv_dtype, torch.device("cpu")
+    )
+
+
+class Slots:
+    """A cache in which every slot is fed random tokens, as a rollout does."""
+
+    def __init__(self, compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype, seed: int) -> None:
+        self.g, self.geometry = torch.Generator().manual_seed(seed), geometry(dtype, kv_dtype)
+        self.compression = Compression(compressor, LAYERS)
+        self.trigger = self.compression.trigger
+        capacities = self.trigger.capacities(12, 200)
+        self.cache: SlotCache = CacheSize.of(compressor, self.geometry, SLOTS, capacities, 200).allocate(self.geometry)
+        # of different lengths, so that they are due at different steps; some come together
+        self.fed = [5, 9, 5, 7, 9, 5]
+        self.evicted = [(0,) * LAYERS] * SLOTS
+        self.room = [self.trigger.room(0, (0,) * LAYERS) for _ in range(SLOTS)]
+        cache = self.cache
+        cache.tokens.copy_(torch.randint(200, cache.tokens.shape, generator=self.g))
+        cache.prompt_lengths[:-1] = torch.tensor(self.fed)
+        for keys in (cache.sequence_keys, cache.prompt_keys):
+            keys.copy_(torch.randint(-(2**62), 2**62, keys.shape, generator=self.g))
+        for slot in range(SLOTS):
+            for _ in range(self.fed[slot]):
+                self.feed([slot])
+        self.room = [self.trigger.room(0, (0,) * LAYERS) - fed for fed in self.fed]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.g).to(self.geometry.query_dtype)
+
+    def feed(self, slots: list[int]) -> None:
+        """Append a random token to these slots, and write numbers for it if the compressor has any."""
+        cache, chosen, n = self.cache, torch.tensor(slots), len(slots)
+        for layer, pools in enumerate(cache.layers):
+            query, key, value = (self.normal(n, h, DIM) for h in (HEADS * GROUP, HEADS, HEADS))
+            ops.append(pools, chosen, cache.seen[:-1], query, key, value, cache.queries[layer])
+            if cache.state_pool is not None:
+                newest = pools.offsets[chosen] + pools.lengths[chosen] - 1
+                cache.state_pool[newest] = torch.rand(n, HEADS, cache.state_pool.shape[1], generator=self.g)
+        cache.seen[chosen] += 1
+        cache.note_held(chosen)
+        cache.head_state[:, chosen] = torch.rand(cache.head_state[:, chosen].shape, generator=self.g)
+
+    def step(self) -> list[int]:
+        """Feed every slot a token; returns the slots that are due, with their room afterwards set."""
+        self.feed(list(range(SLOTS)))
+        due = []
+        for slot in range(SLOTS):
+            self.fed[slot] += 1
+            self.room[slot] -= 1
+            if self.room[slot] == 0:
+                due.append(slot)
+                self.evicted[slot] = self.trigger.evicted(self.fed[slot], self.evicted[slot])
+                self.room[slot] = self.trigger.room(self.fed[slot], self.evicted[slot])
+        return due
+
+    def rows(self, layer: int, slot: int, head: int) -> Tensor:
+        """The pool rows of a head's live entries."""
+        start = int(self.cache.pools.offsets[layer, slot, head])
+        return torch.arange(start, start + int(self.cache.lengths[layer, slot, head]))
+
+    def content(self, layer: int, slot: int, head: int) -> list[Tensor]:
+        """Positions, keys, values and numbers of a head's entries."""
+        rows, cache = self.rows(layer, slot, head), self.cache
+        pools = [cache.pools.positions, cache.pools.keys, cache.pools.values]
+        return [pool[rows].clone() for pool in (pools if cache.state_pool is None else [*pools, cache.state_pool])]
+
+    def state(self, layer: int, slot: int) -> LayerState:
+        """One layer of one slot, as a compressor sees it: every entry copied by itself."""
+        cache, size = self.cache, self.cache.size
+        heads = [self.content(layer, slot, head) for head in range(HEADS)]
+        width = max(len(head[0]) for head in heads)
+
+        def padded(part: int) -> Tensor:
+            out = torch.zeros(1, HEADS, width, *heads[0][part].shape[1:], dtype=heads[0][part].dtype)
+            for head, own in enumerate(heads):
+                out[0, head, : len(own[part])] = own[part]
+            return out
+
+        positions, lengths = padded(0).long(), cache.lengths[layer, slot][None]
+        valid = torch.arange(width) < lengths.unsqueeze(-1)
+        seen, count = int(cache.seen[slot]), size.num_queries
+        newest = {position % count: position for position in range(max(0, seen - count), seen)} if count else {}
+        names = {} if cache.state_pool is None else dict(zip(size.state_fields, padded(3).unbind(-1), strict=True))
+        kind = self.geometry.query_dtype
+        return LayerState(
+            padded(1).to(kind), padded(2).to(kind), valid, positions, lengths, cache.tokens[slot][positions],
+            cache.prompt_lengths[slot][None], cache.queries[layer, slot][None],
+            torch.tensor([[newest.get(place, -1) for place in range(count)]], dtype=torch.int64),
+            cache.sequence_keys[slot][None], cache.prompt_keys[slot][None], layer, self.geometry.scale,
+            self.geometry.inv_freq, self.geometry.attention_scaling, names, {},
+        )  # fmt: skip
+
+    def chosen(self, slot: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Layer, head and indices of the entries that stay, each layer of the slot asked by itself."""
+        compressor = self.compression.compressor
+        for layer, budget in enumerate(self.trigger.budgets(self.fed[slot])):
+            keep = compressor.select(self.state(layer, slot), budget)[0]
+            for head in range(HEADS):
+                yield layer, head, keep[head].nonzero().flatten()
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Bit by bit."""
+    return all(torch.equal(a.float(), b.float()) for a, b in zip(one, other, strict=True))
+
+
+def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype, seed: int) -> int:
+    """Feed and compress, each event against slots and layers by themselves; returns how often heads were cut."""
+    slots, cuts = Slots(compressor, dtype, kv_dtype, seed), 0
+    cache = slots.cache
+    for _ in range(STEPS):
+        due = slots.step()
+        if not due:
+            continue
+        want, death = {}, cache.death.clone()
+        for slot in due:
+            for layer, head, kept in slots.chosen(slot):
+                own = slots.content(layer, slot, head)
+                want[layer, slot, head] = [part[kept] for part in own]
+                gone = torch.ones(len(own[0]), dtype=torch.bool).index_fill_(0, kept, False)
+                death[layer, slot, head, own[0][gone].long()] = slots.fed[slot]
+                cuts += bool(gone.any())
+        for layer in range(LAYERS):
+            for slot in set(range(SLOTS)) - set(due):
+                for head in range(HEADS):
+                    want[layer, slot, head] = slots.content(layer, slot, head)
+        slots.compression.compress(cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+        for (layer, slot, head), entries in want.items():
+            assert same(slots.content(layer, slot, head), entries), (layer, slot, head)
+        assert torch.equal(cache.death, death)
+        for slot in due:
+            assert cache.held[slot, slots.fed[slot] - 1] == cache.lengths[:, slot].sum()
+    assert (cache.death != NEVER).any()
+    return cuts
+
+
+@pytest.mark.filterwarnings("ignore:.*shrinks with length:UserWarning")
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_an_event_keeps_what_each_layer_and_slot_keeps_alone(name: str) -> None:
+    assert run_events(COMPRESSORS[name], torch.float32, torch.float32, seed=1) >= 50
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["rkv", "tova", "h2o, by value", "keydiff", "knorm", "random", "cur", "adaptive"])
+def test_types_of_the_cache(name: str, kv_dtype: torch.dtype) -> None:
+    dtype = torch.bfloat16 if kv_dtype == torch.float8_e4m3fn else kv_dtype
+    assert run_events(COMPRESSORS[name], dtype, kv_dtype, seed=2) >= 50
+
+
+@pytest.mark.parametrize(("method", "calls"), [(LargestValue, 1), (ByLayer, LAYERS + 1)])
+def test_layers_are_scored_together_unless_their_number_matters(
+    method: type[Compressor], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, proper = list[int](), method.score
+
+    def score(self: Compressor, layer: LayerState) -> Tensor:
+        rows.append(len(layer.keys))
+        return proper(self, layer)
+
+    slots = Slots(method(**SIZES), torch.float32, torch.float32, seed=3)
+    monkeypatch.setattr(method, "score", score)
+    for event in range(2):
+        while not (due := slots.step()):
+            pass
+        rows.clear()
+        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+        if calls == 1:
+            assert rows == [LAYERS * len(due)]
+        else:  # the first event finds out
+            assert rows == [LAYERS * len(due)] * (event == 0) + [len(due)] * LAYERS
+
+
+@pytest.mark.parametrize("name", ["rkv", "keydiff", "cur", "combined", "by layer"])
+def test_scores_that_are_nan_name_their_layer(name: str) -> None:
+    slots = Slots(COMPRESSORS[name], torch.float32, torch.float32, seed=4)
+    while not (due := slots.step()):
+        pass
+    rows = slots.rows(2, due[0], 1)[5]
+    slots.cache.key_pool[rows] = slots.cache.pools.values[rows] = torch.nan
+    before = slots.cache.lengths.clone()
+    with pytest.raises(ValueError, match=r"score returned NaN for live entries of layer 2. Their keys are NaN"):
+        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+    assert torch.equal(slots.cache.lengths, before)  # nothing has moved
+
+
+class Greedy(Adaptive):
+    """A user's rule that gives away more than there is."""
+
+    def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int | Tensor, minimum: int) -> Tensor:
+        """One entry too many."""
+        budgets = super().head_budgets(scores, candidates, layer_budget, minimum)
+        return budgets + (torch.arange(HEADS) == 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [
+        (SnapKV(**SIZES, protect_token_ids=list(range(200))), "26 entries of a head in layer 0 must stay"),
+        (SnapKV(**SIZES, budget_rule=Greedy()), r"Greedy\(.*\) gives the heads of layer 0 41 entries, more than"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(method: Compressor, match: str) -> None:
+    slots = Slots(method, torch.float32, torch.float32, seed=5)
+    while not (due := slots.step()):
+        pass
+    with pytest.raises(ValueError, match=match):
+        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+
+
+def test_a_method_that_is_derived_from_a_native_one_and_scores_itself_is_asked() -> None:
+    assert RKV(**SIZES).scores_natively
+    assert not LargestValue(**SIZES).scores_natively
+    assert not SnapKV(**SIZES, protect_prompt=True).scores_natively
+    assert not c.CUR(**SIZES).scores_natively
