@@ -16,8 +16,8 @@ struct Reading {
   int count;
 
   template <class T, class P>
-  SPARSE_RL_DEVICE static Reading of(const Attention<T, P>&, const Run& run, int64_t) {
-    return {run.length};
+  SPARSE_RL_DEVICE static Reading of(const Attention<T, P>&, const SlotSpan& span, int64_t) {
+    return {span.length};
   }
 
   SPARSE_RL_DEVICE int at(int j) const { return j < count ? j : -1; }
@@ -30,9 +30,9 @@ struct Reading<true> {
 
   // The first negative page ends a list.
   template <class T, class P>
-  SPARSE_RL_DEVICE static Reading of(const Attention<T, P>& op, const Run& run, int64_t unit) {
+  SPARSE_RL_DEVICE static Reading of(const Attention<T, P>& op, const SlotSpan& span, int64_t unit) {
     const int32_t* pages = op.pages + unit * op.width;
-    int low = 0, high = run.length > 0 ? op.width : 0;
+    int low = 0, high = span.length > 0 ? op.width : 0;
     while (low < high) {
       const int middle = (low + high) / 2;
       if (pages[middle] >= 0) {
@@ -41,10 +41,10 @@ struct Reading<true> {
         high = middle;
       }
     }
-    if (threadIdx.x == 0 && low > 0 && int64_t{pages[low - 1]} * op.page_size >= run.length) {
-      complain(op.heads.report, Fault::pages, run.slot);
+    if (threadIdx.x == 0 && low > 0 && int64_t{pages[low - 1]} * op.page_size >= span.length) {
+      complain(op.heads.report, Fault::pages, span.slot);
     }
-    return {low * op.page_size, run.length, op.page_size, pages};
+    return {low * op.page_size, span.length, op.page_size, pages};
   }
 
   SPARSE_RL_DEVICE int at(int j) const {
@@ -65,7 +65,7 @@ struct Softmax {
 #pragma unroll
     for (int i = 1; i < Count; ++i) top = fmaxf(top, logits[i]);
     top = fmaxf(largest, spread(top));
-    const float base = top == kNothing ? 0.0f : top, factor = rescale(largest, top);
+    const float base = top == kNegInf ? 0.0f : top, factor = rescale(largest, top);
     sum *= factor;
 #pragma unroll
     for (int i = 0; i < Count; ++i) sum += logits[i] = expf(logits[i] - base);
@@ -82,7 +82,7 @@ struct Merge {
 
   // The largest logit and the sum of exponentials of a head over all parts.
   SPARSE_RL_DEVICE Softmax total(int head) const {
-    Softmax all{kNothing, 0};
+    Softmax all{kNegInf, 0};
     for (int p = 0; p < Parts; ++p) all.largest = fmaxf(all.largest, softmax[p][head].largest);
     for (int p = 0; p < Parts; ++p) all.sum += softmax[p][head].sum * rescale(softmax[p][head].largest, all.largest);
     return all;
@@ -103,21 +103,21 @@ struct Merge {
       float* row = op.probs + (first + head) * op.num_probs;
       const float log = log_sum(head);
       for (int64_t j = threadIdx.x; j < op.num_probs; j += kThreads) {
-        row[j] = j < length && log != kNothing ? expf(row[j] - log) : 0.0f;
+        row[j] = j < length && log != kNegInf ? expf(row[j] - log) : 0.0f;
       }
     }
   }
 
   SPARSE_RL_DEVICE float log_sum(int head) const {
     const Softmax all = total(head);
-    return all.largest == kNothing ? kNothing : all.largest + logf(all.sum);
+    return all.largest == kNegInf ? kNegInf : all.largest + logf(all.sum);
   }
 };
 
 // A row's 16 bytes at element `at`, zeros beyond the end.
 template <class T>
-SPARSE_RL_DEVICE uint4 load_if(bool there, const T* row, int at) {
-  return there ? load16(row + at) : make_uint4(0, 0, 0, 0);
+SPARSE_RL_DEVICE uint4 load_if(bool valid, const T* row, int at) {
+  return valid ? load16(row + at) : make_uint4(0, 0, 0, 0);
 }
 
 }  // namespace sparse_rl

@@ -15,10 +15,10 @@ struct Strip {
 
   SPARSE_RL_DEVICE static int place(int part) { return (part * Lanes + static_cast<int>(threadIdx.x % Lanes)) * Width; }
 
-  SPARSE_RL_DEVICE static void load(bool there, const P* row, int at, float (&x)[Width]) {
+  SPARSE_RL_DEVICE static void load(bool valid, const P* row, int at, float (&x)[Width]) {
     if constexpr (std::is_same_v<P, T>) {
-      unpack<T>(load_if(there, row, at), x);
-    } else if (there) {
+      unpack<T>(load_if(valid, row, at), x);
+    } else if (valid) {
       load_floats<Width>(row + at, x);
     } else {
 #pragma unroll
@@ -29,7 +29,7 @@ struct Strip {
   SPARSE_RL_DEVICE void begin(const T* rows, int count, int dim) {
 #pragma unroll
     for (int r = 0; r < Heads_; ++r) {
-      softmax[r] = {kNothing, 0};
+      softmax[r] = {kNegInf, 0};
 #pragma unroll
       for (int p = 0; p < Parts; ++p) {
         unpack<T>(load_if(r < count && place(p) < dim, rows + static_cast<int64_t>(r) * dim, place(p)), query[r][p]);
@@ -47,8 +47,8 @@ struct Strip {
       float key[Parts][Width];
 #pragma unroll
       for (int p = 0; p < Parts; ++p) {
-        const bool there = entry(k) >= 0 && place(p) < dim;
-        load(there, keys + static_cast<int64_t>(entry(k)) * dim, place(p), key[p]);
+        const bool valid = entry(k) >= 0 && place(p) < dim;
+        load(valid, keys + static_cast<int64_t>(entry(k)) * dim, place(p), key[p]);
       }
 #pragma unroll
       for (int r = 0; r < Heads_; ++r) {
@@ -74,8 +74,8 @@ struct Strip {
 #pragma unroll
       for (int p = 0; p < Parts; ++p) {
         float value[Width];
-        const bool there = entry(k) >= 0 && place(p) < dim;
-        load(there, values + static_cast<int64_t>(entry(k)) * dim, place(p), value);
+        const bool valid = entry(k) >= 0 && place(p) < dim;
+        load(valid, values + static_cast<int64_t>(entry(k)) * dim, place(p), value);
 #pragma unroll
         for (int r = 0; r < Heads_; ++r) {
 #pragma unroll
@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) 
   constexpr int Groups = Rows::Groups, Keys = Rows::Keys, Width = Lanes * Parts * Rows::Width;
   __shared__ Merge<kWarps * Groups, Width> all;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
-  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
-  const P *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
-  const auto reading = Reading<Paged>::of(op, run, blockIdx.x);
+  const SlotSpan span = find_slot_span(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
+  const P *keys = op.key_pool + span.start * op.dim, *values = op.value_pool + span.start * op.dim;
+  const auto reading = Reading<Paged>::of(op, span, blockIdx.x);
   const int part = threadIdx.x / Lanes, dim = static_cast<int>(op.dim);
   for (int64_t g = 0; g < op.group; g += Heads_) {
     const int64_t first = blockIdx.x * op.group + g;
@@ -117,9 +117,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) 
       for (int r = 0; r < Heads_; ++r) {
 #pragma unroll
         for (int k = 0; k < Keys; ++k) {
-          const bool there = entry(k) >= 0;
-          logits[r][k] = there ? logits[r][k] * op.scale : kNothing;
-          if (op.probs && there && r < count && threadIdx.x % Lanes == 0) {
+          const bool valid = entry(k) >= 0;
+          logits[r][k] = valid ? logits[r][k] * op.scale : kNegInf;
+          if (op.probs && valid && r < count && threadIdx.x % Lanes == 0) {
             op.probs[(first + r) * op.num_probs + start + k * Groups] = logits[r][k];
           }
         }
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) 
       }
     }
     __syncthreads();
-    all.finish(op, first, count, run.length);
+    all.finish(op, first, count, span.length);
     __syncthreads();
   }
 }

@@ -15,11 +15,11 @@ SPARSE_RL_DEVICE uint32_t pack(float low, float high) {
 
 // Eight neighboring elements as stored in memory, zeros beyond the end: float8 takes half the registers.
 template <class P>
-SPARSE_RL_DEVICE auto load_eight(bool there, const P* row, int at) {
+SPARSE_RL_DEVICE auto load_eight(bool valid, const P* row, int at) {
   if constexpr (std::is_same_v<P, Float8>) {
-    return there ? *reinterpret_cast<const uint2*>(row + at) : make_uint2(0, 0);
+    return valid ? *reinterpret_cast<const uint2*>(row + at) : make_uint2(0, 0);
   } else {
-    return load_if(there, row, at);
+    return load_if(valid, row, at);
   }
 }
 
@@ -51,12 +51,12 @@ struct Tile {
   float sums[Chunks][4][4];  // [64 elements][pair of elements][element * 2 + head]
   Softmax softmax;           // of query head r, the sum still spread over the lanes q
 
-  SPARSE_RL_DEVICE void begin(const T* query_row, bool there, int dim) {
+  SPARSE_RL_DEVICE void begin(const T* query_row, bool valid, int dim) {
     const int column = threadIdx.x % 4 * 8;
-    softmax = {kNothing, 0};
+    softmax = {kNegInf, 0};
 #pragma unroll
     for (int i = 0; i < 2 * Chunks; ++i) {
-      query[i] = load_if(there && 32 * i + column < dim, query_row, 32 * i + column);
+      query[i] = load_if(valid && 32 * i + column < dim, query_row, 32 * i + column);
     }
 #pragma unroll
     for (int i = 0; i < 16 * Chunks; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0;
@@ -72,8 +72,8 @@ struct Tile {
       const int j = entry(8 * n + row);
 #pragma unroll
       for (int i = 0; i < 2 * Chunks; ++i) {
-        const bool there = j >= 0 && 32 * i + column < dim;
-        key[n][i] = load_eight(there, keys + static_cast<int64_t>(j) * dim, 32 * i + column);
+        const bool valid = j >= 0 && 32 * i + column < dim;
+        key[n][i] = load_eight(valid, keys + static_cast<int64_t>(j) * dim, 32 * i + column);
       }
     }
 #pragma unroll
@@ -102,8 +102,8 @@ struct Tile {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int j = entries[k];
-        const bool there = j >= 0 && 64 * i + row < dim;
-        value[k] = words<T>(load_eight(there, values + static_cast<int64_t>(j) * dim, 64 * i + row));
+        const bool valid = j >= 0 && 64 * i + row < dim;
+        value[k] = words<T>(load_eight(valid, values + static_cast<int64_t>(j) * dim, 64 * i + row));
       }
       add_pair(sums[i][0], value[0].x, value[1].x, value[2].x, value[3].x, b0, b1, factors);
       add_pair(sums[i][1], value[0].y, value[1].y, value[2].y, value[3].y, b0, b1, factors);
@@ -145,9 +145,9 @@ __global__ void __launch_bounds__(kThreads, Chunks == 1 ? 3 : Chunks == 2 ? 2 : 
   constexpr int Width = 64 * Chunks;
   __shared__ Merge<kWarps, Width> all;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
-  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
-  const P *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
-  const auto reading = Reading<Paged>::of(op, run, blockIdx.x);
+  const SlotSpan span = find_slot_span(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
+  const P *keys = op.key_pool + span.start * op.dim, *values = op.value_pool + span.start * op.dim;
+  const auto reading = Reading<Paged>::of(op, span, blockIdx.x);
   const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, entry = threadIdx.x % 4 * 2;
   const int dim = static_cast<int>(op.dim);
   for (int64_t g = 0; g < op.group; g += kHeads) {
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, Chunks == 1 ? 3 : Chunks == 2 ? 2 : 
       for (int i = 0; i < 4; ++i) {
         const int j = entry + i % 2 + i / 2 * 8;
         entries[i] = reading.at(start + j);
-        logits[i] = entries[i] >= 0 ? logits[i] * op.scale : kNothing;
+        logits[i] = entries[i] >= 0 ? logits[i] * op.scale : kNegInf;
         if (op.probs && entries[i] >= 0 && row < count) op.probs[(first + row) * op.num_probs + start + j] = logits[i];
       }
       const float factor = tile.softmax.add(logits, [](float x) { return warp_max<4>(x); });
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, Chunks == 1 ? 3 : Chunks == 2 ? 2 : 
       if (turn == warp) tile.merge(all, warp);
     }
     __syncthreads();
-    all.finish(op, first, count, run.length);
+    all.finish(op, first, count, span.length);
     __syncthreads();
   }
 }

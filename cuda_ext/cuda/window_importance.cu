@@ -54,7 +54,7 @@ struct Unit {
   }
 
   SPARSE_RL_DEVICE float logit(int a, int j) const {
-    return positions[j] <= at[a] ? rows[static_cast<int64_t>(a) * op.num_entries + j] : kNothing;
+    return positions[j] <= at[a] ? rows[static_cast<int64_t>(a) * op.num_entries + j] : kNegInf;
   }
 
   // total[j] = sum over the queries of their softmax; a query that sees nothing adds nothing.
@@ -64,15 +64,15 @@ struct Unit {
     for (int base = 0; base < op.num_queries; base += kWarps) {
       const int a = base + warp;
       const bool present = a < op.num_queries && at[a] >= 0;
-      float top = kNothing, sum = 0;
+      float top = kNegInf, sum = 0;
       for (int j = lane; present && j < count; j += 32) top = fmaxf(top, logit(a, j));
       top = warp_max(top);
-      for (int j = lane; present && j < count && top != kNothing; j += 32) sum += expf(logit(a, j) - top);
+      for (int j = lane; present && j < count && top != kNegInf; j += 32) sum += expf(logit(a, j) - top);
       sum = warp_sum(sum);
-      if (lane == 0) largest[warp] = top, share[warp] = top == kNothing ? 0.0f : 1 / sum;
+      if (lane == 0) largest[warp] = top, share[warp] = top == kNegInf ? 0.0f : 1 / sum;
       __syncthreads();
       for (int w = 0; w < kWarps; ++w) {
-        for (int j = threadIdx.x; largest[w] != kNothing && j < count; j += kThreads) {
+        for (int j = threadIdx.x; largest[w] != kNegInf && j < count; j += kThreads) {
           total[j] += expf(logit(base + w, j) - largest[w]) * share[w];
         }
       }
