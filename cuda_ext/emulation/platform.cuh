@@ -13,7 +13,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <exception>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -50,13 +52,33 @@ struct Barrier {
   unsigned rounds = 0;
 };
 
+// Sixteen bytes on their way to shared memory, zeros if `from` is null.
+struct Copy {
+  void* to;
+  const void* from;
+
+  void arrive() const {
+    if (from) {
+      std::memcpy(to, from, 16);
+    } else {
+      std::memset(to, 0, 16);
+    }
+  }
+};
+
 struct Fiber {
   void* stack_pointer = nullptr;
   std::vector<char> stack;
   bool done = false;
   const Barrier* barrier = nullptr;  // the barrier that it waits at, and since which round
   unsigned round = 0;
+  std::vector<Copy> copies;              // asynchronous ones of no group yet
+  std::deque<std::vector<Copy>> groups;  // of which none has arrived
 
+  bool still_copies() const {
+    const auto some = [](const std::vector<Copy>& group) { return !group.empty(); };
+    return some(copies) || std::any_of(groups.begin(), groups.end(), some);
+  }
   bool can_run() const { return !done && (!barrier || barrier->rounds != round); }
 };
 
@@ -113,8 +135,14 @@ inline void wait(Barrier& barrier) {
 
 inline Barrier& warp() { return state.warps[state.current / kWarp]; }
 
+inline void fail(const char* reason) {
+  std::fprintf(stderr, "emulation: %s\n", reason);
+  std::abort();
+}
+
 inline void enter() {
   state.body(state.argument);
+  if (state.fibers[state.current].still_copies()) fail("a thread ends before its asynchronous copies have arrived");
   state.fibers[state.current].done = true;
   --warp().members, --state.block.members;
   release(warp());
@@ -127,6 +155,7 @@ inline void start(Fiber& fiber) {
   fiber.stack.resize(kStack);
   fiber.done = false;
   fiber.barrier = nullptr;
+  fiber.copies.clear(), fiber.groups.clear();
   auto top = reinterpret_cast<uintptr_t>(fiber.stack.data() + kStack) & ~uintptr_t{15};
   auto** words = reinterpret_cast<void**>(top) - 8;  // six registers, the return address, padding of the alignment
   std::memset(words, 0, 8 * sizeof(void*));
@@ -164,8 +193,7 @@ inline void run_block(unsigned threads) {
     }
   }
   if (std::any_of(state.fibers.begin(), state.fibers.begin() + threads, [](const Fiber& f) { return !f.done; })) {
-    std::fputs("emulation: some threads of a block wait at a barrier that the others never reach\n", stderr);
-    std::abort();
+    fail("some threads of a block wait at a barrier that the others never reach");
   }
 }
 
