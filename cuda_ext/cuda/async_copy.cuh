@@ -2,7 +2,7 @@
 //
 // A thread begins copies, closes them into groups, and waits until all of its groups but the last few have arrived. The
 // copies of other lanes are there when those lanes have waited and a barrier has followed. Found by the include path:
-// those of ../emulation arrive as late as the language allows.
+// those of ../emulation arrive late.
 #pragma once
 
 #include "device.cuh"

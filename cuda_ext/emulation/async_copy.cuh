@@ -1,5 +1,5 @@
-// The copies of ../cuda/async_copy.cuh as late as the language allows: what they will overwrite is lost at once, and a
-// thread's own copies arrive when it waits for them.
+// The copies of ../cuda/async_copy.cuh, late: what they will overwrite is lost at once, and they arrive at the barrier
+// that follows when their thread has waited for them. Only the thread itself might read them before.
 #pragma once
 
 namespace sparse_rl {
@@ -17,9 +17,9 @@ inline void cp_async_commit() {
 
 template <int kPending>
 void cp_async_wait() {
-  auto& groups = emulation::state.fibers[emulation::state.current].groups;
-  for (; groups.size() > size_t{kPending}; groups.pop_front()) {
-    for (const emulation::Copy& copy : groups.front()) copy.arrive();
+  emulation::Fiber& fiber = emulation::state.fibers[emulation::state.current];
+  for (; fiber.groups.size() > size_t{kPending}; fiber.groups.pop_front()) {
+    fiber.waited.insert(fiber.waited.end(), fiber.groups.front().begin(), fiber.groups.front().end());
   }
 }
 

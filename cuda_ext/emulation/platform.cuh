@@ -73,11 +73,16 @@ struct Fiber {
   const Barrier* barrier = nullptr;  // the barrier that it waits at, and since which round
   unsigned round = 0;
   std::vector<Copy> copies;              // asynchronous ones of no group yet
-  std::deque<std::vector<Copy>> groups;  // of which none has arrived
+  std::deque<std::vector<Copy>> groups;  // not waited for
+  std::vector<Copy> waited;              // they arrive at the next barrier
 
   bool still_copies() const {
     const auto some = [](const std::vector<Copy>& group) { return !group.empty(); };
-    return some(copies) || std::any_of(groups.begin(), groups.end(), some);
+    return some(copies) || some(waited) || std::any_of(groups.begin(), groups.end(), some);
+  }
+  void land() {
+    for (const Copy& copy : waited) copy.arrive();
+    waited.clear();
   }
   bool can_run() const { return !done && (!barrier || barrier->rounds != round); }
 };
@@ -155,7 +160,7 @@ inline void start(Fiber& fiber) {
   fiber.stack.resize(kStack);
   fiber.done = false;
   fiber.barrier = nullptr;
-  fiber.copies.clear(), fiber.groups.clear();
+  fiber.copies.clear(), fiber.groups.clear(), fiber.waited.clear();
   auto top = reinterpret_cast<uintptr_t>(fiber.stack.data() + kStack) & ~uintptr_t{15};
   auto** words = reinterpret_cast<void**>(top) - 8;  // six registers, the return address, padding of the alignment
   std::memset(words, 0, 8 * sizeof(void*));
@@ -234,8 +239,15 @@ auto exchange(const uint32_t* words, int count, Read read) {
 #define blockDim emulation::block_size
 #define gridDim emulation::grid_size
 
-inline void __syncthreads() { emulation::wait(emulation::state.block); }
-inline void __syncwarp() { emulation::wait(emulation::warp()); }
+// Barriers of the program, after which asynchronous copies that were waited for are there: not those of a shuffle.
+inline void __syncthreads() {
+  emulation::state.fibers[emulation::state.current].land();
+  emulation::wait(emulation::state.block);
+}
+inline void __syncwarp() {
+  emulation::state.fibers[emulation::state.current].land();
+  emulation::wait(emulation::warp());
+}
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {

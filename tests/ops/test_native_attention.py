@@ -292,6 +292,15 @@ def test_splits_without_room_are_refused(device: str) -> None:
             kernel("decode_attention")(*args, partials)
 
 
+@without_kernels
+def test_memory_for_splits_of_another_head_size_is_refused() -> None:
+    pools = uniform_pools((1, 1), 800, 8, torch.float32)
+    query, slots = torch.zeros(1, 1, 8), torch.zeros(1, dtype=torch.int64)
+    args = [query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, 1.0, 800, query.clone(), None, None]
+    with pytest.raises(RuntimeError, match=r"partials has shape \(1, 1, 2, 9\), expected \(1, 1, any, 10\)"):
+        kernel("decode_attention")(*args, torch.zeros(1, 1, 2, 9))
+
+
 @cpu_complaints
 def test_a_full_slot_is_refused_and_nothing_is_written() -> None:
     g = torch.Generator().manual_seed(0)
