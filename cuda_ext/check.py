@@ -5,6 +5,7 @@ Fails on any warning, on register spills and stack frames, and on kernels with f
 hide no latency, and one register more may halve them. Where there is no nvcc it says so and succeeds.
 
     python cuda_ext/check.py            # SPARSE_RL_ARCHS, CUDA_HOME and MAX_JOBS as for setup.py
+    python cuda_ext/check.py fork evict # only these
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ LIMITS = {
 }  # fmt: skip
 # Fewest blocks on a multiprocessor: the first pattern that is found in a kernel's name counts. What is there today on
 # both architectures; a kernel that keeps the memory busy with fewer gets a lower floor, with its reason.
-FLOORS = {
+FLOORS: dict[str, int | dict[str, int]] = {  # by compute capability, if it differs
     r"append_kernel": 16,
-    r"attend_tensor<.*, 1, \w+>": 3,
-    r"attend_tensor<.*, 2, \w+>": 2,
-    r"attend_tensor": 1,  # heads of 256
-    r"attend_plain": 1,  # float32 and heads above 256, for tests
+    r"attend_tensor<.*, 64, \w+, \w+>": 6,
+    r"attend_tensor<\w+, Float8": 4,
+    r"attend_tensor|attend_wide": {"80": 3, "90": 4},  # blocks of 48 KiB: all that the shared memory holds
+    r"attend_plain": 2,  # float32 and heads above 256, for tests
+    r"combine_splits_kernel": 8,
     r"draw_sums_kernel": 4,
     r"draw_token_kernel": 2,
     r"entry_scores_kernel<float>": 2,  # eight floats of a row in each lane
@@ -79,6 +81,8 @@ class Kernel:
         floor = next((count for pattern, count in FLOORS.items() if re.search(pattern, name)), None)
         if floor is None or threads is None:
             return "needs __launch_bounds__ and a floor in check.py"
+        if isinstance(floor, dict):
+            floor = floor.get(self.arch, min(floor.values()))
         return "" if self.blocks(threads) >= floor else f"at least {floor} blocks should fit"
 
 
@@ -152,7 +156,8 @@ def main() -> int:
     if home is None:
         print("cuda-check: nvcc was not found (set CUDA_HOME), the CUDA kernels were not compiled.")
         return 0
-    paths = sorted((ROOT / "cuda_ext" / "cuda").glob("*.cu"))
+    wanted = sys.argv[1:]
+    paths = [p for p in sorted((ROOT / "cuda_ext" / "cuda").glob("*.cu")) if not wanted or p.stem in wanted]
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
 

@@ -5,149 +5,135 @@
 
 namespace sparse_rl {
 
-// `Lanes` lanes read a row of K or V together, each of them `Parts` words of 16 bytes of T (as many elements of P); the
-// groups of lanes take four entries at a time.
-template <class T, class P, int Lanes, int Parts, int Heads_>
-struct Strip {
-  static constexpr int Width = kWidth<T>, Groups = 32 / Lanes, Keys = 4;
-  float query[Heads_][Parts][Width], sums[Heads_][Parts][Width];
-  Softmax softmax[Heads_];
+// `kLanes` lanes read a row of K or V together, each of them `kWords` words of 16 bytes of T (as many elements of P);
+// the groups of lanes take four entries at a time.
+template <class T, class P, int kLanes, int kWords, int kHeads>
+struct LaneGroup {
+  static constexpr int kGroups = 32 / kLanes, kEntries = 4, kElements = kWords * kWidth<T>;
+  float query[kHeads][kElements], sums[kHeads][kElements];
+  SoftmaxState states[kHeads];
 
-  SPARSE_RL_DEVICE static int place(int part) { return (part * Lanes + static_cast<int>(threadIdx.x % Lanes)) * Width; }
+  // The column of this lane's element i.
+  SPARSE_RL_DEVICE static int column(int i) {
+    return (i / kWidth<T> * kLanes + static_cast<int>(threadIdx.x % kLanes)) * kWidth<T> + i % kWidth<T>;
+  }
 
-  SPARSE_RL_DEVICE static void load(bool there, const P* row, int at, float (&x)[Width]) {
-    if constexpr (std::is_same_v<P, T>) {
-      unpack<T>(load_if(there, row, at), x);
-    } else if (there) {
-      load_floats<Width>(row + at, x);
-    } else {
+  // This lane's elements of a row, zeros if it is not valid.
+  template <class Stored>
+  SPARSE_RL_DEVICE static void load(bool valid, const Stored* row, int dim, float (&x)[kElements]) {
 #pragma unroll
-      for (int i = 0; i < Width; ++i) x[i] = 0;
+    for (int word = 0; word < kWords; ++word) {
+      const int first = column(word * kWidth<T>);
+      float part[kWidth<T>] = {};
+      if constexpr (std::is_same_v<Stored, T>) {
+        unpack<T>(load_if(valid && first < dim, row, first), part);
+      } else if (valid && first < dim) {
+        load_floats<kWidth<T>>(row + first, part);
+      }
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) x[word * kWidth<T> + i] = part[i];
     }
   }
 
-  SPARSE_RL_DEVICE void begin(const T* rows, int count, int dim) {
+  SPARSE_RL_DEVICE void begin(const T* rows, int num_heads, int dim) {
 #pragma unroll
-    for (int r = 0; r < Heads_; ++r) {
-      softmax[r] = {kNothing, 0};
+    for (int h = 0; h < kHeads; ++h) {
+      states[h] = {kNegInf, 0};
+      load(h < num_heads, rows + static_cast<int64_t>(h) * dim, dim, query[h]);
 #pragma unroll
-      for (int p = 0; p < Parts; ++p) {
-        unpack<T>(load_if(r < count && place(p) < dim, rows + static_cast<int64_t>(r) * dim, place(p)), query[r][p]);
-#pragma unroll
-        for (int i = 0; i < Width; ++i) sums[r][p][i] = 0;
-      }
+      for (int i = 0; i < kElements; ++i) sums[h][i] = 0;
     }
   }
 
   // `entry` returns the index of the k-th of the four, -1 for none.
   template <class Entry>
-  SPARSE_RL_DEVICE void dots(const P* keys, Entry entry, int dim, float (&logits)[Heads_][Keys]) const {
+  SPARSE_RL_DEVICE void compute_qk(const P* keys, Entry entry, int dim, float (&logits)[kHeads][kEntries]) const {
 #pragma unroll
-    for (int k = 0; k < Keys; ++k) {
-      float key[Parts][Width];
+    for (int k = 0; k < kEntries; ++k) {
+      float key[kElements];
+      load(entry(k) >= 0, keys + static_cast<int64_t>(entry(k)) * dim, dim, key);
 #pragma unroll
-      for (int p = 0; p < Parts; ++p) {
-        const bool there = entry(k) >= 0 && place(p) < dim;
-        load(there, keys + static_cast<int64_t>(entry(k)) * dim, place(p), key[p]);
-      }
-#pragma unroll
-      for (int r = 0; r < Heads_; ++r) {
+      for (int h = 0; h < kHeads; ++h) {
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < Parts * Width; ++i) sum += query[r][i / Width][i % Width] * key[i / Width][i % Width];
-        logits[r][k] = warp_sum<Lanes>(sum);
+        for (int i = 0; i < kElements; ++i) sum += query[h][i] * key[i];
+        logits[h][k] = warp_sum<kLanes>(sum);
       }
     }
   }
 
   template <class Entry>
-  SPARSE_RL_DEVICE void add_values(
-      const P* values, Entry entry, int dim, const float (&shares)[Heads_][Keys],
-      const float (&factors)[Heads_]) {
+  SPARSE_RL_DEVICE void accumulate_pv(
+      const P* values, Entry entry, int dim, const float (&weights)[kHeads][kEntries], const float (&factors)[kHeads]) {
 #pragma unroll
-    for (int r = 0; r < Heads_; ++r) {
+    for (int h = 0; h < kHeads; ++h) {
 #pragma unroll
-      for (int i = 0; i < Parts * Width; ++i) sums[r][i / Width][i % Width] *= factors[r];
+      for (int i = 0; i < kElements; ++i) sums[h][i] *= factors[h];
     }
 #pragma unroll
-    for (int k = 0; k < Keys; ++k) {
+    for (int k = 0; k < kEntries; ++k) {
+      float value[kElements];
+      load(entry(k) >= 0, values + static_cast<int64_t>(entry(k)) * dim, dim, value);
 #pragma unroll
-      for (int p = 0; p < Parts; ++p) {
-        float value[Width];
-        const bool there = entry(k) >= 0 && place(p) < dim;
-        load(there, values + static_cast<int64_t>(entry(k)) * dim, place(p), value);
+      for (int h = 0; h < kHeads; ++h) {
 #pragma unroll
-        for (int r = 0; r < Heads_; ++r) {
-#pragma unroll
-          for (int i = 0; i < Width; ++i) sums[r][p][i] += shares[r][k] * value[i];
-        }
+        for (int i = 0; i < kElements; ++i) sums[h][i] += weights[h][k] * value[i];
       }
+    }
+  }
+
+  template <class Merge>
+  SPARSE_RL_DEVICE void store(Merge& merge, int part) const {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (threadIdx.x % kLanes == 0) merge.states[part][h] = states[h];
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) merge.sums[part][h][column(i)] = sums[h][i];
     }
   }
 };
 
-template <class T, class P, int Lanes, int Parts, int Heads_, bool Paged = false>
-__global__ void __launch_bounds__(kThreads, 1) attend_plain(Attention<T, P> op) {
-  using Rows = Strip<T, P, Lanes, Parts, Heads_>;
-  constexpr int Groups = Rows::Groups, Keys = Rows::Keys, Width = Lanes * Parts * Rows::Width;
-  __shared__ Merge<kWarps * Groups, Width> all;
-  const auto heads = static_cast<unsigned>(op.heads.num_heads);
-  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
-  const P *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
-  const auto reading = Reading<Paged>::of(op, run, blockIdx.x);
-  const int part = threadIdx.x / Lanes, dim = static_cast<int>(op.dim);
-  for (int64_t g = 0; g < op.group; g += Heads_) {
-    const int64_t first = blockIdx.x * op.group + g;
-    const int count = static_cast<int>(op.group - g < Heads_ ? op.group - g : Heads_);
-    for (int i = threadIdx.x; i < Heads_ * Width; i += kThreads) all.sums[i / Width][i % Width] = 0;
-    Rows rows;
-    rows.begin(op.query + first * op.dim, count, dim);
-    // the loop is the same for all lanes of a warp, which shuffle; entry k of a group is start + k * Groups
-    for (int base = part / Groups * Groups * Keys; base < reading.count; base += kWarps * Groups * Keys) {
-      const int start = base + part % Groups;
-      int entries[Keys];
+template <class T, class P, int kLanes, int kWords, int kHeads, bool kPaged>
+__global__ void __launch_bounds__(kAttendThreads, 2) attend_plain(Attention<T, P> op) {
+  using Group = LaneGroup<T, P, kLanes, kWords, kHeads>;
+  constexpr int kGroups = Group::kGroups, kEntries = Group::kEntries, kParts = kAttendThreads / kLanes;
+  __shared__ BlockMerge<kParts, kHeads, kLanes * Group::kElements> merge;
+  const BlockWork<kPaged, kHeads> work(op);
+  if (work.split >= work.num_splits) return;
+  const int64_t first_row = work.entries.span.start * op.dim;
+  const P *keys = op.key_pool + first_row, *values = op.value_pool + first_row;
+  const int part = threadIdx.x / kLanes, dim = static_cast<int>(op.dim);
+  Group own;
+  own.begin(op.query + work.first_head * op.dim, work.num_heads, dim);
+  // the loop is the same for all lanes of a warp, which shuffle; entry k of a group is start + k * kGroups
+  const int warp_start = work.begin + part / kGroups * kGroups * kEntries;
+  for (int base = warp_start; base < work.end; base += kParts * kEntries) {
+    const int start = base + part % kGroups;
+    int entries[kEntries];
 #pragma unroll
-      for (int k = 0; k < Keys; ++k) entries[k] = Paged ? reading.at(start + k * Groups) : 0;
-      const auto entry = [&](int k) {  // looked up once; without a list recomputing is cheaper than storing
-        return Paged ? entries[k] : reading.at(start + k * Groups);
-      };
-      float logits[Heads_][Keys], factors[Heads_];
-      rows.dots(keys, entry, dim, logits);
+    for (int k = 0; k < kEntries; ++k) entries[k] = kPaged ? work.entries.at(start + k * kGroups, work.end) : 0;
+    const auto entry = [&](int k) {  // looked up once; without a list recomputing is cheaper than storing
+      return kPaged ? entries[k] : work.entries.at(start + k * kGroups, work.end);
+    };
+    float logits[kHeads][kEntries], factors[kHeads];
+    own.compute_qk(keys, entry, dim, logits);
 #pragma unroll
-      for (int r = 0; r < Heads_; ++r) {
+    for (int h = 0; h < kHeads; ++h) {
 #pragma unroll
-        for (int k = 0; k < Keys; ++k) {
-          const bool there = entry(k) >= 0;
-          logits[r][k] = there ? logits[r][k] * op.scale : kNothing;
-          if (op.probs && there && r < count && threadIdx.x % Lanes == 0) {
-            op.probs[(first + r) * op.num_probs + start + k * Groups] = logits[r][k];
-          }
-        }
-        factors[r] = rows.softmax[r].add(logits[r], [](float x) { return x; });
-      }
-      rows.add_values(values, entry, dim, logits, factors);
-    }
-    if (threadIdx.x % Lanes == 0) {
-#pragma unroll
-      for (int r = 0; r < Heads_; ++r) all.softmax[part][r] = rows.softmax[r];
-    }
-    for (int turn = 0; turn < kWarps * Groups; ++turn) {
-      __syncthreads();
-      if (turn != part) continue;
-#pragma unroll
-      for (int r = 0; r < Heads_; ++r) {
-        const float factor = rescale(rows.softmax[r].largest, all.total(r).largest);
-#pragma unroll
-        for (int i = 0; i < Parts * Rows::Width; ++i) {
-          const int p = i / Rows::Width, k = i % Rows::Width;
-          all.sums[r][Rows::place(p) + k] += factor * rows.sums[r][p][k];
+      for (int k = 0; k < kEntries; ++k) {
+        const bool valid = entry(k) >= 0;
+        logits[h][k] = valid ? logits[h][k] * op.scale : kNegInf;
+        if (op.probs && valid && h < work.num_heads && threadIdx.x % kLanes == 0) {
+          op.probs[(work.first_head + h) * op.num_probs + start + k * kGroups] = logits[h][k];
         }
       }
+      factors[h] = own.states[h].update(logits[h], [](float x) { return x; });
     }
-    __syncthreads();
-    all.finish(op, first, count, run.length);
-    __syncthreads();
+    own.accumulate_pv(values, entry, dim, logits, factors);
   }
+  own.store(merge, part);
+  __syncthreads();
+  merge.write(op, work);
 }
 
 }  // namespace sparse_rl

@@ -1,185 +1,245 @@
-// decode_attention and page_attention on tensor cores, for 16-bit queries and head sizes up to 256; pools of their type or
-// float8.
+// decode_attention and page_attention on tensor cores, for 16-bit queries and head sizes up to 256; pools of their type
+// or float8.
+//
+// A warp takes 16 entries at a time and is alone with them until the end: three tiles of keys or values in shared
+// memory are its ring, and while it works on one of them, copies of the next two are on their way. No barrier of the
+// block is in its loop.
 #pragma once
 
 #include "attention.cuh"
 
+#include <async_copy.cuh>
 #include <tensor_core.cuh>
 
 namespace sparse_rl {
+
+constexpr int kHeadsPerBlock = 8;  // query heads of a product
+constexpr int kStages = 3;         // tiles of a ring
 
 template <class T>
 SPARSE_RL_DEVICE uint32_t pack(float low, float high) {
   return static_cast<uint32_t>(narrow<T>(low).x) | static_cast<uint32_t>(narrow<T>(high).x) << 16;
 }
 
-// Eight neighboring elements as stored in memory, zeros beyond the end: float8 takes half the registers.
-template <class P>
-SPARSE_RL_DEVICE auto load_eight(bool there, const P* row, int at) {
-  if constexpr (std::is_same_v<P, Float8>) {
-    return there ? *reinterpret_cast<const uint2*>(row + at) : make_uint2(0, 0);
-  } else {
-    return load_if(there, row, at);
-  }
-}
+// A warp's tiles of keys and values in shared memory. With kPadded a row has fewer elements than there is room for.
+template <class P, int kHeadDim, bool kPadded>
+struct Ring {
+  static constexpr int kRowWords = kHeadDim / kWidth<P>;  // of 16 bytes
+  uint4 words[kStages][kTile][kRowWords];
 
-// The same as words of T.
-template <class T>
-SPARSE_RL_DEVICE uint4 words(uint4 v) {
-  return v;
-}
-template <class T>
-SPARSE_RL_DEVICE uint4 words(uint2 v) {
-  float low[4], high[4];
-  widen(v.x, low);
-  widen(v.y, high);
-  return make_uint4(
-      pack<T>(low[0], low[1]), pack<T>(low[2], low[3]), pack<T>(high[0], high[1]), pack<T>(high[2], high[3]));
-}
-
-// K and V do not go through shared memory. Products may take the elements of a head, and the entries, in any order as
-// long as both factors agree, so every lane simply loads eight neighboring elements and uses them in the order of its
-// registers.
-// A warp takes 16 entries at a time:
-// logits (8 heads, 16 entries) = Q (8 heads, D) K^T: lane 4r + q loads elements 32i + 8q.. of query r and of entry r;
-// sums^T (D, 8 heads) += V^T (D, 16 entries) P^T: lane 4r + q loads elements 64i + 8r.. of entries 2q, 2q + 1 (+ 8) and
-// pairs them up; the logits of exactly these entries are in this lane after the first product.
-template <class T, class P, int Chunks>
-struct Tile {
-  using Eight = decltype(load_eight<P>(true, nullptr, 0));
-  uint4 query[2 * Chunks];
-  float sums[Chunks][4][4];  // [64 elements][pair of elements][element * 2 + head]
-  Softmax softmax;           // of query head r, the sum still spread over the lanes q
-
-  SPARSE_RL_DEVICE void begin(const T* query_row, bool there, int dim) {
-    const int column = threadIdx.x % 4 * 8;
-    softmax = {kNothing, 0};
-#pragma unroll
-    for (int i = 0; i < 2 * Chunks; ++i) {
-      query[i] = load_if(there && 32 * i + column < dim, query_row, 32 * i + column);
-    }
-#pragma unroll
-    for (int i = 0; i < 16 * Chunks; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0;
+  // Where a word of a row is: the same word of eight neighboring rows, which ldmatrix reads at a time, is in eight
+  // different groups of banks.
+  SPARSE_RL_DEVICE static int swizzle(int row, int word) {
+    constexpr int kSpread = kRowWords < 8 ? kRowWords : 8;
+    return word ^ row / (8 / kSpread) % kSpread;
   }
 
-  // logits[n * 2 + k]: query head r with entry 8n + 2q + k of the tile; `entry` returns its index, -1 for none.
-  template <class Entry>
-  SPARSE_RL_DEVICE void dots(const P* keys, Entry entry, int dim, float (&logits)[4]) const {
-    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 8;
-    Eight key[2][2 * Chunks];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int j = entry(8 * n + row);
-#pragma unroll
-      for (int i = 0; i < 2 * Chunks; ++i) {
-        const bool there = j >= 0 && 32 * i + column < dim;
-        key[n][i] = load_eight(there, keys + static_cast<int64_t>(j) * dim, 32 * i + column);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float c[4] = {};
-#pragma unroll
-      for (int i = 0; i < 2 * Chunks; ++i) {
-        const uint32_t first[4] = {query[i].x, 0, query[i].y, 0}, second[4] = {query[i].z, 0, query[i].w, 0};
-        const uint4 word = words<T>(key[n][i]);
-        multiply<T>(c, first, word.x, word.y);
-        multiply<T>(c, second, word.z, word.w);
-      }
-      logits[2 * n] = c[0], logits[2 * n + 1] = c[1];
-    }
+  SPARSE_RL_DEVICE const uint4* at(int stage, int row, int word) const {
+    return &words[stage][row][swizzle(row, word)];
   }
 
-  // entries[k]: index of entry 2q + k % 2 + k / 2 * 8 of the tile, -1 for none.
-  SPARSE_RL_DEVICE void add_values(
-      const P* values, const int (&entries)[4], int dim, const float (&shares)[4], float factor) {
-    const int lane = threadIdx.x % 32, row = lane / 4 * 8, head = lane % 4 * 2;
-    const float factors[2] = {__shfl_sync(kAll, factor, head * 4), __shfl_sync(kAll, factor, head * 4 + 4)};
-    const uint32_t b0 = pack<T>(shares[0], shares[1]), b1 = pack<T>(shares[2], shares[3]);
+  // Begin to copy a tile; zeros where there is no entry, and beyond the head size.
+  template <class TileEntries>
+  SPARSE_RL_DEVICE void load(int stage, const P* pool, const TileEntries& entries, int dim) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < Chunks; ++i) {
-      uint4 value[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int j = entries[k];
-        const bool there = j >= 0 && 64 * i + row < dim;
-        value[k] = words<T>(load_eight(there, values + static_cast<int64_t>(j) * dim, 64 * i + row));
-      }
-      add_pair(sums[i][0], value[0].x, value[1].x, value[2].x, value[3].x, b0, b1, factors);
-      add_pair(sums[i][1], value[0].y, value[1].y, value[2].y, value[3].y, b0, b1, factors);
-      add_pair(sums[i][2], value[0].z, value[1].z, value[2].z, value[3].z, b0, b1, factors);
-      add_pair(sums[i][3], value[0].w, value[1].w, value[2].w, value[3].w, b0, b1, factors);
-    }
-  }
-
-  // Two elements of four entries: the low and the high halves of the words.
-  SPARSE_RL_DEVICE static void add_pair(
-      float (&c)[4], uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3, uint32_t b0, uint32_t b1,
-      const float (&factors)[2]) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) c[k] *= factors[k % 2];
-    const uint32_t a[4] = {
-        __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410),
-        __byte_perm(v2, v3, 0x7632)};
-    multiply<T>(c, a, b0, b1);
-  }
-
-  // Add to the block's sums, which are relative to the largest logit of all warps.
-  template <int Width>
-  SPARSE_RL_DEVICE void merge(Merge<kWarps, Width>& all, int warp) const {
-    const int lane = threadIdx.x % 32, head = lane % 4 * 2;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const float factor = rescale(all.softmax[warp][head + k].largest, all.total(head + k).largest);
-#pragma unroll
-      for (int i = 0; i < 8 * Chunks; ++i) {
-        const int d = 64 * (i / 8) + lane / 4 * 8 + i % 8;
-        all.sums[head + k][d] += factor * sums[i / 8][i % 8 / 2][i % 2 * 2 + k];
-      }
+    for (int i = 0; i < kTile * kRowWords / 32; ++i) {
+      const int row = (32 * i + lane) / kRowWords, word = (32 * i + lane) % kRowWords, column = word * kWidth<P>;
+      const P* from = pool + static_cast<int64_t>(entries.index(row)) * dim + column;
+      const bool valid = entries.valid(row) && (!kPadded || column < dim);
+      cp_async_zfill(&words[stage][row][swizzle(row, word)], from, valid);
     }
   }
 };
 
-template <class T, class P, int Chunks, bool Paged = false>
-__global__ void __launch_bounds__(kThreads, Chunks == 1 ? 3 : Chunks == 2 ? 2 : 1) attend_tensor(Attention<T, P> op) {
-  constexpr int Width = 64 * Chunks;
-  __shared__ Merge<kWarps, Width> all;
-  const auto heads = static_cast<unsigned>(op.heads.num_heads);
-  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, op.max_length, op.pool_rows);
-  const P *keys = op.key_pool + run.start * op.dim, *values = op.value_pool + run.start * op.dim;
-  const auto reading = Reading<Paged>::of(op, run, blockIdx.x);
-  const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, entry = threadIdx.x % 4 * 2;
-  const int dim = static_cast<int>(op.dim);
-  for (int64_t g = 0; g < op.group; g += kHeads) {
-    const int64_t first = blockIdx.x * op.group + g;
-    const int count = static_cast<int>(op.group - g < kHeads ? op.group - g : kHeads);
-    for (int i = threadIdx.x; i < kHeads * Width; i += kThreads) all.sums[i / Width][i % Width] = 0;
-    Tile<T, P, Chunks> tile;
-    tile.begin(op.query + (first + row) * op.dim, row < count, dim);
-    for (int start = 16 * warp; start < reading.count; start += 16 * kWarps) {
-      float logits[4];
-      int entries[4];
-      tile.dots(keys, [&](int j) { return reading.at(start + j); }, dim, logits);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int j = entry + i % 2 + i / 2 * 8;
-        entries[i] = reading.at(start + j);
-        logits[i] = entries[i] >= 0 ? logits[i] * op.scale : kNothing;
-        if (op.probs && entries[i] >= 0 && row < count) op.probs[(first + row) * op.num_probs + start + j] = logits[i];
-      }
-      const float factor = tile.softmax.add(logits, [](float x) { return warp_max<4>(x); });
-      tile.add_values(values, entries, dim, logits, factor);
-    }
-    tile.softmax.sum = warp_sum<4>(tile.softmax.sum);
-    if (threadIdx.x % 4 == 0) all.softmax[warp][row] = tile.softmax;
-    for (int turn = 0; turn < kWarps; ++turn) {
-      __syncthreads();
-      if (turn == warp) tile.merge(all, warp);
-    }
-    __syncthreads();
-    all.finish(op, first, count, run.length);
-    __syncthreads();
+// The queries of a warp, and what it has summed up. Keys and values are the left factors, so that a product has 16
+// entries, or 16 elements of the head, and the eight query heads:
+// logits (16 entries, 8 heads) = K (16, D) Q^T: lane 4r + q gets entries r and r + 8, heads 2q and 2q + 1;
+// sums (D, 8 heads) += V^T (D, 16 entries) P^T: the same lane gets two elements of the same heads.
+// Float8 comes from shared memory as pairs of 8 bits. A product may take the elements of a head in any order, if both
+// factors agree, so each pair stays where it arrives: `column` and `element` say which elements it has.
+template <class T, class P, int kHeadDim>
+struct WarpState {
+  static constexpr bool kFloat8 = std::is_same_v<P, Float8>;
+  uint32_t query[kHeadDim / 16][2];
+  float sums[kHeadDim / 16][4];  // [16 elements][element / 8 * 2 + head]
+  SoftmaxState states[2];        // of heads 2q and 2q + 1, the sum still spread over the lanes r
+
+  // The first element of the pair that a lane has in half a product.
+  SPARSE_RL_DEVICE static int column(int product, int half) {
+    const int q = threadIdx.x % 4;
+    return 16 * product + (kFloat8 ? 4 * q + 2 * half : 8 * half + 2 * q);
   }
+  // The element that a lane's sums are of.
+  SPARSE_RL_DEVICE static int element(int product, int half) {
+    const int r = threadIdx.x % 32 / 4;
+    return 16 * product + (kFloat8 ? 2 * r + half : 8 * half + r);
+  }
+
+  SPARSE_RL_DEVICE void begin(const T* query_row, bool valid, int dim) {
+    states[0] = states[1] = {kNegInf, 0};
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      const int from = column(i / 2, i % 2);
+      query[i / 2][i % 2] = valid && from < dim ? *reinterpret_cast<const uint32_t*>(query_row + from) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 4; ++i) sums[i / 4][i % 4] = 0;
+  }
+
+  // logits[e * 2 + h]: entry r + 8e of the tile with query head 2q + h.
+  template <class Ring>
+  SPARSE_RL_DEVICE void compute_qk(const Ring& ring, int stage, float (&logits)[4]) const {
+    const int row = threadIdx.x % 16, word = threadIdx.x % 32 / 16;
+#pragma unroll
+    for (int i = 0; i < Ring::kRowWords / 2; ++i) {
+      uint32_t key[4];
+      ldmatrix_x4<false>(key, ring.at(stage, row, 2 * i + word));
+      if constexpr (kFloat8) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          float x[4], y[4];
+          widen(key[2 * k], x);
+          widen(key[2 * k + 1], y);
+          const uint32_t a[4] = {pack<T>(x[0], x[1]), pack<T>(y[0], y[1]), pack<T>(x[2], x[3]), pack<T>(y[2], y[3])};
+          multiply<T>(logits, a, query[2 * i + k][0], query[2 * i + k][1]);
+        }
+      } else {
+        multiply<T>(logits, key, query[i][0], query[i][1]);
+      }
+    }
+  }
+
+  // Turn logits into weights, relative to the largest logit so far.
+  SPARSE_RL_DEVICE void update(float (&logits)[4]) {
+    float factors[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float own[2] = {logits[h], logits[2 + h]};
+      factors[h] = states[h].update(own, [](float x) { return over_rows(x, fmaxf); });
+      logits[h] = own[0], logits[2 + h] = own[1];
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 4; ++i) sums[i / 4][i % 4] *= factors[i % 2];
+  }
+
+  template <class Ring>
+  SPARSE_RL_DEVICE void accumulate_pv(const Ring& ring, int stage, const float (&weights)[4]) {
+    const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8, word = lane / 8 % 2;
+    const uint32_t b0 = movmatrix_trans(pack<T>(weights[0], weights[1]));
+    const uint32_t b1 = movmatrix_trans(pack<T>(weights[2], weights[3]));
+#pragma unroll
+    for (int i = 0; i < Ring::kRowWords / 2; ++i) {
+      uint32_t value[4];
+      ldmatrix_x4<true>(value, ring.at(stage, row, 2 * i + word));
+      if constexpr (kFloat8) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          float x[4], y[4];
+          widen(value[k], x);
+          widen(value[2 + k], y);
+          const uint32_t a[4] = {pack<T>(x[0], x[2]), pack<T>(x[1], x[3]), pack<T>(y[0], y[2]), pack<T>(y[1], y[3])};
+          multiply<T>(sums[2 * i + k], a, b0, b1);
+        }
+      } else {
+        multiply<T>(sums[i], value, b0, b1);
+      }
+    }
+  }
+
+  template <class Merge>
+  SPARSE_RL_DEVICE void store(Merge& merge, int warp) const {
+    const int lane = threadIdx.x % 32, head = lane % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const SoftmaxState whole{states[h].max, over_rows(states[h].sum, [](float a, float b) { return a + b; })};
+      if (lane < 4) merge.states[warp][head + h] = whole;
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 4; ++i) {
+      merge.sums[warp][head + i % 2][element(i / 4, i % 4 / 2)] = sums[i / 4][i % 4];
+    }
+  }
+
+  // Over the lanes that have the same heads.
+  template <class Combine>
+  SPARSE_RL_DEVICE static float over_rows(float x, Combine combine) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) x = combine(x, __shfl_xor_sync(kAll, x, step));
+    return x;
+  }
+};
+
+template <class T, class P, int kHeadDim, bool kPadded, bool kPaged, int kThisBlock>
+SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op) {
+  constexpr int kBlockWarps = kThisBlock / 32, kStep = kTile * kBlockWarps;
+  using WarpRing = Ring<P, kHeadDim, kPadded>;
+  // the rings are no longer read when the merge begins
+  __shared__ union {
+    WarpRing rings[kBlockWarps];
+    BlockMerge<kBlockWarps, kHeadsPerBlock, kHeadDim> merge;
+  } shared;
+  const BlockWork<kPaged, kHeadsPerBlock> work(op);
+  if (work.split >= work.num_splits) return;
+  const int dim = kPadded ? static_cast<int>(op.dim) : kHeadDim;
+  const P *keys = op.key_pool + work.entries.span.start * dim, *values = op.value_pool + work.entries.span.start * dim;
+  const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, heads = threadIdx.x % 4 * 2;
+  WarpRing& ring = shared.rings[warp];
+
+  // Copies are one group per tile of keys or values, empty ones beyond the end.
+  int start = work.begin + kTile * warp, keys_at = 0, values_at = 1, free_at = 2;
+  auto entries = work.entries.tile(start, work.end), next = work.entries.tile(start + kStep, work.end);
+  if (start < work.end) ring.load(keys_at, keys, entries, dim);
+  cp_async_commit();
+  if (start < work.end) ring.load(values_at, values, entries, dim);
+  cp_async_commit();
+  WarpState<T, P, kHeadDim> own;
+  own.begin(op.query + (work.first_head + row) * dim, row < work.num_heads, dim);
+#pragma unroll 1
+  for (; start < work.end; start += kStep) {
+    const bool more = start + kStep < work.end;
+    const auto after = work.entries.tile(start + 2 * kStep, work.end);  // looked up early: pages are a load
+    cp_async_wait<1>();
+    __syncwarp();  // the keys are there, and nobody reads the values before them
+    if (more) ring.load(free_at, keys, next, dim);
+    cp_async_commit();
+    float logits[4] = {};
+    own.compute_qk(ring, keys_at, logits);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = row + i / 2 * 8, head = heads + i % 2;
+      const bool valid = entries.valid(j);
+      logits[i] = valid ? logits[i] * op.scale : kNegInf;
+      if (op.probs && valid && head < work.num_heads) {
+        op.probs[(work.first_head + head) * op.num_probs + start + j] = logits[i];
+      }
+    }
+    own.update(logits);
+    cp_async_wait<1>();
+    __syncwarp();  // the values are there, and nobody reads the keys
+    if (more) ring.load(keys_at, values, next, dim);
+    cp_async_commit();
+    own.accumulate_pv(ring, values_at, logits);
+    entries = next, next = after;
+    const int last = values_at;
+    values_at = keys_at, keys_at = free_at, free_at = last;
+  }
+  __syncthreads();  // nobody reads a ring
+  own.store(shared.merge, warp);
+  __syncthreads();
+  shared.merge.write(op, work);
+}
+
+// Blocks on a multiprocessor, so that registers do not hold fewer than the shared memory of sm_90 does.
+template <class T, class P, int kHeadDim, bool kPadded, bool kPaged>
+__global__ void __launch_bounds__(kAttendThreads, kHeadDim == 64 ? 6 : 4) attend_tensor(Attention<T, P> op) {
+  attend_with_tensor_cores<T, P, kHeadDim, kPadded, kPaged, kAttendThreads>(op);
+}
+
+// Heads so large that the rings of two warps are as much as others' of four.
+template <class T, class P, bool kPaged>
+__global__ void __launch_bounds__(kWideAttendThreads, 4) attend_wide(Attention<T, P> op) {
+  attend_with_tensor_cores<T, P, 256, true, kPaged, kWideAttendThreads>(op);
 }
 
 }  // namespace sparse_rl

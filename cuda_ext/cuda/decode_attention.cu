@@ -1,8 +1,9 @@
 // decode_attention: one query token per slot over its live entries, softmax kept online, everything summed in float32.
 //
-// One block per (row, KV head) takes up to eight query heads of the group at once, so that K and V are read once. Its
-// warps divide the entries by fixed rules and merge in a fixed order: a row's bits depend only on its slot.
-// 16-bit queries run on tensor cores (attention_tensor.cuh), float32 on plain FMAs (attention_plain.cuh).
+// A block takes up to eight query heads that share a KV head, so that K and V are read once, and a split of its entries
+// (attention.cuh). Warps and splits divide the entries by fixed rules and merge in a fixed order: a row's bits depend
+// only on its slot. 16-bit queries run on tensor cores (attention_tensor.cuh), float32 on plain FMAs
+// (attention_plain.cuh).
 
 #include "attention_launch.cuh"
 #include "decode_attention.h"

@@ -22,7 +22,7 @@ using torch::headeronly::Half;
 
 constexpr unsigned kAll = 0xFFFFFFFFu;  // all lanes of a warp
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 template <class T>
 constexpr int kWidth = 16 / static_cast<int>(sizeof(T));  // elements of a 16-byte load
@@ -84,7 +84,7 @@ SPARSE_RL_DEVICE float warp_max(float x) {
 
 // The factor from sums relative to `before` to sums relative to `now`; 0 if there is nothing so far.
 SPARSE_RL_DEVICE float rescale(float before, float now) {
-  return before == now ? 1.0f : before == kNothing ? 0.0f : expf(before - now);
+  return before == now ? 1.0f : before == kNegInf ? 0.0f : expf(before - now);
 }
 
 // A kernel cannot raise: it skips what cannot be done and reports it once, to the host. The first report stays.
@@ -97,7 +97,7 @@ SPARSE_RL_DEVICE void complain(const Report& report, Fault fault, int64_t slot) 
 }
 
 // Live entries of one head. Rows to skip, and numbers that no pool can have, have no entries.
-struct Run {
+struct SlotSpan {
   int64_t slot, head, start;  // slot is -1 for a row to skip
   int length;
 };
@@ -106,22 +106,22 @@ SPARSE_RL_DEVICE bool inside(int64_t start, int64_t length, int64_t limit, int64
   return length >= 0 && length <= limit && start >= 0 && start <= pool_rows - length;
 }
 
-SPARSE_RL_DEVICE Run find_run(const Heads& heads, int64_t b, int64_t h, int64_t limit, int64_t pool_rows) {
-  Run run{heads.slots[b], 0, 0, 0};
-  if (run.slot == -1) return {-1, 0, 0, 0};
-  if (run.slot < 0 || run.slot >= heads.num_slots) {
-    if (threadIdx.x == 0) complain(heads.report, Fault::slot, run.slot);
+SPARSE_RL_DEVICE SlotSpan find_slot_span(const Heads& heads, int64_t b, int64_t h, int64_t limit, int64_t pool_rows) {
+  SlotSpan span{heads.slots[b], 0, 0, 0};
+  if (span.slot == -1) return {-1, 0, 0, 0};
+  if (span.slot < 0 || span.slot >= heads.num_slots) {
+    if (threadIdx.x == 0) complain(heads.report, Fault::slot, span.slot);
     return {-1, 0, 0, 0};
   }
-  run.head = run.slot * heads.num_heads + h;
-  const int length = heads.lengths[run.head];
-  if (!inside(heads.offsets[run.head], length, limit, pool_rows)) {
-    if (threadIdx.x == 0) complain(heads.report, Fault::run, run.slot);
+  span.head = span.slot * heads.num_heads + h;
+  const int length = heads.lengths[span.head];
+  if (!inside(heads.offsets[span.head], length, limit, pool_rows)) {
+    if (threadIdx.x == 0) complain(heads.report, Fault::run, span.slot);
     return {-1, 0, 0, 0};
   }
-  run.start = heads.offsets[run.head];
-  run.length = length;
-  return run;
+  span.start = heads.offsets[span.head];
+  span.length = length;
+  return span;
 }
 
 // A head of a scoring op. Those whose numbers cannot be are skipped, too, and reported.

@@ -45,7 +45,7 @@ struct Source {
         num_forbidden(part && op.masks(b) ? op.num_ends : 0) {}
 
   SPARSE_RL_DEVICE float allowed(float logit, int64_t token) const {
-    for (int64_t e = 0; e < num_forbidden; ++e) logit = forbidden[e] == token ? kNothing : logit;
+    for (int64_t e = 0; e < num_forbidden; ++e) logit = forbidden[e] == token ? kNegInf : logit;
     return logit;
   }
 
@@ -72,7 +72,7 @@ SPARSE_RL_DEVICE void load_chunk(const Source<T>& source, int64_t first, int64_t
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int64_t token = first + i * 32 + lane;
-    visit(i, token < vocabulary ? source.at(token) : kNothing);
+    visit(i, token < vocabulary ? source.at(token) : kNegInf);
   }
 }
 
@@ -82,19 +82,19 @@ __global__ void __launch_bounds__(kThreads, 4) draw_sums_kernel(Draw<T> op) {
   const auto parts = static_cast<unsigned>(op.num_parts);
   if (chunk >= op.num_chunks) return;
   const Source<T> source(op, blockIdx.y / parts, blockIdx.y % parts);
-  float x[kPerLane], top = kNothing;
+  float x[kPerLane], top = kNegInf;
   bool fine = true;
   load_chunk(source, chunk * kChunk, op.vocabulary, [&](int i, float logit) {
     x[i] = logit;
     top = fmaxf(top, logit);
-    fine = fine && logit < -kNothing;  // neither NaN nor +inf
+    fine = fine && logit < -kNegInf;  // neither NaN nor +inf
   });
   top = warp_max(top);
   const bool all_fine = __ballot_sync(kAll, !fine) == 0;
   const float factor = static_cast<float>(1 / op.temperature);
   double sum = 0;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) sum += top == kNothing ? 0.0f : expf((x[i] - top) * factor);
+  for (int i = 0; i < kPerLane; ++i) sum += top == kNegInf ? 0.0f : expf((x[i] - top) * factor);
   sum = warp_sum_wide(sum);
   if (threadIdx.x % 32 == 0) {
     op.chunks[blockIdx.y * op.num_chunks + chunk] = all_fine ? ChunkSum{top, sum} : ChunkSum{kNan, kNan};
@@ -130,7 +130,7 @@ struct Row {
   ChunkSum* chunks;
   Shared& shared;
   Limit least;
-  float maximum = kNothing;
+  float maximum = kNegInf;
   double total = 0;
 
   SPARSE_RL_DEVICE Row(const Draw<T>& op, int64_t b, int64_t part, Shared& shared)
@@ -151,7 +151,7 @@ struct Row {
     if (is_fine()) add_up();
   }
 
-  SPARSE_RL_DEVICE bool is_fine() const { return maximum > kNothing; }
+  SPARSE_RL_DEVICE bool is_fine() const { return maximum > kNegInf; }
   SPARSE_RL_DEVICE double exponential(double logit) const { return exp((logit - maximum) / op.temperature); }
   SPARSE_RL_DEVICE double logprob(double logit) const { return (logit - maximum) / op.temperature - log(total); }
   SPARSE_RL_DEVICE int64_t size(int64_t c) const {
@@ -165,7 +165,7 @@ struct Row {
   // exp((logit - maximum of the chunk) / temperature), or 0 outside the limit.
   SPARSE_RL_DEVICE float relative(int64_t c, int64_t token) const {
     const float logit = source.at(token), factor = static_cast<float>(1 / op.temperature);
-    const bool stays = least.stays(logit, token) && logit > kNothing;
+    const bool stays = least.stays(logit, token) && logit > kNegInf;
     return stays ? expf((logit - static_cast<float>(chunks[c].maximum)) * factor) : 0.0f;
   }
 
@@ -252,7 +252,7 @@ struct Row {
       if (top_key(c) < key) continue;
       for (int64_t first = c * kChunk; first < c * kChunk + size(c); first += kThreads) {
         const int64_t token = first + threadIdx.x;
-        const float logit = token < op.vocabulary ? source.at(token) : kNothing;
+        const float logit = token < op.vocabulary ? source.at(token) : kNegInf;
         const bool tied = token < op.vocabulary && rank_key(logit) == key && least.stays(logit, token);
         const Count count = count_block(tied, shared.per_warp);
         const Mass before = so_far + count.before * mass_of(logit);
@@ -273,7 +273,7 @@ struct Row {
     if (op.min_p > 0) {
       const double exact = maximum + op.temperature * log(op.min_p);
       float least_logit = static_cast<float>(exact);
-      if (least_logit < exact) least_logit = nextafterf(least_logit, -kNothing);
+      if (least_logit < exact) least_logit = nextafterf(least_logit, -kNegInf);
       const uint32_t key = rank_key(least_logit);
       if (key > least.key) limit({key, kTies});
     }

@@ -183,7 +183,7 @@ struct Unit {
 template <class T>
 SPARSE_RL_DEVICE void mix_with(const Redundancy<T>& op, const float* importance, float* out, int length, float* parts) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float largest = kNothing, sum = 0;
+  float largest = kNegInf, sum = 0;
   for (int j = threadIdx.x; j < length; j += kThreads) largest = fmaxf(largest, out[j]);
   largest = warp_max(largest);
   if (lane == 0) parts[warp] = largest;

@@ -12,24 +12,24 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1) summarize_kernel(Summary<T> op) {
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
   const int64_t room = op.kept.num_pages * op.page_size;
-  const Run run = find_run(op.heads, blockIdx.x / heads, blockIdx.x % heads, room, op.pool_rows);
-  if (run.slot < 0) return;
+  const SlotSpan span = find_slot_span(op.heads, blockIdx.x / heads, blockIdx.x % heads, room, op.pool_rows);
+  if (span.slot < 0) return;
   const int64_t dim = op.kept.dim;
-  const T* keys = op.key_pool + run.start * dim;
-  for (int64_t p = op.begin(run.length) + blockIdx.y; p < op.end(run.length); p += gridDim.y) {
+  const T* keys = op.key_pool + span.start * dim;
+  for (int64_t p = op.begin(span.length) + blockIdx.y; p < op.end(span.length); p += gridDim.y) {
     const T* page = keys + p * op.page_size * dim;
     for (int64_t d = threadIdx.x; d < dim; d += kThreads) {
-      float sum = 0, top = kNothing, bottom = -kNothing;
+      float sum = 0, top = kNegInf, bottom = -kNegInf;
       for (int64_t j = 0; j < op.page_size; ++j) {
         const float x = static_cast<float>(page[j * dim + d]);
         sum += x;
         top = fmaxf(top, x), bottom = fminf(bottom, x);
       }
       if (op.kept.num_vectors == 1) {
-        op.kept.at(run.head, 0, p)[d] = narrow<T>(sum / static_cast<float>(op.page_size));
+        op.kept.at(span.head, 0, p)[d] = narrow<T>(sum / static_cast<float>(op.page_size));
       } else {
-        op.kept.at(run.head, 0, p)[d] = narrow<T>(top);
-        op.kept.at(run.head, 1, p)[d] = narrow<T>(bottom);
+        op.kept.at(span.head, 0, p)[d] = narrow<T>(top);
+        op.kept.at(span.head, 1, p)[d] = narrow<T>(bottom);
       }
     }
   }

@@ -53,7 +53,7 @@ struct Unit {
 
   // The logit of query a, which is at position `at`, with entry j.
   SPARSE_RL_DEVICE float logit(int a, int64_t at, int j) const {
-    return positions[j] <= at ? rows[static_cast<int64_t>(a) * op.entries.num_entries + j] : kNothing;
+    return positions[j] <= at ? rows[static_cast<int64_t>(a) * op.entries.num_entries + j] : kNegInf;
   }
 
   // total[j] = sum over the queries of their softmax; a query that sees nothing adds nothing.
@@ -63,15 +63,15 @@ struct Unit {
     for (int base = 0; base < op.num_queries; base += kWarps) {
       const int a = base + warp;
       const int64_t at = a < op.num_queries ? op.position(span.slot, a) : -1;
-      float top = kNothing, sum = 0;
+      float top = kNegInf, sum = 0;
       for (int j = lane; at >= 0 && j < count; j += 32) top = fmaxf(top, logit(a, at, j));
       top = warp_max(top);
-      for (int j = lane; at >= 0 && j < count && top != kNothing; j += 32) sum += expf(logit(a, at, j) - top);
+      for (int j = lane; at >= 0 && j < count && top != kNegInf; j += 32) sum += expf(logit(a, at, j) - top);
       sum = warp_sum(sum);
-      if (lane == 0) largest[warp] = top, share[warp] = top == kNothing ? 0.0f : 1 / sum;
+      if (lane == 0) largest[warp] = top, share[warp] = top == kNegInf ? 0.0f : 1 / sum;
       __syncthreads();
       for (int w = 0; w < kWarps; ++w) {
-        if (largest[w] == kNothing) continue;
+        if (largest[w] == kNegInf) continue;
         const int64_t its = op.position(span.slot, base + w);
         for (int j = threadIdx.x; j < count; j += kThreads) {
           total[j] += expf(logit(base + w, its, j) - largest[w]) * share[w];

@@ -13,7 +13,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <exception>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -50,13 +52,38 @@ struct Barrier {
   unsigned rounds = 0;
 };
 
+// Sixteen bytes on their way to shared memory, zeros if `from` is null.
+struct Copy {
+  void* to;
+  const void* from;
+
+  void arrive() const {
+    if (from) {
+      std::memcpy(to, from, 16);
+    } else {
+      std::memset(to, 0, 16);
+    }
+  }
+};
+
 struct Fiber {
   void* stack_pointer = nullptr;
   std::vector<char> stack;
   bool done = false;
   const Barrier* barrier = nullptr;  // the barrier that it waits at, and since which round
   unsigned round = 0;
+  std::vector<Copy> copies;              // asynchronous ones of no group yet
+  std::deque<std::vector<Copy>> groups;  // not waited for
+  std::vector<Copy> waited;              // they arrive at the next barrier
 
+  bool still_copies() const {
+    const auto some = [](const std::vector<Copy>& group) { return !group.empty(); };
+    return some(copies) || some(waited) || std::any_of(groups.begin(), groups.end(), some);
+  }
+  void land() {
+    for (const Copy& copy : waited) copy.arrive();
+    waited.clear();
+  }
   bool can_run() const { return !done && (!barrier || barrier->rounds != round); }
 };
 
@@ -113,8 +140,14 @@ inline void wait(Barrier& barrier) {
 
 inline Barrier& warp() { return state.warps[state.current / kWarp]; }
 
+inline void fail(const char* reason) {
+  std::fprintf(stderr, "emulation: %s\n", reason);
+  std::abort();
+}
+
 inline void enter() {
   state.body(state.argument);
+  if (state.fibers[state.current].still_copies()) fail("a thread ends before its asynchronous copies have arrived");
   state.fibers[state.current].done = true;
   --warp().members, --state.block.members;
   release(warp());
@@ -127,6 +160,7 @@ inline void start(Fiber& fiber) {
   fiber.stack.resize(kStack);
   fiber.done = false;
   fiber.barrier = nullptr;
+  fiber.copies.clear(), fiber.groups.clear(), fiber.waited.clear();
   auto top = reinterpret_cast<uintptr_t>(fiber.stack.data() + kStack) & ~uintptr_t{15};
   auto** words = reinterpret_cast<void**>(top) - 8;  // six registers, the return address, padding of the alignment
   std::memset(words, 0, 8 * sizeof(void*));
@@ -164,8 +198,7 @@ inline void run_block(unsigned threads) {
     }
   }
   if (std::any_of(state.fibers.begin(), state.fibers.begin() + threads, [](const Fiber& f) { return !f.done; })) {
-    std::fputs("emulation: some threads of a block wait at a barrier that the others never reach\n", stderr);
-    std::abort();
+    fail("some threads of a block wait at a barrier that the others never reach");
   }
 }
 
@@ -206,8 +239,15 @@ auto exchange(const uint32_t* words, int count, Read read) {
 #define blockDim emulation::block_size
 #define gridDim emulation::grid_size
 
-inline void __syncthreads() { emulation::wait(emulation::state.block); }
-inline void __syncwarp() { emulation::wait(emulation::warp()); }
+// Barriers of the program, after which asynchronous copies that were waited for are there: not those of a shuffle.
+inline void __syncthreads() {
+  emulation::state.fibers[emulation::state.current].land();
+  emulation::wait(emulation::state.block);
+}
+inline void __syncwarp() {
+  emulation::state.fibers[emulation::state.current].land();
+  emulation::wait(emulation::warp());
+}
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {

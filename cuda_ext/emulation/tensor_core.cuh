@@ -1,5 +1,4 @@
-// The multiplication of ../cuda/tensor_core.cuh, which has a picture of the layout, in loops: the lanes exchange
-// their words.
+// What ../cuda/tensor_core.cuh has, with a picture of the layout, in loops: the lanes exchange their words.
 #pragma once
 
 namespace sparse_rl {
@@ -19,6 +18,32 @@ SPARSE_RL_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b
       }
     }
     return 0;
+  });
+}
+
+template <bool kTransposed>
+SPARSE_RL_DEVICE void ldmatrix_x4(uint32_t (&matrix)[4], const uint4* row) {
+  const auto address = reinterpret_cast<uint64_t>(row);
+  const uint32_t own[2] = {static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)};
+  const int lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
+  emulation::exchange(own, 2, [&](const uint32_t* mail) {
+    auto number = [&](int of, int line, int column) -> uint32_t {
+      const uint32_t* words = mail + (of * 8 + line) * 16;
+      return reinterpret_cast<const uint16_t*>(static_cast<uint64_t>(words[1]) << 32 | words[0])[column];
+    };
+    for (int i = 0; i < 4; ++i) {
+      matrix[i] = kTransposed ? number(i, 2 * q, r) | number(i, 2 * q + 1, r) << 16
+                              : number(i, r, 2 * q) | number(i, r, 2 * q + 1) << 16;
+    }
+    return 0;
+  });
+}
+
+SPARSE_RL_DEVICE uint32_t movmatrix_trans(uint32_t word) {
+  const int lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
+  return emulation::exchange(&word, 1, [=](const uint32_t* mail) {
+    auto number = [=](int line) { return mail[(line * 4 + r / 2) * 16] >> r % 2 * 16 & 0xFFFFu; };
+    return number(2 * q) | number(2 * q + 1) << 16;
   });
 }
 

@@ -9,7 +9,7 @@ template <class Backend>
 void decode_attention(
     const Tensor& query, const Tensor& key_pool, const Tensor& value_pool, const Tensor& slots, const Tensor& offsets,
     const Tensor& lengths, double scale, int64_t max_length, const Tensor& out, const std::optional<Tensor>& lse,
-    const std::optional<Tensor>& probs, const std::optional<Tensor>& errors) {
+    const std::optional<Tensor>& probs, const std::optional<Tensor>& partials, const std::optional<Tensor>& errors) {
   const PoolShape pool = check_pool<Backend>(key_pool);
   const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::decode_attention);
   const int64_t B = heads.num_rows, D = pool.dim, group = check_group("query", query, 3, heads.num_heads);
@@ -21,13 +21,15 @@ void decode_attention(
   check_tensor("out", out, key_pool, kind, {B, Hq, D});
   check_tensor("lse", lse, key_pool, ScalarType::Float, {B, Hq});
   check_tensor("probs", probs, key_pool, ScalarType::Float, {B, Hq, M});
+  const int64_t splits = check_partials(partials, key_pool, B, Hq, D);
   STD_TORCH_CHECK(M >= max_length, "probs has room for ", M, " entries, max_length is ", max_length);
   Backend::dispatch(pool.dtype, kind, [&](auto computed, auto stored) {
     using T = decltype(computed);
     using P = decltype(stored);
     const Attention<T, P> op{
         pointer<T>(query), pointer<P>(key_pool), pointer<P>(value_pool), pointer<T>(out), pointer<float>(lse),
-        pointer<float>(probs), group, D, max_length, M, pool.rows, static_cast<float>(scale), heads};
+        pointer<float>(probs), group, D, max_length, M, pool.rows, static_cast<float>(scale), heads,
+        pointer<float>(partials), splits};
     Backend::run(op, key_pool);
   });
 }

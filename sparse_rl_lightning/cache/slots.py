@@ -170,6 +170,11 @@ class SlotCache:
         return self.pools.nbytes
 
     @property
+    def most_read(self) -> int:
+        """The most entries of a head that attention may read in a step."""
+        return max(self.most_entries)
+
+    @property
     def can_capture(self) -> bool:
         """Whether a decode step can be part of a CUDA graph: running state is updated by Python."""
         return not self.size.has_state

@@ -10,6 +10,8 @@ from sparse_rl_lightning.ops.checks import check_runs
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, gather_heads
 
+MAX_SPLIT = 768  # entries of a head that one block of the CUDA kernels reads at most, as kMaxSplit in attention.h
+
 
 def decode_attention(
     pools: KVPools,
@@ -44,14 +46,27 @@ def decode_attention(
     out = torch.empty_like(query)
     call(
         "decode_attention", pools.keys, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, scale,
-        max_length, out, lse, probs, pools.errors,
+        max_length, out, lse, probs, empty_partials(query, max_length), pools.errors,
     )  # fmt: skip
     return out
 
 
+def empty_partials(query: Tensor, most_entries: int) -> Tensor | None:
+    """Memory for what the splits of heads of up to ``most_entries`` leave, None if there is one split.
+
+    For every query (B, Hq, D) and split (P): the sums of the values (D), the largest logit and the sum of exponentials.
+    """
+    splits = -(-most_entries // MAX_SPLIT)
+    if splits <= 1:
+        return None
+    rows, heads, dim = query.shape
+    return query.new_empty(rows, heads, splits, dim + 2, dtype=accumulation_dtype(query.dtype))
+
+
 def reference(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor, scale: float,
-    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None, errors: Tensor | None = None,
+    max_length: int, out: Tensor, lse: Tensor | None, probs: Tensor | None, partials: Tensor | None = None,
+    errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``decode_attention`` in PyTorch."""
     if probs is not None and probs.shape[2] < max_length:

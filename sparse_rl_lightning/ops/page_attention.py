@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.checks import check_runs
-from sparse_rl_lightning.ops.decode_attention import attend_rows
+from sparse_rl_lightning.ops.decode_attention import attend_rows, empty_partials
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools
 from sparse_rl_lightning.ops.summarize_pages import check_pages
@@ -48,14 +48,14 @@ def page_attention(
     out = torch.empty_like(query)
     call(
         "page_attention", pools.keys, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, pages,
-        page_size, scale, out, lse, pools.errors,
+        page_size, scale, out, lse, empty_partials(query, pages.shape[-1] * page_size), pools.errors,
     )  # fmt: skip
     return out
 
 
 def reference(
     query: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, offsets: Tensor, lengths: Tensor,
-    pages: Tensor, page_size: int, scale: float, out: Tensor, lse: Tensor | None,
+    pages: Tensor, page_size: int, scale: float, out: Tensor, lse: Tensor | None, partials: Tensor | None = None,
     errors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``page_attention`` in PyTorch."""

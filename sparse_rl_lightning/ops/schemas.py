@@ -24,7 +24,7 @@ SHAPES = {
     "slots": "B int64", "sources": "B int64", "destinations": "B int64", "seen": "S int64", "errors": "1 int32",
     "query": "B Hq D query", "key": "B H D query", "value": "B H D query", "cos": "B r sum", "sin": "B r sum",
     "query_ring": "L S Hq A D query", "death": "L S H T int32",
-    "out": "B Hq D query", "lse": "B Hq sum", "probs": "B Hq M sum",
+    "out": "B Hq D query", "lse": "B Hq sum", "probs": "B Hq M sum", "partials": "B Hq P E sum",
     "scores": "L B H N float32", "budgets": "L B H int32",
     "source_keys": "Q D pool", "source_values": "Q D pool",
     "source_offsets": "L B H int64", "source_lengths": "L B H int32",
@@ -43,10 +43,12 @@ SCHEMAS = {
         Tensor(a!) query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor slots, Tensor seen,
         Tensor offsets, Tensor capacities, Tensor(b!) key_pool, Tensor(c!) value_pool, Tensor(d!) position_pool,
         Tensor(e!) lengths, Tensor(f!)? query_ring, Tensor(g!)? errors=None) -> ()""",
-    # M >= max_length >= lengths
+    # M >= max_length >= lengths. P splits of a head of max_length, E = D + 2: what the splits of a head leave; only the
+    # CUDA kernels split, and only then it must be there
     "decode_attention": """(
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, float scale,
-        int max_length, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? probs, Tensor(d!)? errors=None) -> ()""",
+        int max_length, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? probs, Tensor(d!)? partials=None,
+        Tensor(e!)? errors=None) -> ()""",
     # scratch with Y = A + 1, X heads at a time; without query_positions the place of a query in the ring tells it
     "window_importance": """(
         Tensor query_ring, Tensor key_pool, Tensor position_pool, Tensor slots, Tensor seen, Tensor offsets,
@@ -82,10 +84,11 @@ SCHEMAS = {
     "select_pages": """(
         Tensor query, Tensor summaries, Tensor slots, Tensor lengths, Tensor limits, int page_size, int num_first,
         int num_last, bool group_max, Tensor(a!) page_scores, Tensor(b!) pages, Tensor(c!)? errors=None) -> ()""",
-    # pages ascend, the first -1 ends a list
+    # pages ascend, the first -1 ends a list; partials as above, for K page_size entries
     "page_attention": """(
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, Tensor pages,
-        int page_size, float scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? errors=None) -> ()""",
+        int page_size, float scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partials=None,
+        Tensor(d!)? errors=None) -> ()""",
     # C = ceil(V / 512): of each chunk of logits the maximum and the sum of exponentials. G = 2 with end_ids that are
     # forbidden before min_length, or with logits to draw from that are not the policy's
     "draw": """(

@@ -75,6 +75,12 @@ class PagedCache(SlotCache):
         return super().pool_bytes + sum(summary.nbytes for summary in self.summaries)
 
     @property
+    def most_read(self) -> int:
+        """The most entries of a head that attention may read in a step: all of dense layers, else whole pages."""
+        dense = self.most_entries[: self.retriever.num_dense_layers]
+        return max(self.width * self.retriever.page_size, *dense, 0)
+
+    @property
     def can_capture(self) -> bool:
         """Whether a decode step can be part of a CUDA graph: a retriever without a kernel runs in Python."""
         return super().can_capture and self.retriever.kernel is not None

@@ -61,10 +61,12 @@ def test_blocks_on_a_multiprocessor(registers: int, shared: int, arch: str, thre
 
 
 def test_a_kernel_below_its_floor_is_found() -> None:
-    name = "attend_tensor<BFloat16, BFloat16, 2, true>"
-    assert kernel(121).complaint(name, 256) == ""
-    assert kernel(130).complaint(name, 256) == "at least 2 blocks should fit"  # what retrieval once lost a third by
-    assert kernel(130, arch="120").complaint(name, 256) == ""  # limits that are not known
+    name = "attend_tensor<BFloat16, BFloat16, 128, false, true>"
+    assert kernel(128, 49152).complaint(name, 128) == ""
+    assert kernel(130).complaint(name, 128) == "at least 4 blocks should fit"  # one register more, one block less
+    assert kernel(130, arch="80").complaint(name, 128) == ""  # its shared memory would not hold four
+    assert kernel(170, arch="80").complaint(name, 128) == "at least 3 blocks should fit"
+    assert kernel(130, arch="120").complaint(name, 128) == ""  # limits that are not known
     assert "needs __launch_bounds__ and a floor" in kernel(40).complaint("new_kernel<float>", 256)
     assert "needs __launch_bounds__ and a floor" in kernel(40).complaint(name, None)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import (
+    EMULATED,
     copy,
     cpu_complaints,
     dtypes_for,
@@ -28,20 +31,26 @@ from native_cases import (
 from torch import Tensor
 
 from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.decode_attention import MAX_SPLIT
+from sparse_rl_lightning.ops.select_pages import list_pages
 
 groups = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12])
 
 
-def both(name: str, args: list[object], device: str = "cpu") -> tuple[list[object], list[object]]:
-    """The arguments after the kernel and after the reference, each run on its own copies; the kernel runs twice."""
+def both(name: str, args: list[object], device: str = "cpu", workspace: int = -1) -> tuple[list[object], list[object]]:
+    """The arguments after the kernel and after the reference, each run on its own copies; the kernel runs twice.
+
+    What the argument ``workspace`` holds afterwards does not matter.
+    """
     assert ops.has_kernel(name, device)
     results = []
     for function, where in ((kernel(name), device), (kernel(name), device), (reference(name), "cpu")):
         own = [a.clone().to(where) if isinstance(a, Tensor) else a for a in args]
         function(*own)
         results.append([a.cpu() if isinstance(a, Tensor) else a for a in own])
-    for once, twice in zip(*results[:2], strict=True):
-        assert not isinstance(once, Tensor) or same_bits(once, twice), "two runs differ"
+    for place, (once, twice) in enumerate(zip(*results[:2], strict=True)):
+        assert place == workspace or not isinstance(once, Tensor) or same_bits(once, twice), "two runs differ"
     return results[0], results[2]
 
 
@@ -205,6 +214,91 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     together = ops.decode_attention(pools, slots, query, 0.1, 300)
     for b in range(6):
         assert same_bits(ops.decode_attention(pools, slots[b : b + 1], query[b : b + 1], 0.1, 512), together[b : b + 1])
+
+
+LONG = [0, 1, MAX_SPLIT - 1, MAX_SPLIT, MAX_SPLIT + 1, 2 * MAX_SPLIT, 2 * MAX_SPLIT + 1, 1700]
+
+
+def long_pools(g: torch.Generator, lengths: list[int], heads: int, dim: int, dtype: torch.dtype) -> KVPools:
+    """Slots of which each has heads of one of these lengths."""
+    pools = uniform_pools((len(lengths), heads), max(lengths) + 1, dim, dtype)
+    pools.lengths.copy_(torch.tensor(lengths)[:, None].expand(-1, heads))
+    pools.keys.copy_(torch.randn(pools.keys.shape, generator=g))
+    pools.values.copy_(torch.randn(pools.values.shape, generator=g))
+    return pools
+
+
+@on_each_device
+@pytest.mark.parametrize(("dim", "group"), [(8, 2), (64, 9), (128, 3), (256, 1), (264, 1)])
+def test_heads_that_are_split(device: str, dim: int, group: int) -> None:
+    for dtype in dtypes_for(device):
+        g = torch.Generator().manual_seed(dim)
+        pools = long_pools(g, LONG, 1, dim, dtype)
+        slots = torch.tensor([5, -1, 0, 3, 2, 7, 4, 1, 6])
+        query = (3 * torch.randn(len(slots), group, dim, generator=g)).to(dtype)
+        args = [query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, dim**-0.5, 1700,
+                torch.full_like(query, 7), torch.full((9, group), 7.0), torch.full((9, group, 1703), 7.0),
+                torch.full((9, group, 3, dim + 2), torch.nan)]  # fmt: skip
+        native, _ = both("decode_attention", args, device, workspace=11)
+        for b, slot in enumerate(slots.tolist()):
+            rows = head_rows(pools, slot, 0) if slot >= 0 else slice(0, 0)
+            logits = dim**-0.5 * query[b].double() @ pools.keys[rows].double().T
+            shares = logits.softmax(-1)
+            close: dict[str, Any] = {"atol": tolerance(dtype), "rtol": tolerance(dtype)}
+            torch.testing.assert_close(native[8][b].double(), shares @ pools.values[rows].double(), **close)
+            torch.testing.assert_close(native[9][b].double(), logits.logsumexp(-1), atol=2e-5, rtol=2e-6)
+            torch.testing.assert_close(native[10][b, :, : shares.shape[1]].double(), shares, atol=2e-6, rtol=3e-5)
+            assert (native[10][b, :, shares.shape[1] :] == 0).all()
+
+
+@on_each_device
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 10**6), dim=st.sampled_from([8, 64]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    lengths=st.lists(st.one_of(st.sampled_from(LONG), st.integers(0, 1700)), min_size=2, max_size=4),
+    spare=st.sampled_from([0, 1, 800]), page_size=st.sampled_from([1, 16, 150]),
+)  # fmt: skip
+def test_the_split_is_by_the_length_alone(
+    device: str, seed: int, dim: int, dtype: torch.dtype, lengths: list[int], spare: int, page_size: int
+) -> None:
+    """The same bits alone and in any batch, and for any bound of the lengths: with fewer splits launched, or none."""
+    g = torch.Generator().manual_seed(seed)
+    pools = long_pools(g, lengths, 2, dim, dtype)
+    query, order = torch.randn(len(lengths), 6, dim, generator=g).to(dtype), torch.randperm(len(lengths), generator=g)
+    counts = -(-pools.lengths // page_size)
+    listed = list_pages(torch.arange(int(counts.max()) + spare) < counts.unsqueeze(-1), int(counts.max()) + spare)
+    pools = KVPools(**{name: value.to(device) for name, value in vars(pools).items() if value is not None})
+    query, order, listed = query.to(device), order.to(device), listed.to(device)
+    together = ops.decode_attention(pools, order, query[order], 0.3, max(lengths) + spare)
+    paged = ops.page_attention(pools, order, query[order], listed[order], page_size, 0.3)
+    for b, slot in enumerate(order.tolist()):
+        alone, rows = torch.tensor([slot], device=device), slice(slot, slot + 1)
+        own = ops.decode_attention(pools, alone, query[rows], 0.3, lengths[slot])
+        assert same_bits(own, together[b : b + 1])
+        pages = listed[rows, :, : int(counts[slot].max())].contiguous()
+        own = ops.page_attention(pools, alone, query[rows], pages, page_size, 0.3)
+        assert same_bits(own, paged[b : b + 1])
+
+
+@on_each_device
+def test_splits_without_room_are_refused(device: str) -> None:
+    if device == "cpu" and not EMULATED:
+        pytest.skip("the CPU kernels do not split")
+    pools = uniform_pools((1, 1), 800, 8, torch.float32, device)
+    query, slots = torch.zeros(1, 1, 8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    args = [query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, 1.0, 800, query.clone(), None, None]
+    for partials in (None, torch.zeros(1, 1, 1, 10, device=device)):
+        with pytest.raises(RuntimeError, match=r"partials has room for [01] splits of a head, 800 entries are up to 2"):
+            kernel("decode_attention")(*args, partials)
+
+
+@without_kernels
+def test_memory_for_splits_of_another_head_size_is_refused() -> None:
+    pools = uniform_pools((1, 1), 800, 8, torch.float32)
+    query, slots = torch.zeros(1, 1, 8), torch.zeros(1, dtype=torch.int64)
+    args = [query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, 1.0, 800, query.clone(), None, None]
+    with pytest.raises(RuntimeError, match=r"partials has shape \(1, 1, 2, 9\), expected \(1, 1, any, 10\)"):
+        kernel("decode_attention")(*args, torch.zeros(1, 1, 2, 9))
 
 
 @cpu_complaints

@@ -103,6 +103,23 @@ def test_drawing_counts_on_a_gpu(params: dict[str, Any]) -> None:
     assert slot_bytes(geometry(), size, given, vocabulary=vocabulary) == without  # a CPU frees them at once
 
 
+def test_what_splits_of_long_heads_leave_counts_on_a_gpu() -> None:
+    """One layer's: of every query head and split of at most 768 entries, the sums and two numbers of the softmax."""
+    on_gpu, params = dataclasses.replace(geometry(), device=torch.device("cuda", 0)), SamplingParams()
+
+    def counted(size: CacheSize) -> int:
+        extra = slot_bytes(on_gpu, size, params).total - slot_bytes(geometry(), size, params).total
+        assert (f"{extra:,} for attention of long heads" in slot_bytes(on_gpu, size, params).arithmetic) == (extra > 0)
+        return extra
+
+    wide = 4 * (16 + 2) * 4  # bytes of a split: query heads x numbers x 4
+    assert counted(CacheSize(1, (20, 768, 20), 2, 2000)) == 0
+    assert counted(CacheSize(1, (20, 769, 20), 2, 2000)) == 2 * wide
+    assert counted(CacheSize(1, (1600, 769, 20), 2, 2000)) == 3 * wide
+    assert counted(with_pages(CacheSize(1, (1600,) * 3, 2, 2000), Centroid(100, page_size=10, num_dense_layers=0))) == 0
+    assert counted(with_pages(CacheSize(1, (1600,) * 3, 2, 2000), Centroid(100, page_size=10))) == 3 * wide
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_drawn_from_is_counted_at_its_peak(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel needs the logits, and a maximum and a sum of every 512; the reference has copies in float64."""

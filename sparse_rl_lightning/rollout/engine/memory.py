@@ -4,7 +4,8 @@ Nothing is priced by hand: the cache and the logs are created on torch's meta de
 memory, once for one slot and once for two. The difference is the size of a slot, the rest is the fixed part.
 
 On a GPU the logits of a step, and what a draw makes of them, count too: they are as wide as the vocabulary, and are
-there twice, in the memory of the CUDA graphs and where the first tokens of prompts are drawn.
+there twice, in the memory of the CUDA graphs and where the first tokens of prompts are drawn. So do the partial results
+of heads so long that several blocks attend to them, once: they are in the memory of the graphs only.
 
 The data that a rollout collects per sequence (tokens, log-probabilities, deaths) comes on top of the slots, as do
 other activations and the staging of prompts; leave room for them in the limit.
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.decode_attention import empty_partials
 from sparse_rl_lightning.ops.draw import reference
 from sparse_rl_lightning.ops.library import has_kernel
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -95,6 +97,8 @@ def slot_bytes(
             own = vars(logs(num_slots, size.max_length, params, g.device)).values()
             parts["logs"] = [value for value in own if isinstance(value, Tensor)]
         held = {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}
+        if params is not None and geometry.device.type == "cuda":
+            held["attention of long heads"] = partial_bytes(num_slots, g, cache.most_read)
         if params is not None and vocabulary and geometry.device.type == "cuda":
             held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params, geometry.dtype)
         return held, cache.pool_bytes
@@ -104,6 +108,13 @@ def slot_bytes(
     total, words = sum(slot.values()), _words(g, size)
     arithmetic = " + ".join(f"{count:,} for {name}{words.get(name, '')}" for name, count in slot.items() if count)
     return SlotBytes(total, pools - pool, sum(one.values()) - total, arithmetic)
+
+
+def partial_bytes(num_rows: int, geometry: CacheGeometry, most_entries: int) -> int:
+    """The bytes that the splits of a layer's heads of up to ``most_entries`` leave; the next layer uses them again."""
+    shape = (num_rows, geometry.num_heads, geometry.head_dim)
+    partials = empty_partials(torch.empty(shape, dtype=geometry.query_dtype, device="meta"), most_entries)
+    return 0 if partials is None else partials.nbytes
 
 
 def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype: torch.dtype = torch.float32) -> int:
