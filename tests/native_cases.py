@@ -35,7 +35,7 @@ on_each_device = pytest.mark.parametrize(
 
 OPS = torch.ops.sparse_rl
 SCORES = ["window_importance", "key_redundancy"]  # they know no slots and no pools
-APART = [*SCORES, "draw"]  # nor does the draw, which knows no keys either
+APART = [*SCORES, "draw", "rms_norm", "silu_mul"]  # nor do these, which know no keys either
 CASES = [*SCHEMAS, "evict from a source"]
 POOLED = [name for name in CASES if name not in APART]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -201,8 +201,10 @@ class Case:
         self.pools.positions.clamp_(min=0)
         self.layer = self.pools.layer(0)
         self.slots, self.seen = torch.tensor([2, -1, 0]), torch.tensor([21, 22, 23])
-        self.query, self.key = normal(SLOTS, HEADS * GROUP, DIM), normal(SLOTS, HEADS, DIM)
-        self.value, self.ring = normal(SLOTS, HEADS, DIM), normal(LAYERS, SLOTS, HEADS * GROUP, 4, DIM)
+        self.query, self.projected = normal(SLOTS, HEADS * GROUP, DIM), normal(SLOTS, HEADS * (GROUP + 2), DIM)
+        self.ring = normal(LAYERS, SLOTS, HEADS * GROUP, 4, DIM)
+        self.query_norm, self.key_norm = (1 + 0.1 * torch.randn(2, DIM, generator=g).to(wide)).unbind()
+        self.hidden, self.addend, self.gate_and_up = normal(SLOTS, DIM), normal(SLOTS, DIM), normal(SLOTS, 2 * DIM)
         angle = torch.randn(SLOTS, DIM, generator=g).to(wide)
         self.cos, self.sin = angle.cos(), angle.sin()
         self.lse = torch.zeros(SLOTS, HEADS * GROUP, dtype=wide)
@@ -228,14 +230,15 @@ class Case:
         self.dense.nan_to_num_(0.25)
 
     def calls(self) -> dict[str, Callable[[], Any]]:
-        ring, cos, sin, lse, probs, death, state = (
+        ring, cos, sin, lse, probs, death, state, query_norm, key_norm, addend = (
             t if self.full else None
-            for t in (self.ring, self.cos, self.sin, self.lse, self.probs, self.death, self.state)
-        )
+            for t in (self.ring, self.cos, self.sin, self.lse, self.probs, self.death, self.state, self.query_norm,
+                      self.key_norm, self.addend)
+        )  # fmt: skip
         ring_of_layer = None if ring is None else ring[0]
         return {
             "append": lambda: ops.append(
-                self.layer, self.slots, self.seen, self.query, self.key, self.value, ring_of_layer, cos, sin),
+                self.layer, self.slots, self.seen, self.projected, ring_of_layer, cos, sin, query_norm, key_norm, 1e-6),
             "decode_attention": lambda: ops.decode_attention(
                 self.layer, self.slots, self.query, 0.3, CAPACITY, lse=lse, probs=probs),
             "window_importance": lambda: ops.window_importance(
@@ -254,6 +257,8 @@ class Case:
             "draw": lambda: ops.draw(
                 self.logits, self.seen, self.steps, 0.7, 12, 0.9, 0.01, self.end_ids, 2,
                 self.drawn_from if self.full else None, 3 if self.full else 0).logprobs,
+            "rms_norm": lambda: ops.rms_norm(self.hidden, self.query_norm, 1e-6, addend),
+            "silu_mul": lambda: ops.silu_mul(self.gate_and_up),
         }  # fmt: skip
 
     def tensors(self) -> list[Tensor]:

@@ -8,7 +8,8 @@ the number of tokens fed to each slot so far: the position of the token being ap
 entries.
 
 The two scores, ``window_importance`` and ``key_redundancy``, use neither slots nor pools. They read the heads of a
-strided (S, H, N, D) tensor, such as a view of a pool. ``draw`` reads logits, and nothing of the cache.
+strided (S, H, N, D) tensor, such as a view of a pool. ``draw`` reads logits, ``rms_norm`` and
+``silu_mul`` hidden states, and nothing of the cache.
 
 CUDA kernels cannot raise: they report to ``errors`` what they had to skip (``ops/faults.py``); all others raise.
 Ops return nothing, allocate nothing and do not wait for the device.
@@ -33,6 +34,9 @@ SHAPES = {
     "queries": "S Hq A D query", "query_positions": "S A int64",
     "keys": "S H N D query", "positions": "S H N int64",
     "importance": "S H N sum", "redundancy": "S H N sum", "scratch": "S H X N sum",
+    "projected": "B G D query", "query_norm": "D sum", "key_norm": "D sum",
+    "hidden": "B E pool", "addend": "B E query", "norm_weight": "E sum", "normed": "B E query",
+    "gate_and_up": "B F2 pool", "gated": "B F pool",
     "logits": "B V pool", "drawn_from": "B V pool", "sequence_keys": "B int64", "steps": "B int64",
     "end_ids": "E int64", "tokens": "B int64", "token_logprobs": "B sum", "behavior": "B sum", "top_ids": "B K int64",
     "top_logprobs": "B K sum", "chunks": "B G C 2 float64",
@@ -41,10 +45,12 @@ STRIDED = ("keys", "positions")  # heads may be anywhere, each contiguous; every
 ON_ALL_LAYERS = ("evict", "fork")
 
 SCHEMAS = {
+    # G = Hq + 2 H: queries, keys and values
     "append": """(
-        Tensor(a!) query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor slots, Tensor seen,
-        Tensor offsets, Tensor capacities, Tensor(b!) key_pool, Tensor(c!) value_pool, Tensor(d!) position_pool,
-        Tensor(e!) lengths, Tensor(f!)? query_ring, Tensor(g!)? errors=None) -> ()""",
+        Tensor projected, Tensor? query_norm, Tensor? key_norm, float epsilon, Tensor? cos, Tensor? sin, Tensor slots,
+        Tensor seen, Tensor offsets, Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool,
+        Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? query_ring, Tensor(f!) query,
+        Tensor(g!)? errors=None) -> ()""",
     # M >= max_length >= lengths
     "decode_attention": """(
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, float scale,
@@ -87,4 +93,8 @@ SCHEMAS = {
         Tensor logits, Tensor? drawn_from, Tensor sequence_keys, Tensor steps, Tensor end_ids, int min_length,
         float temperature, int top_k, float top_p, float min_p, Tensor(a!) tokens, Tensor(b!) token_logprobs,
         Tensor(c!)? behavior, Tensor(d!)? top_ids, Tensor(e!)? top_logprobs, Tensor(f!) chunks) -> ()""",
+    # the addend is added to `hidden` first
+    "rms_norm": """(
+        Tensor(a!) hidden, Tensor? addend, Tensor norm_weight, float epsilon, Tensor(b!) normed) -> ()""",
+    "silu_mul": "(Tensor gate_and_up, Tensor(a!) gated) -> ()",
 }

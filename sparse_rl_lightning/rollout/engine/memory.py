@@ -4,7 +4,8 @@ Nothing is priced by hand: the cache and the logs are created on torch's meta de
 memory, once for one slot and once for two. The difference is the size of a slot, the rest is the fixed part.
 
 On a GPU the logits of a step, and what a draw makes of them, count too: they are as wide as the vocabulary, and are
-there twice, in the memory of the CUDA graphs and where the first tokens of prompts are drawn.
+there twice, in the memory of the CUDA graphs and where the first tokens of prompts are drawn. So do the weights that
+are copied for decoding.
 
 The data that a rollout collects per sequence (tokens, log-probabilities, deaths) comes on top of the slots, as do
 other activations and the staging of prompts; leave room for them in the limit.
@@ -68,6 +69,7 @@ def slot_bytes(
     params: SamplingParams | None = None,
     logs: type[SequenceLogs] = SequenceLogs,
     vocabulary: int = 0,
+    decoder: int = 0,
 ) -> SlotBytes:
     """Measure the memory of one slot of a cache.
 
@@ -77,6 +79,7 @@ def slot_bytes(
         params: Sampling parameters: with them the logs of the sequences count too; without, only the cache.
         logs: Class of the logs.
         vocabulary: Number of tokens: on a GPU the memory of drawing counts too; without it does not.
+        decoder: Bytes of the copies of weights made for decoding: they count on a GPU, beside the slots.
 
     Raises:
         ValueError: If ``size.capacities`` does not have one number per layer.
@@ -97,6 +100,8 @@ def slot_bytes(
         held = {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}
         if params is not None and vocabulary and geometry.device.type == "cuda":
             held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params, geometry.dtype)
+        if geometry.device.type == "cuda":
+            held["weights made for decoding"] = decoder
         return held, cache.pool_bytes
 
     (one, pool), (two, pools) = measure(1), measure(2)
