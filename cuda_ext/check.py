@@ -33,7 +33,7 @@ LIMITS = {
 # Fewest blocks on a multiprocessor: the first pattern that is found in a kernel's name counts. What is there today on
 # both architectures; a kernel that keeps the memory busy with fewer gets a lower floor, with its reason.
 FLOORS: dict[str, int | dict[str, int]] = {  # by compute capability, if it differs
-    r"append_kernel": 16,
+    r"append_kernel": 8,
     r"attend_tensor<.*, 64, \w+, \w+>": 6,
     r"attend_tensor<\w+, Float8": 4,
     r"attend_tensor|attend_wide": {"80": 3, "90": 4},  # blocks of 48 KiB: all that the shared memory holds
@@ -48,7 +48,9 @@ FLOORS: dict[str, int | dict[str, int]] = {  # by compute capability, if it diff
     r"importance_kernel": 2,
     r"redundancy_kernel<float>": 2,  # 80 registers spill on 8.0; models keep 16 bits
     r"redundancy_kernel": 4,
+    r"rms_norm_kernel": 4,
     r"select_pages_kernel": 3,
+    r"silu_mul_kernel": 4,
     r"summarize_kernel": 5,
 }
 

@@ -36,7 +36,8 @@ on_each_device = pytest.mark.parametrize(
 
 OPS = torch.ops.sparse_rl
 CASES = [*SCHEMAS, "evict from a source"]
-POOLED = [name for name in CASES if name != "draw"]  # which knows neither slots nor pools
+APART = ["draw", "rms_norm", "silu_mul"]  # they know neither slots nor pools
+POOLED = [name for name in CASES if name not in APART]
 DTYPES = [torch.float32, torch.bfloat16]
 shapes = st.fixed_dictionaries(
     {
@@ -190,8 +191,10 @@ class Case:
         self.pools.positions.clamp_(min=0)
         self.layer = self.pools.layer(0)
         self.slots, self.seen = torch.tensor([2, -1, 0]), torch.tensor([21, 22, 23])
-        self.query, self.key = normal(SLOTS, HEADS * GROUP, DIM), normal(SLOTS, HEADS, DIM)
-        self.value, self.ring = normal(SLOTS, HEADS, DIM), normal(LAYERS, SLOTS, HEADS * GROUP, 4, DIM)
+        self.query, self.projected = normal(SLOTS, HEADS * GROUP, DIM), normal(SLOTS, HEADS * (GROUP + 2), DIM)
+        self.ring = normal(LAYERS, SLOTS, HEADS * GROUP, 4, DIM)
+        self.query_norm, self.key_norm = (1 + 0.1 * torch.randn(2, DIM, generator=g).to(wide)).unbind()
+        self.hidden, self.addend, self.gate_and_up = normal(SLOTS, DIM), normal(SLOTS, DIM), normal(SLOTS, 2 * DIM)
         angle = torch.randn(SLOTS, DIM, generator=g).to(wide)
         self.cos, self.sin = angle.cos(), angle.sin()
         self.lse = torch.zeros(SLOTS, HEADS * GROUP, dtype=wide)
@@ -224,14 +227,15 @@ class Case:
         )  # fmt: skip
 
     def calls(self) -> dict[str, Callable[[], Any]]:
-        ring, cos, sin, lse, probs, death, state = (
+        ring, cos, sin, lse, probs, death, state, query_norm, key_norm, addend = (
             t if self.full else None
-            for t in (self.ring, self.cos, self.sin, self.lse, self.probs, self.death, self.state)
-        )
+            for t in (self.ring, self.cos, self.sin, self.lse, self.probs, self.death, self.state, self.query_norm,
+                      self.key_norm, self.addend)
+        )  # fmt: skip
         ring_of_layer = None if ring is None else ring[0]
         return {
             "append": lambda: ops.append(
-                self.layer, self.slots, self.seen, self.query, self.key, self.value, ring_of_layer, cos, sin),
+                self.layer, self.slots, self.seen, self.projected, ring_of_layer, cos, sin, query_norm, key_norm, 1e-6),
             "decode_attention": lambda: ops.decode_attention(
                 self.layer, self.slots, self.query, 0.3, CAPACITY, lse=lse, probs=probs),
             "window_importance": lambda: cached_importance(self.entries(), window=2),
@@ -252,6 +256,8 @@ class Case:
             "draw": lambda: ops.draw(
                 self.logits, self.seen, self.steps, 0.7, 12, 0.9, 0.01, self.end_ids, 2,
                 self.drawn_from if self.full else None, 3 if self.full else 0).logprobs,
+            "rms_norm": lambda: ops.rms_norm(self.hidden, self.query_norm, 1e-6, addend),
+            "silu_mul": lambda: ops.silu_mul(self.gate_and_up),
         }  # fmt: skip
 
     def tensors(self) -> list[Tensor]:

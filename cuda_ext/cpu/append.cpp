@@ -1,7 +1,9 @@
-// append: rotate (optionally) and write one token's K and V at each slot's length, push its query into the ring.
+// append: normalize and rotate (both optional) and write one token's K and V at each slot's length, push its query into
+// the ring.
 
 #include "backend.h"
 #include "append.h"
+#include "lanes.h"
 
 namespace sparse_rl {
 namespace {
@@ -11,39 +13,49 @@ struct Angles {
   int64_t width;           // rotated elements, 0 for no rotation; the rest of the head stays
 };
 
-// transformers' convention: element i pairs with i + width / 2.
+// Normalize a head, if there is a weight, and rotate it by transformers' convention: element i pairs with i + width / 2.
+// Rounds to T where transformers rounds before it rotates.
 template <class T>
-void rotate(const T* in, T* out, Angles angles, int64_t dim) {
+SPARSE_RL_CLONES void turn_head(const T* in, const float* weight, float epsilon, Angles angles, int64_t dim, T* out) {
+  alignas(32) float x[kMaxHeadDim + kEight];
   const int64_t half = angles.width / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    float x = in[i], y = in[i + half];
-    out[i] = x * angles.cos[i] - y * angles.sin[i];
-    out[i + half] = y * angles.cos[i + half] + x * angles.sin[i + half];
+  const float *cos = angles.cos, *sin = angles.sin, factor = weight ? inverse_rms(in, dim, epsilon) : 1.0f;
+  for (int64_t i = 0; i < dim; i += kEight) {
+    const Vec8 own = load8(in + i, dim - i);
+    store8(x + i, weight ? rounded<T>(rounded<T>(own * factor) * load8(weight + i, dim - i)) : own);
   }
-  if (in == out) return;
-  std::memcpy(static_cast<void*>(out + angles.width), in + angles.width, (dim - angles.width) * sizeof(T));
+  for (int64_t i = 0; i < half; i += kEight) {
+    const int64_t left = half - i;
+    const Vec8 first = load8(x + i), last = load8(x + half + i);
+    store8(out + i, left, first * load8(cos + i, left) - last * load8(sin + i, left));
+    store8(out + half + i, left, last * load8(cos + half + i, left) + first * load8(sin + half + i, left));
+  }
+  for (int64_t i = angles.width; i < dim; i += kEight) store8(out + i, dim - i, load8(x + i));
 }
 
 template <class T>
 void append_row(const Append<T>& op, int64_t b) {
-  const int64_t slot = op.heads.slots[b];
-  if (slot < 0) return;
+  const int64_t slot = op.heads.slots[b], Hq = op.num_query_heads, H = op.heads.num_heads;
   const size_t bytes = op.dim * sizeof(T);
+  if (slot < 0) {
+    std::memset(static_cast<void*>(op.query + b * Hq * op.dim), 0, Hq * bytes);
+    return;
+  }
   const int64_t seen = op.seen[slot], width = op.cos ? op.width : 0;
   const Angles angles{op.cos + b * width, op.sin + b * width, width};
-  for (int64_t h = 0; h < op.num_query_heads; ++h) {
-    T* q = op.query + (b * op.num_query_heads + h) * op.dim;
-    rotate(q, q, angles, op.dim);
+  for (int64_t h = 0; h < Hq; ++h) {
+    T* q = op.query + (b * Hq + h) * op.dim;
+    turn_head(op.head(b, h), op.query_norm, op.epsilon, angles, op.dim, q);
     if (!op.ring) continue;
-    T* place = op.ring + ((slot * op.num_query_heads + h) * op.num_queries + seen % op.num_queries) * op.dim;
+    T* place = op.ring + ((slot * Hq + h) * op.num_queries + seen % op.num_queries) * op.dim;
     std::memcpy(static_cast<void*>(place), q, bytes);
   }
-  for (int64_t h = 0; h < op.heads.num_heads; ++h) {
-    const int64_t i = op.heads.index(b, h), source = (b * op.heads.num_heads + h) * op.dim;
+  for (int64_t h = 0; h < H; ++h) {
+    const int64_t i = op.heads.index(b, h);
     if (op.lengths[i] >= op.capacities[i]) continue;  // a slot listed twice: checked before, full by now
     const int64_t at = op.heads.offsets[i] + op.lengths[i]++;
-    rotate(op.key + source, op.key_pool + at * op.dim, angles, op.dim);
-    std::memcpy(static_cast<void*>(op.value_pool + at * op.dim), op.value + source, bytes);
+    turn_head(op.head(b, Hq + h), op.key_norm, op.epsilon, angles, op.dim, op.key_pool + at * op.dim);
+    std::memcpy(static_cast<void*>(op.value_pool + at * op.dim), op.head(b, Hq + H + h), bytes);
     op.position_pool[at] = static_cast<int32_t>(seen);
   }
 }

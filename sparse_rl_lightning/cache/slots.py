@@ -23,6 +23,7 @@ from sparse_rl_lightning.cache.arenas import Arenas
 from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import CachedEntries, KVPools
+from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -203,31 +204,28 @@ class SlotCache:
     # ---------------------------------------------------------------- one layer, called from attention
 
     def append_and_attend(
-        self, layer: int, slots: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
-        probs: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, layer: int, slots: Tensor, projected: Tensor, turn: Turn, probs: Tensor | None = None
+    ) -> Tensor:
         """Append one token per slot, store its query, and attend over the slot's entries, that token included.
 
         Args:
             layer: Layer index.
             slots: Slots (R,), int64, -1 for rows that pad the batch.
-            query: Queries (R, Hq, D), not yet rotated.
-            key: Keys (R, H, D), not yet rotated.
-            value: Values (R, H, D).
-            cos: Cosines (R, D) for the tokens' positions.
-            sin: Sines (R, D).
+            projected: Queries, keys and values (R, Hq + 2 H, D), neither normalized nor rotated.
+            turn: Norms and angles (R, D) for queries and keys.
             probs: Output (n, Hq, N) for the probabilities of the first rows, which are those in use; N =
                 ``most_entries[layer]``.
 
         Returns:
             The result (R, Hq, D), zeros in padding.
         """
-        pools, kind = self.layers[layer], self.geometry.query_dtype
-        own = query.to(kind, copy=True, memory_format=torch.contiguous_format)  # it is rotated in place
-        key, value = (t.to(kind).contiguous() for t in (key, value))
+        pools, kind, given = self.layers[layer], self.geometry.query_dtype, projected.dtype
+        if given != kind:  # the norms are the model's, and see what is not rounded yet
+            projected, turn = turn.normalized(projected, self.geometry.num_kv_heads)
+            projected = projected.to(kind)
         # `seen` without the row for padding: ops know padding by slot -1
-        ops.append(pools, slots, self.seen[:-1], own, key, value, self.queries[layer], cos, sin)
-        return self._attend(layer, slots, own, probs).to(query.dtype)
+        query = ops.append(pools, slots, self.seen[:-1], projected, self.queries[layer], *turn)
+        return self._attend(layer, slots, query, probs).to(given)
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None) -> Tensor:
         """Attention (R, Hq, D) of rotated queries, whose tokens have just been appended, over all live entries."""

@@ -1,4 +1,4 @@
-"""Operations on the cache, each in PyTorch and, where they are built, in compiled kernels.
+"""Operations of a decode step and on the cache, each in PyTorch and, where they are built, in compiled kernels.
 
 All refuse tensors of the wrong shape, type, device or layout, and numbers out of range, with a ``ValueError``.
 """
@@ -13,8 +13,10 @@ from sparse_rl_lightning.ops.key_redundancy import key_redundancy
 from sparse_rl_lightning.ops.library import has_kernel, load
 from sparse_rl_lightning.ops.page_attention import page_attention
 from sparse_rl_lightning.ops.pools import KVPools
+from sparse_rl_lightning.ops.rms_norm import rms_norm
 from sparse_rl_lightning.ops.score_entries import score_entries
 from sparse_rl_lightning.ops.select_pages import select_pages
+from sparse_rl_lightning.ops.silu_mul import silu_mul
 from sparse_rl_lightning.ops.summarize_pages import summarize_pages
 from sparse_rl_lightning.ops.window_importance import window_importance
 
@@ -38,8 +40,10 @@ __all__ = [
     "has_kernel",
     "key_redundancy",
     "page_attention",
+    "rms_norm",
     "score_entries",
     "select_pages",
+    "silu_mul",
     "summarize_pages",
     "window_importance",
 ]

@@ -18,7 +18,7 @@ PARAMETERS = {
 """Names of the arguments of each op, in order."""
 
 _WORDS = {"L": "layers", "S": "slots", "B": "rows", "H": "KV heads", "Hq": "query heads", "D": "head_dim", "R": "rows"}
-_STORED = ("key_pool", "summaries", "logits")
+_STORED = ("key_pool", "summaries", "logits", "hidden", "gate_and_up")
 _SETTLE = (*_STORED, "offsets", "slots", "sources")  # determine the sizes, in this order
 
 
@@ -47,6 +47,8 @@ def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
     """The types that the words of ``SHAPES`` stand for."""
     own = next((given[name] for name in ("query", "query_ring") if name in given), None)
     stored = next((given[name].dtype for name in _STORED if name in given), torch.float32)
+    if "normed" in given:  # the products that read it may be of another type
+        return {"pool": stored, "query": given["normed"].dtype, "sum": accumulation_dtype(stored)}
     if stored != FLOAT8 or own is None:
         # scores without a query are in the type of those with one
         scores = given.get("redundancy", given.get("entry_scores"))

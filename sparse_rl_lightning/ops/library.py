@@ -78,13 +78,14 @@ def load() -> dict[str, str]:
 
 
 def _serves(name: str, keys: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether the op's kernel for the device of the keys supports their type and head size, and the queries' type."""
+    """Whether the op's kernel for the device of the keys supports their type and head size, and the other types."""
     device = keys.device.type
     # CUDA kernels load heads 16 bytes at a time, and eight elements
     whole_words = device != "cuda" or name == "draw" or keys.shape[-1] % max(8, 16 // keys.element_size()) == 0
     # float8 pools go with queries of any type; no kernel computes in float64
     wide = keys.dtype == FLOAT8 and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
-    return keys.dtype in NATIVE_DTYPES.get(device, ()) and whole_words and not wide
+    types = {keys.dtype, args[-1].dtype} if name == "rms_norm" else {keys.dtype}  # of the result too
+    return types <= NATIVE_DTYPES.get(device, set()) and whole_words and not wide
 
 
 @cache

@@ -7,7 +7,7 @@ skips a row: nothing of it is read or written, except that outputs get zeros. A 
 the number of tokens fed to each slot so far: the position of the token being appended, and the death step of evicted
 entries.
 
-``draw`` reads logits, and nothing of the cache.
+``draw`` reads logits, ``rms_norm`` and ``silu_mul`` hidden states, and nothing of the cache.
 
 CUDA kernels cannot raise: they report to ``errors`` what they had to skip (``ops/faults.py``); all others raise.
 Ops return nothing, allocate nothing and do not wait for the device.
@@ -32,6 +32,9 @@ SHAPES = {
     "query_positions": "S A int64", "importance": "L B H N sum", "redundancy": "L B H N sum", "scratch": "X Y N sum",
     "given": "L B H N sum", "entry_scores": "L B H N sum", "held": "S T int32",
     "prompt_lengths": "S int64", "prompt_keys": "S int64", "slot_keys": "S int64",
+    "projected": "B G D query", "query_norm": "D sum", "key_norm": "D sum",
+    "hidden": "B E pool", "addend": "B E query", "norm_weight": "E sum", "normed": "B E query",
+    "gate_and_up": "B F2 pool", "gated": "B F pool",
     "logits": "B V pool", "drawn_from": "B V pool", "sequence_keys": "B int64", "steps": "B int64",
     "end_ids": "E int64", "tokens": "B int64", "token_logprobs": "B sum", "behavior": "B sum", "top_ids": "B K int64",
     "top_logprobs": "B K sum", "chunks": "B G C 2 float64",
@@ -39,10 +42,12 @@ SHAPES = {
 ON_ALL_LAYERS = ("evict", "fork", "window_importance", "key_redundancy", "score_entries")
 
 SCHEMAS = {
+    # G = Hq + 2 H: queries, keys and values
     "append": """(
-        Tensor(a!) query, Tensor key, Tensor value, Tensor? cos, Tensor? sin, Tensor slots, Tensor seen,
-        Tensor offsets, Tensor capacities, Tensor(b!) key_pool, Tensor(c!) value_pool, Tensor(d!) position_pool,
-        Tensor(e!) lengths, Tensor(f!)? query_ring, Tensor(g!)? errors=None) -> ()""",
+        Tensor projected, Tensor? query_norm, Tensor? key_norm, float epsilon, Tensor? cos, Tensor? sin, Tensor slots,
+        Tensor seen, Tensor offsets, Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool,
+        Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? query_ring, Tensor(f!) query,
+        Tensor(g!)? errors=None) -> ()""",
     # M >= max_length >= lengths. P splits of a head of max_length, E = D + 2: what the splits of a head leave; only the
     # CUDA kernels split, and only then it must be there
     "decode_attention": """(
@@ -95,4 +100,8 @@ SCHEMAS = {
         Tensor logits, Tensor? drawn_from, Tensor sequence_keys, Tensor steps, Tensor end_ids, int min_length,
         float temperature, int top_k, float top_p, float min_p, Tensor(a!) tokens, Tensor(b!) token_logprobs,
         Tensor(c!)? behavior, Tensor(d!)? top_ids, Tensor(e!)? top_logprobs, Tensor(f!) chunks) -> ()""",
+    # the addend is added to `hidden` first
+    "rms_norm": """(
+        Tensor(a!) hidden, Tensor? addend, Tensor norm_weight, float epsilon, Tensor(b!) normed) -> ()""",
+    "silu_mul": "(Tensor gate_and_up, Tensor(a!) gated) -> ()",
 }

@@ -19,6 +19,7 @@ from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout.engine.decoder import decoder_bytes
 from sparse_rl_lightning.rollout.engine.engine import CudaGraphs, Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
@@ -50,7 +51,8 @@ class RolloutSampler:
         keep_pool: Whether the cache's memory, and copies of weights made for decoding, are kept between calls; False
             frees them for the learner after each.
         memory_limit: Memory limit of the slots in bytes, or a float up to 1.0 for a share of the free memory: no more
-            slots are used than fit. The choice and its reason are logged and available as ``memory_plan``.
+            slots are used than fit. On a GPU it is also the limit of weights copied for decoding. The choice and its
+            reason are logged and available as ``memory_plan``.
         cuda_graphs: Whether to decode with CUDA graphs on a GPU; a step that cannot be captured runs eagerly, with a
             warning, or with ``"require"`` is an error.
         retriever: Retriever of the pages of the cache that each query reads; None reads everything. It saves time, not
@@ -191,7 +193,8 @@ class RolloutSampler:
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:
-            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size)
+            decoder = decoder_bytes(self.model, g, length)
+            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
             if before is None or plan.why != before.why:

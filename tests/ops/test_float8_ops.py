@@ -120,8 +120,8 @@ def test_append(way: Way, device: str, dtype: torch.dtype, turn: bool) -> None:
     ring = torch.randn(slots, 2 * group, 4, dim, generator=g).to(dtype)
     angle = torch.randn(slots, dim // 2 - 4, generator=g).repeat(1, 2)
     angles = (angle.cos(), angle.sin()) if turn else (None, None)
-    args = [query, key, value, *angles, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
-            pools.positions, pools.lengths, ring]  # fmt: skip
+    args = [torch.cat([query, key, value], dim=1), None, None, 0.0, *angles, chosen, seen, pools.offsets,
+            pools.capacities, pools.keys, pools.values, pools.positions, pools.lengths, ring, query]  # fmt: skip
     after = run("append", args, way, device)
     untouched = torch.ones(len(pools.keys), dtype=torch.bool)
     for b, slot in enumerate(chosen.tolist()):
@@ -131,20 +131,22 @@ def test_append(way: Way, device: str, dtype: torch.dtype, turn: bool) -> None:
             exact = turned(key[b, h], angle[b], turn)
             # a key on the border of two numbers may be kept as either
             slack = 1e-6 if dtype == torch.float32 else 1e-2
-            kept = after[9][at].double()
+            kept = after[10][at].double()
             assert ((kept >= rounded(exact - slack * exact.abs().amax())) & (
                 kept <= rounded(exact + slack * exact.abs().amax()))).all()  # fmt: skip
-            assert turn or same_bytes(after[9][at], to_stored(key[b, h], FLOAT8))
-            torch.testing.assert_close(after[10][at].double(), rounded(value[b, h]), atol=0, rtol=0, equal_nan=True)
-            assert after[11][at] == seen[slot]
+            assert turn or same_bytes(after[10][at], to_stored(key[b, h], FLOAT8))
+            torch.testing.assert_close(after[11][at].double(), rounded(value[b, h]), atol=0, rtol=0, equal_nan=True)
+            assert after[12][at] == seen[slot]
         if slot >= 0:
             turned_query = torch.stack([turned(q, angle[b], turn).to(dtype) for q in query[b]])
             close = 1e-5 if dtype == torch.float32 else 0.1
-            torch.testing.assert_close(after[13][slot, :, seen[slot] % 4], turned_query, atol=close, rtol=1e-2)
-            assert torch.equal(after[13][slot, :, seen[slot] % 4], after[0][b])  # queries are not rounded to eight bits
-    assert same_bytes(after[9][untouched], pools.keys[untouched])
-    assert same_bytes(after[10][untouched], pools.values[untouched])
-    assert after[12].sum() == pools.lengths.sum() + 2 * (chosen >= 0).sum()
+            torch.testing.assert_close(after[14][slot, :, seen[slot] % 4], turned_query, atol=close, rtol=1e-2)
+            assert torch.equal(
+                after[14][slot, :, seen[slot] % 4], after[15][b]
+            )  # queries are not rounded to eight bits
+    assert same_bytes(after[10][untouched], pools.keys[untouched])
+    assert same_bytes(after[11][untouched], pools.values[untouched])
+    assert after[13].sum() == pools.lengths.sum() + 2 * (chosen >= 0).sum()
 
 
 @each_way
@@ -155,10 +157,11 @@ def test_keys_are_rounded_to_the_type_of_the_queries_first(way: Way, device: str
     pools = uniform_pools((200, 1), 1, 64, FLOAT8)
     key, angle = torch.randn(200, 1, 64, generator=g).to(dtype), torch.randn(200, 32, generator=g).repeat(1, 2)
     seen = torch.zeros(200, dtype=torch.int64)
-    args = [key.clone(), key, key, angle.cos(), angle.sin(), torch.arange(200), seen, pools.offsets,
-            pools.capacities, pools.keys, pools.values, pools.positions, pools.lengths, None]  # fmt: skip
+    args = [key.repeat(1, 3, 1), None, None, 0.0, angle.cos(), angle.sin(), torch.arange(200), seen, pools.offsets,
+            pools.capacities, pools.keys, pools.values, pools.positions, pools.lengths, None,
+            torch.empty_like(key)]  # fmt: skip
     after = run("append", args, way, device)
-    assert same_bytes(after[9], to_stored(after[0][:, 0], FLOAT8))  # the query is the same vector, rotated in place
+    assert same_bytes(after[10], to_stored(after[15][:, 0], FLOAT8))  # the query is the same vector
 
 
 @each_way
@@ -334,13 +337,13 @@ def test_pages_of_eight_bits_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["append", "decode_attention", "fork"])
 def test_queries_of_a_type_that_does_not_compute_are_refused(name: str) -> None:
     case = float8_case()
-    for attribute in ("query", "key", "value", "ring"):
+    for attribute in ("query", "projected", "ring"):
         setattr(case, attribute, to_stored(getattr(case, attribute), FLOAT8))
     with pytest.raises(ValueError, match=r"with float8 pools .*must be one of float16, .*got torch.float8_e4m3fn"):
         case.calls()[name]()
 
 
-def test_keys_of_another_type_than_the_queries_are_refused() -> None:
+def test_a_ring_of_another_type_than_the_queries_is_refused() -> None:
     case = float8_case()
-    with pytest.raises(ValueError, match=r"key is torch.bfloat16, expected torch.float32"):
-        ops.append(case.layer, case.slots, case.seen, case.query, case.key.bfloat16(), case.value)
+    with pytest.raises(ValueError, match=r"query_ring is torch.bfloat16, expected torch.float32"):
+        ops.append(case.layer, case.slots, case.seen, case.projected, case.ring[0].bfloat16())

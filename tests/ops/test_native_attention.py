@@ -32,6 +32,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.append import parts
 from sparse_rl_lightning.ops.decode_attention import MAX_SPLIT
 from sparse_rl_lightning.ops.select_pages import list_pages
 
@@ -56,21 +57,31 @@ def both(name: str, args: list[object], device: str = "cpu", workspace: int = -1
 
 @on_each_device
 @settings(max_examples=60)
-@given(seed=st.integers(0, 10**6), shape=shapes, group=groups, num_queries=st.integers(0, 3), turn=st.booleans())
-def test_append(device: str, seed: int, shape: dict, group: int, num_queries: int, turn: bool) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    shape=shapes,
+    group=groups,
+    num_queries=st.integers(0, 3),
+    turn=st.booleans(),
+    norm=st.booleans(),
+)
+def test_append(device: str, seed: int, shape: dict, group: int, num_queries: int, turn: bool, norm: bool) -> None:
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape).layer(0)
     pools.lengths.copy_((torch.rand(pools.lengths.shape, generator=g) * pools.capacities).int())  # room for one
     (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
     chosen, seen = pick_slots(g, slots), torch.randint(0, 100, (slots,), generator=g)
-    query, key, value = (torch.randn(slots, n, dim, generator=g).to(dtype) for n in (heads * group, heads, heads))
+    projected = torch.randn(slots, heads * (group + 2), dim, generator=g).to(dtype)
+    query, key, value = parts(projected, heads)
     ring = torch.randn(slots, heads * group, num_queries, dim, generator=g).to(dtype)
     width = dim if seed % 2 else dim // 4 * 2
     angle = torch.randn(slots, width // 2, generator=g).repeat(1, 2)
     angles = (angle.cos(), angle.sin()) if turn else (None, None)
-    args = [query, key, value, *angles, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
-            pools.positions, pools.lengths, ring]  # fmt: skip
+    weights = 1 + 0.2 * torch.randn(2, dim, generator=g)
+    norms = (weights[0], weights[1]) if norm else (None, None)
+    args = [projected, *norms, 1e-5, *angles, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
+            pools.positions, pools.lengths, ring, torch.full_like(query, 7).contiguous()]  # fmt: skip
     native, plain = both("append", args, device)
     for mine, theirs in zip(native, plain, strict=True):
         if isinstance(mine, Tensor) and mine.is_floating_point():
@@ -78,20 +89,30 @@ def test_append(device: str, seed: int, shape: dict, group: int, num_queries: in
         elif isinstance(mine, Tensor):
             assert same_bits(mine, theirs)
     expected_keys, expected_ring = pools.keys.clone(), ring.clone()
+    expected_query = torch.zeros(query.shape)
     for b, slot in enumerate(chosen.tolist()):
         for h in range(heads):
             if slot >= 0:
                 at = int(pools.offsets[slot, h] + pools.lengths[slot, h])
-                expected_keys[at] = turned(key[b, h], angle[b], turn).to(dtype)
-                assert native[10][at].tolist() == value[b, h].tolist()
-                assert native[11][at] == seen[slot]
-            assert native[12].view(slots, heads)[slot, h] == pools.lengths[slot, h] + (slot >= 0) or slot < 0
-        if slot >= 0 and num_queries:
-            rotated = torch.stack([turned(q, angle[b], turn).to(dtype) for q in query[b]])
-            expected_ring[slot, :, seen[slot] % num_queries] = rotated
-    torch.testing.assert_close(native[9], expected_keys, atol=tolerance(dtype), rtol=tolerance(dtype), equal_nan=True)
-    torch.testing.assert_close(native[13], expected_ring, atol=tolerance(dtype), rtol=tolerance(dtype))
-    assert same_bits(native[12].sum(), pools.lengths.sum() + heads * (chosen >= 0).sum())
+                expected_keys[at] = turned(normalized(key[b, h], norms[1]), angle[b], turn).to(dtype)
+                assert native[11][at].tolist() == value[b, h].tolist()
+                assert native[12][at] == seen[slot]
+            assert native[13].view(slots, heads)[slot, h] == pools.lengths[slot, h] + (slot >= 0) or slot < 0
+        if slot >= 0:
+            expected_query[b] = torch.stack([turned(normalized(q, norms[0]), angle[b], turn) for q in query[b]])
+            if num_queries:
+                expected_ring[slot, :, seen[slot] % num_queries] = expected_query[b].to(dtype)
+    close = tolerance(dtype) if dtype == torch.float32 else 4e-2 if norm else 1e-2  # three roundings
+    torch.testing.assert_close(native[10], expected_keys, atol=close, rtol=close, equal_nan=True)
+    torch.testing.assert_close(native[14], expected_ring, atol=close, rtol=close)
+    torch.testing.assert_close(native[15].float(), expected_query, atol=close, rtol=close)
+    assert same_bits(native[13].sum(), pools.lengths.sum() + heads * (chosen >= 0).sum())
+
+
+def normalized(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Root mean square norm in float64."""
+    x = x.double()
+    return x if weight is None else x * (x.square().mean() + 1e-5).rsqrt() * weight.double()
 
 
 def turned(x: Tensor, angle: Tensor, turn: bool) -> Tensor:
@@ -310,5 +331,5 @@ def test_a_full_slot_is_refused_and_nothing_is_written() -> None:
     before = copy(pools)
     x = torch.zeros(2, 2, 8)
     with pytest.raises(RuntimeError, match="slot 1, KV head 0 is full"):
-        ops.append(pools, torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64), x, x.clone(), x.clone())
+        ops.append(pools, torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64), torch.cat([x, x, x], dim=1))
     assert same_pools(pools, before)

@@ -33,9 +33,18 @@ from sparse_rl_lightning.ops.schemas import SCHEMAS
 from sparse_rl_lightning.ops.window_importance import cached_importance
 
 WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
-    ("append", "query", lambda t: t[:2], "query has shape"),
-    ("append", "key", lambda t: t.double(), "key is torch.float64, expected torch.float32"),
-    ("append", "value", lambda t: t.mT.contiguous().mT, "value is not contiguous"),
+    ("append", "projected", lambda t: t[:2], "(query|projected) has shape"),
+    ("append", "projected", lambda t: t[:, :-3].contiguous(), "query has shape"),
+    ("append", "projected", lambda t: t.double(), "(query|projected) is torch.float64, expected torch.float32"),
+    ("append", "projected", lambda t: t.mT.contiguous().mT, "projected is not contiguous"),
+    ("append", "query_norm", lambda t: t[:8], "query_norm has shape"),
+    ("append", "key_norm", lambda t: t.bfloat16(), "key_norm is torch.bfloat16"),
+    ("rms_norm", "addend", lambda t: t[:2], "addend has shape"),
+    ("rms_norm", "addend", lambda t: t.bfloat16(), "addend is torch.bfloat16"),
+    ("rms_norm", "query_norm", lambda t: t[:8], "norm_weight has shape"),
+    ("rms_norm", "hidden", lambda t: t.mT.contiguous().mT, "not contiguous"),
+    ("silu_mul", "gate_and_up", lambda t: t[:, :-1].contiguous(), "31 columns, expected an even number"),
+    ("silu_mul", "gate_and_up", lambda t: t.mT.contiguous().mT, "gate_and_up is not contiguous"),
     ("append", "slots", lambda t: t.int(), "slots is torch.int32"),
     ("append", "slots", lambda t: t + 9, "slots contains 11"),
     ("append", "seen", lambda t: t[:1], "seen has shape"),
@@ -125,7 +134,7 @@ Way = Callable[[str], Callable[..., None]]
 def test_heads_outside_the_pool_are_refused(
     name: str, value: int, part: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "draw" or (part == "offsets" and name == "select_pages"):
+    if name in ("draw", "rms_norm", "silu_mul") or (part == "offsets" and name == "select_pages"):
         pytest.skip("it does not look into the pool")
     case = Case()
     for pools in (case.pools, case.source):
@@ -206,8 +215,8 @@ def test_tensors_on_two_devices_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("append", "slots"), ("append", "query"), ("decode_attention", "query"), ("decode_attention", "lse"),
-     ("window_importance", "ring"), ("key_redundancy", "importance"), ("score_entries", "seen"),
+    [("append", "slots"), ("append", "projected"), ("decode_attention", "query"), ("decode_attention", "lse"),
+     ("rms_norm", "addend"), ("window_importance", "ring"), ("key_redundancy", "importance"), ("score_entries", "seen"),
      ("evict", "scores"), ("evict", "death"), ("evict from a source", "seen"),
      ("fork", "sources"), ("fork", "state"),
      ("summarize_pages", "summaries"), ("select_pages", "limits"), ("page_attention", "pages"), ("draw", "steps")],
@@ -215,7 +224,7 @@ def test_tensors_on_two_devices_are_refused(name: str) -> None:
 def test_a_tensor_elsewhere_is_refused(name: str, field: str) -> None:
     case = Case()
     setattr(case, field, getattr(case, field).to("meta"))
-    with pytest.raises(ValueError, match=r"is on meta, (key\w+|summaries|logits) is on cpu"):
+    with pytest.raises(ValueError, match=r"is on meta, (key\w+|summaries|logits|hidden) is on cpu"):
         case.calls()[name]()
 
 
@@ -225,7 +234,7 @@ def test_a_tensor_elsewhere_is_refused(name: str, field: str) -> None:
 def test_kernels_refuse_types_they_do_not_have(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copying ops too: they count bytes."""
     args = recorded(name, Case(), monkeypatch)
-    converted = [a.to(dtype) if isinstance(a, Tensor) and a.shape[-1:] == (DIM,) else a for a in args]
+    converted = [a.to(dtype) if isinstance(a, Tensor) and a.shape[-1:] in ((DIM,), (2 * DIM,)) else a for a in args]
     with pytest.raises(RuntimeError, match="the CPU kernels take float32 and bfloat16"):
         kernel(name)(*converted)
 
@@ -241,8 +250,12 @@ def test_heads_too_large_for_the_kernels_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "place", "value", "match"),
     [
-        ("append", 3, None, "both cos and sin"),
-        ("append", 3, torch.zeros(SLOTS, 4), "sin has shape"),
+        ("append", 4, None, "both cos and sin"),
+        ("append", 4, torch.zeros(SLOTS, 4), "sin has shape"),
+        ("append", 3, -1.0, "epsilon is -1"),
+        ("append", 0, torch.zeros(SLOTS, 9, DIM), "projected has shape"),
+        ("rms_norm", 3, -1.0, "epsilon is -1"),
+        ("silu_mul", 0, torch.zeros(SLOTS, 2 * DIM + 1), "33 columns"),
         ("decode_attention", 7, CAPACITY + 2, "probs has room for 13 entries, max_length is 14"),
         ("window_importance", 12, "mean", "pooling is 'mean'"),
         ("window_importance", 10, "sum", "group_reduction is 'sum'"),
@@ -275,7 +288,7 @@ def test_kernels_check_what_the_typed_functions_check(
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
 def test_angles_wider_than_a_head_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = [*recorded("append", Case(), monkeypatch)]
-    args[3] = args[4] = torch.zeros(SLOTS, DIM + 2)
+    args[4] = args[5] = torch.zeros(SLOTS, DIM + 2)
     with pytest.raises(RuntimeError, match="cos has 18 columns, expected an even number up to 16"):
         kernel("append")(*args)
 
@@ -285,16 +298,16 @@ def test_a_capacity_beyond_the_pool_is_refused() -> None:
     pools = uniform_pools((2, 1), 4, 8, torch.float32)
     pools.lengths.fill_(4)
     pools.capacities.fill_(5)  # the last slot's fifth row would be the ninth of eight
-    x = torch.zeros(1, 1, 8)
+    x = torch.zeros(1, 3, 8)
     with pytest.raises(RuntimeError, match="a head of 5 entries starts at row 4, outside the pool of 8 rows"):
-        ops.append(pools, torch.tensor([1]), torch.zeros(2, dtype=torch.int64), x, x.clone(), x.clone())
+        ops.append(pools, torch.tensor([1]), torch.zeros(2, dtype=torch.int64), x)
 
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
 def test_a_slot_listed_twice_does_not_grow_into_its_neighbor() -> None:
     pools = uniform_pools((2, 1), 2, 8, torch.float32)
     pools.lengths.fill_(1)
-    x = torch.ones(2, 1, 8)
-    ops.append(pools, torch.tensor([0, 0]), torch.tensor([1, 1]), x, x.clone(), x.clone())
+    x = torch.ones(2, 3, 8)
+    ops.append(pools, torch.tensor([0, 0]), torch.tensor([1, 1]), x)
     assert pools.lengths.tolist() == [[2], [1]]
     assert (pools.keys[2:] == 0).all()

@@ -34,8 +34,10 @@ STEP = Rule(
     roots=frozenset({  # what is called by no name of its own
         "rollout/engine/engine.py:Engine.step",
         "rollout/engine/decoder.py:Decoder.__call__",
-        "rollout/engine/decoder.py:Projection.__call__",
-        "rollout/engine/decoder.py:_Copied.__call__",
+        "rollout/engine/products.py:Projection.__call__",
+        "rollout/engine/products.py:Copied.__call__",
+        "rollout/engine/fused.py:AddNorm.__call__",
+        "rollout/engine/fused.py:GatedMLP.__call__",
         "ops/draw.py:reference",  # where there is no kernel
     }),
     left_out=frozenset({
@@ -220,8 +222,7 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
         "Engine.draw", "draw", "truncate", "keyed_uniform", "hash_bits", "SequenceLogs.note_end", "penalize",
         "SlotCache.append_and_attend", "SlotCache.entries_held", "append", "decode_attention",
         "page_attention", "select_pages", "summarize_pages", "PagedCache._attend", "PagedCache.begin_step",
-        "PagedCache._refresh", "Decoder.logits",
-        "Decoder._rotation", "list_pages",
+        "PagedCache._refresh", "Decoder.logits", "rms_norm", "silu_mul", "Joined._product", "list_pages",
     }  # fmt: skip
     events = {name.split(":")[1] for name in reached(sources(EVENT), EVENT)}
     assert events >= {
@@ -242,7 +243,10 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
             "before = self.ends[slots] if bool(is_end.any()) else at",
         ),
         ("rollout/engine/sampling.py", "held = torch.arange(", "held = torch.tensor([1]) + torch.arange("),
-        ("cache/slots.py", "own = query.to(kind,", "own = query.to(kind, non_blocking=slots.max().item(),"),
+        (
+            "cache/slots.py", "projected = projected.to(kind)",
+            "projected = projected.to(kind, non_blocking=slots.max().item())",
+        ),
     ],
 )  # fmt: skip
 def test_the_rule_finds_what_it_is_made_for(file: str, line: str, instead: str) -> None:

@@ -2,52 +2,44 @@
 
 transformers' own forward pass spends most of a decode step on bookkeeping on the CPU, and its matrix products use a
 library made for many rows. The four families supported here differ only in optional norms and biases, so their
-layers are walked by hand: every norm, embedding, rotary embedding and activation is the model's own module.
-
-Decoding multiplies a few rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
-weights packed once is faster in float32. Under autocast every product would cast its weights again at every step. Both
-copies are refreshed at the start of a rollout, during which weights do not change.
+layers are walked by hand: a norm with the sum before it, the norms and the rotation of queries and keys, and the
+activation of a feed-forward block are an op each; what has hooks or a forward of its own is called as it is.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.append import Turn, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal
+from sparse_rl_lightning.rollout.engine.fused import AddNorm, FeedForward, GatedMLP, NormWeight
+from sparse_rl_lightning.rollout.engine.products import Projection, copied_bytes, join
 
-PACKED_ROWS = 16  # number of rows that the packed layout of weights is chosen for; it works for any
 ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
 
 
 class Attend(Protocol):
     """The attention of one layer, which also writes keys and values into the cache."""
 
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
-    ) -> Tensor:
+    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
         """Compute the attention of one layer.
 
         Args:
             layer: Layer index.
-            query: Queries (R, Hq, D), not yet rotated.
-            key: Keys (R, H, D), not yet rotated.
-            value: Values (R, H, D).
-            cos: Cosines (R, D) for the positions of queries and keys, at least float32.
-            sin: Sines (R, D).
-            hidden: Hidden states (R, E) from which query, key and value were projected.
+            projected: Queries, keys and values (R, Hq + 2 H, D), neither normalized nor rotated.
+            turn: Norms and angles for queries and keys.
+            hidden: Hidden states (R, E) from which they were projected.
 
         Returns:
             The result (R, Hq, D).
@@ -57,28 +49,16 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class _Layer:
-    """The modules of one layer; ``query_norm`` and ``key_norm`` are Qwen3's."""
+    """The parts of one layer; ``query_norm`` and ``key_norm`` are Qwen3's."""
 
-    norm: nn.Module
+    norm: AddNorm
     project_in: Projection  # query, key, value
     query_norm: nn.Module | None
     key_norm: nn.Module | None
     project_out: Projection
-    mlp_norm: nn.Module
-    mlp: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class _GatedMLP:
-    """A feed-forward block with projections made for decoding."""
-
-    gate_and_up: Projection
-    activation: nn.Module
-    down: Projection
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_and_up(x)
-        return self.down(self.activation(gate) * up)[0]
+    mlp_norm: AddNorm
+    mlp: FeedForward
+    head_norms: tuple[NormWeight, NormWeight] | None  # those two, if the op can apply them
 
 
 class Decoder:
@@ -100,39 +80,41 @@ class Decoder:
         _check_walked(decoder)
         _check_weights(model)
         self.embedding: nn.Module = decoder.embed_tokens
-        self.final_norm: nn.Module = decoder.norm
         self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
+        self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
+        self.head = self._joined(model.get_output_embeddings())
+        self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
+        self.layers = [self._layer(layer) for layer in decoder.layers]
+        self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
 
-        def joined(*modules: nn.Module) -> Projection:
-            self._projections.append(join(modules, geometry.dtype))
-            return self._projections[-1]
+    def _joined(self, *modules: nn.Module) -> Projection:
+        self._projections.append(join(modules, self.geometry.dtype))
+        return self._projections[-1]
 
-        self.head = joined(model.get_output_embeddings())
-        self.layers = [
-            _Layer(
-                norm=layer.input_layernorm,
-                project_in=joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-                query_norm=getattr(layer.self_attn, "q_norm", None),
-                key_norm=getattr(layer.self_attn, "k_norm", None),
-                project_out=joined(layer.self_attn.o_proj),
-                mlp_norm=layer.post_attention_layernorm,
-                mlp=layer.mlp
-                if is_changed(layer.mlp)
-                else _GatedMLP(
-                    gate_and_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
-                    activation=layer.mlp.act_fn,
-                    down=joined(layer.mlp.down_proj),
-                ),
-            )
-            for layer in decoder.layers
-        ]
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        project_in = self._joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_and_up = None if is_changed(mlp) else self._joined(mlp.gate_proj, mlp.up_proj)
+        query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        of_query, of_key = NormWeight.of(query_norm, self._kind), NormWeight.of(key_norm, self._kind)
+        fits = of_query is not None and of_key is not None and of_query.epsilon == of_key.epsilon
+        return _Layer(
+            norm=AddNorm(layer.input_layernorm, project_in, self._kind),
+            project_in=project_in,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            project_out=self._joined(attention.o_proj),
+            mlp_norm=AddNorm(layer.post_attention_layernorm, gate_and_up, self._kind),
+            mlp=mlp if gate_and_up is None else GatedMLP(gate_and_up, mlp.act_fn, self._joined(mlp.down_proj)),
+            head_norms=(of_query, of_key) if fits and of_query is not None and of_key is not None else None,
+        )
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute hidden states after the final norm.
 
         Args:
             ids: Tokens (R,), R a multiple of :data:`ROW_MULTIPLE`.
-            positions: True positions (R,) of the tokens.
+            positions: True positions (R,) of the tokens, below the length given to :meth:`reach`.
             attend: Attention, called once per layer.
 
         Returns:
@@ -140,25 +122,32 @@ class Decoder:
         """
         g = self.geometry
         x: Tensor = self.embedding(ids)
-        cos, sin = self._rotation(positions, x.dtype)
+        if is_changed(self.embedding) or type(self.embedding) is not nn.Embedding:
+            x = x.clone()  # sums are written into it
+        cos, sin = (table[positions] for table in self._angles)
+        addend = None
         for index, layer in enumerate(self.layers):
-            hidden = layer.norm(x)
-            query, key, value = layer.project_in(hidden)
-            query, key, value = (t.view(len(x), -1, g.head_dim) for t in (query, key, value))
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = layer.query_norm(query), layer.key_norm(key)
-            attended = attend(index, query, key, value, cos, sin, hidden)
-            x = x + layer.project_out(attended.flatten(1))[0]
-            x = x + layer.mlp(layer.mlp_norm(x))
-        out: Tensor = self.final_norm(x)
-        return out
+            x, hidden = layer.norm(x, addend)
+            projected = layer.project_in(hidden).view(len(x), -1, g.head_dim)
+            turn = Turn(cos, sin)
+            if layer.head_norms is not None:
+                of_query, of_key = layer.head_norms
+                turn = Turn(cos, sin, of_query.weight, of_key.weight, of_query.epsilon)
+            elif layer.query_norm is not None and layer.key_norm is not None:
+                asked, key, value = parts(projected, g.num_kv_heads)
+                asked, key = layer.query_norm(asked), layer.key_norm(key)
+                projected = torch.cat([asked, key, value.to(key.dtype)], dim=1)
+            attended = attend(index, projected, turn, hidden)
+            x, hidden = layer.mlp_norm(x, layer.project_out(attended.flatten(1)))
+            addend = layer.mlp(hidden)
+        return self.final_norm(x, addend)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V) as the head gives them; padded so that a row's bits do not depend on the number of rows."""
         n = hidden.shape[0]
         if n % ROW_MULTIPLE:
             hidden = torch.cat([hidden, hidden.new_zeros(-n % ROW_MULTIPLE, hidden.shape[1])])
-        return self.head(hidden)[0][:n]
+        return self.head(hidden)[:n]
 
     def refresh(self) -> None:
         """Update the copies of weights after an optimizer step.
@@ -169,6 +158,8 @@ class Decoder:
         _check_weights(self.model)
         for projection in self._projections:
             projection.refresh()
+        for norm in self._norms():
+            norm.refresh()
         self.__dict__.pop("output_weights", None)
 
     @cached_property
@@ -177,7 +168,7 @@ class Decoder:
         g = self.geometry
         unit = torch.eye(g.num_heads * g.head_dim, dtype=g.dtype, device=g.device)
         none, shape = torch.zeros_like(unit[:1]), (g.num_heads, g.head_dim, -1)
-        products = [layer.project_out(unit)[0] - layer.project_out(none)[0] for layer in self.layers]
+        products = [layer.project_out(unit) - layer.project_out(none) for layer in self.layers]
         return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
@@ -186,12 +177,37 @@ class Decoder:
         same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
         return same and self._signature == _signature(model)
 
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def reach(self, length: int) -> None:
+        """Prepare the angles of positions up to a length, which does not shrink."""
+        if length > len(self._angles[0]):
+            self._angles = self._rotation(torch.arange(length, device=self.inv_freq.device))
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (R, D), rounded to the type of the hidden states as in transformers."""
         angles = positions[:, None].to(torch.float32) * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.query_dtype)
-        return (angles.cos() * scaling).to(dtype).to(wide), (angles.sin() * scaling).to(dtype).to(wide)
+        return (angles.cos() * scaling).to(self._kind).to(wide), (angles.sin() * scaling).to(self._kind).to(wide)
+
+    def _norms(self) -> Iterator[NormWeight]:
+        """The weights of norms that ops read."""
+        for layer in self.layers:
+            yield from (norm.own for norm in (layer.norm, layer.mlp_norm) if norm.own is not None)
+            yield from layer.head_norms or ()
+        if self.final_norm.own is not None:
+            yield self.final_norm.own
+
+
+def decoder_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int) -> int:
+    """The bytes of the copies of weights that a decoder makes, and of its angles for this many positions."""
+    decoder: Any = model.get_decoder()
+    groups: list[tuple[nn.Module, ...]] = [(model.get_output_embeddings(),)]
+    for layer in decoder.layers:
+        own, mlp = layer.self_attn, layer.mlp
+        groups += [(own.q_proj, own.k_proj, own.v_proj), (own.o_proj,)]
+        groups += [] if is_changed(mlp) else [(mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
+    angles = 2 * length * geometry.head_dim * accumulation_dtype(geometry.query_dtype).itemsize
+    return sum(copied_bytes(group, geometry.dtype) for group in groups) + angles
 
 
 def _signature(model: PreTrainedModel) -> tuple[object, ...]:
@@ -238,102 +254,3 @@ def _check_weights(model: PreTrainedModel) -> None:
             f"The model's weights hold NaN: {broken[0]}{more} of {len(weights)}. Training has diverged or a file is "
             "damaged: go back to an earlier checkpoint."
         )
-
-
-# -------------------------------------------------------------------- matrix products
-
-
-class Projection:
-    """Several modules with the same input, called one after the other with their current weights."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        """Compute one (R, out) per module from (R, in)."""
-        return [module(x) for module in self.modules]
-
-    def refresh(self) -> None:
-        """Update copies of weights after an optimizer step."""
-
-
-class _Copied(Projection):
-    """One product with the modules' weights side by side, in the compute type."""
-
-    def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
-        super().__init__(modules)
-        self._linear, self.dtype = modules, dtype
-        ends = [0, *accumulate(module.out_features for module in modules)]
-        self._spans = [slice(start, end) for start, end in pairwise(ends)]
-        has_bias = any(module.bias is not None for module in modules)
-        self._bias = torch.zeros(ends[-1], dtype=dtype, device=modules[0].weight.device) if has_bias else None
-        self.refresh()
-
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        out = self._product(x.to(self.dtype))
-        return [out[..., span] for span in self._spans]
-
-    def refresh(self) -> None:
-        for module, span in zip(self._linear, self._spans, strict=True):
-            if self._bias is not None and module.bias is not None:
-                self._bias[span] = module.bias.detach()
-        self._take([module.weight.detach() for module in self._linear])
-
-    def _take(self, weights: list[Tensor]) -> None:
-        raise NotImplementedError
-
-    def _product(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Packed(_Copied):
-    """Products in oneDNN's layout for few rows, on CPUs."""
-
-    def _take(self, weights: list[Tensor]) -> None:
-        joined = torch.cat([weight.to(self.dtype) for weight in weights])
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(joined, PACKED_ROWS)
-
-    def _product(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
-        return out
-
-
-class Cast(_Copied):
-    """Weights cast once per rollout instead of once per step, always at the same address (a CUDA graph reads them)."""
-
-    _weight: Tensor | None = None
-
-    def _take(self, weights: list[Tensor]) -> None:
-        if self._weight is None:
-            self._weight = torch.cat([weight.to(self.dtype) for weight in weights])
-            return
-        for weight, span in zip(weights, self._spans, strict=True):
-            self._weight[span] = weight
-
-    def _product(self, x: Tensor) -> Tensor:
-        assert self._weight is not None
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, self._weight, self._bias)
-
-
-def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
-    """Choose the fastest way to multiply one input with several modules.
-
-    Args:
-        modules: Linear modules; anything else (LoRA, quantized layers, modules with hooks or a replaced forward) is
-            called as it is.
-        dtype: Compute type of the products, under autocast another type than the weights'.
-    """
-    linear = [module for module in modules if type(module) is nn.Linear and not is_changed(module)]
-    if len(linear) < len(modules):
-        return Projection(modules)
-    weight = linear[0].weight
-    if weight.device.type == "cpu" and _can_pack(dtype):
-        return Packed(linear, dtype)
-    return Cast(linear, dtype) if weight.dtype != dtype else Projection(modules)
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn:
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))

@@ -25,6 +25,7 @@ from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
@@ -129,6 +130,7 @@ class Engine:
         self.key = key
         self.compression = Compression(key.compressor, g.num_layers)
         self.decoder = decoder or Decoder(model, g)
+        self.decoder.reach(size.max_length)
         self.cache = cache or size.allocate(g)
         self.cache.geometry = g
         self.logs = key.logs(size.num_slots, size.max_length, key.params, g.device)
@@ -144,6 +146,7 @@ class Engine:
             return
         del self.decoder, self._graphs  # free copies of weights before new ones are made
         self.decoder = Decoder(model, geometry)
+        self.decoder.reach(self.key.size.max_length)
         self._graphs = self._new_graphs()
 
     def decode(self, rows: StepRows) -> None:
@@ -163,12 +166,10 @@ class Engine:
         # every slot feeds the token it drew last, at the position where it was drawn
         tokens, positions = cache.begin_step(rows.places)
 
-        def attend(
-            layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
-        ) -> Tensor:
+        def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
             # running state is updated layer by layer, since all layers share the memory of the probabilities
             probs = cache.probabilities(layer, len(rows.used)) if has_state else None
-            out = cache.append_and_attend(layer, rows.slots, query, key, value, cos, sin, probs)
+            out = cache.append_and_attend(layer, rows.slots, projected, turn, probs)
             if has_state:
                 weights = decoder.output_weights[layer] if compressor.needs_output_norms else None
                 self.compression.note_step(cache, layer, rows.used, positions, probs, hidden, weights)

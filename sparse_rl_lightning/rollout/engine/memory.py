@@ -5,7 +5,8 @@ memory, once for one slot and once for two. The difference is the size of a slot
 
 On a GPU the logits of a step, and what a draw makes of them, count too: they are as wide as the vocabulary, and are
 there twice, in the memory of the CUDA graphs and where the first tokens of prompts are drawn. So do the partial results
-of heads so long that several blocks attend to them, once: they are in the memory of the graphs only.
+of heads so long that several blocks attend to them, once: they are in the memory of the graphs only. So do the
+weights that are copied for decoding.
 
 The data that a rollout collects per sequence (tokens, log-probabilities, deaths) comes on top of the slots, as do
 other activations and the staging of prompts; leave room for them in the limit.
@@ -70,6 +71,7 @@ def slot_bytes(
     params: SamplingParams | None = None,
     logs: type[SequenceLogs] = SequenceLogs,
     vocabulary: int = 0,
+    decoder: int = 0,
 ) -> SlotBytes:
     """Measure the memory of one slot of a cache.
 
@@ -79,6 +81,7 @@ def slot_bytes(
         params: Sampling parameters: with them the logs of the sequences count too; without, only the cache.
         logs: Class of the logs.
         vocabulary: Number of tokens: on a GPU the memory of drawing counts too; without it does not.
+        decoder: Bytes of the copies of weights made for decoding: they count on a GPU, beside the slots.
 
     Raises:
         ValueError: If ``size.capacities`` does not have one number per layer.
@@ -101,6 +104,8 @@ def slot_bytes(
             held["attention of long heads"] = partial_bytes(num_slots, g, cache.most_read)
         if params is not None and vocabulary and geometry.device.type == "cuda":
             held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params, geometry.dtype)
+        if geometry.device.type == "cuda":
+            held["weights made for decoding"] = decoder
         return held, cache.pool_bytes
 
     (one, pool), (two, pools) = measure(1), measure(2)

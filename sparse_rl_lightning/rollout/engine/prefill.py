@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
 from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
-from sparse_rl_lightning.ops.append import rotate
+from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import to_stored
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
@@ -129,10 +129,8 @@ class _Pack:
         self.last = self._borders[1:] - 1  # (P,) rows of last tokens
         self._borders32 = self._borders.to(torch.int32)
 
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
-    ) -> Tensor:
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+        query, key, value = turn.split(projected, self.cache.geometry.num_kv_heads)
         out = packed_attention(query, key, value, self._lengths, self._borders32, self.cache.geometry.scale)
         start, state = 0, list[Tensor]()
         for prompt in self.prompts if self.cache.size.has_state else ():
@@ -169,10 +167,8 @@ class _Chunks:
         self._state = [_no_numbers(cache, shape[2]) for _ in range(g.num_layers)]
         self.staged_bytes = self._keys.nbytes + self._values.nbytes
 
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, hidden: Tensor
-    ) -> Tensor:
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+        query, key, value = turn.split(projected, self.cache.geometry.num_kv_heads)
         own, count = slice(self.start, self.stop), self.stop - self.start
         keys, values = self._keys[layer], self._values[layer]
         # this chunk's rows without the padding behind them join those of the earlier chunks

@@ -1,0 +1,132 @@
+"""Matrix products of a decode step: several matrices with the same input are one product.
+
+Decoding multiplies a few rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
+weights packed once is faster. On a GPU a product costs a launch, so the matrices of queries, keys and values, and those
+of gate and up, lie side by side. Under autocast every product would cast its weights again at every step. All these are
+copies, refreshed at the start of a rollout, during which weights do not change. The learner's own weights
+are not moved into one memory instead: optimizers and sharding that flatten weights would go on with the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_rl_lightning.policies.replaced import is_changed
+
+PACKED_ROWS = 16  # number of rows that the packed layout of weights is chosen for; it works for any
+
+
+class Projection:
+    """Several modules with the same input, called one after the other with their current weights."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute (R, sum of outputs) from (R, in), the modules' results side by side."""
+        parts = [module(x) for module in self.modules]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def refresh(self) -> None:
+        """Update copies of weights after an optimizer step."""
+
+
+class Copied(Projection):
+    """One product with a copy of the modules' weights side by side, in the compute type."""
+
+    def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        super().__init__(modules)
+        self._linear, self.dtype = modules, dtype
+        ends = [0, *accumulate(module.out_features for module in modules)]
+        self._spans = [slice(start, end) for start, end in pairwise(ends)]
+        has_bias = any(module.bias is not None for module in modules)
+        self._bias = torch.zeros(ends[-1], dtype=dtype, device=modules[0].weight.device) if has_bias else None
+        self.refresh()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute (R, sum of outputs) in the compute type."""
+        return self._product(x.to(self.dtype))
+
+    def refresh(self) -> None:
+        """Copy the current weights."""
+        for module, span in zip(self._linear, self._spans, strict=True):
+            if self._bias is not None and module.bias is not None:
+                self._bias[span] = module.bias.detach()
+        self._take([module.weight.detach() for module in self._linear])
+
+    def _take(self, weights: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Packed(Copied):
+    """Products in oneDNN's layout for few rows, on CPUs."""
+
+    def _take(self, weights: list[Tensor]) -> None:
+        joined = torch.cat([weight.to(self.dtype) for weight in weights])
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(joined, PACKED_ROWS)
+
+    def _product(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return out
+
+
+class Joined(Copied):
+    """Plain products, whose weights are always at the same address (a CUDA graph reads them)."""
+
+    _weight: Tensor | None = None
+
+    def _take(self, weights: list[Tensor]) -> None:
+        if self._weight is None:
+            self._weight = torch.cat([weight.to(self.dtype) for weight in weights])
+            return
+        for weight, span in zip(weights, self._spans, strict=True):
+            self._weight[span] = weight
+
+    def _product(self, x: Tensor) -> Tensor:
+        assert self._weight is not None
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self._weight, self._bias)
+
+
+def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
+    """Choose the fastest way to multiply one input with several modules.
+
+    Args:
+        modules: Linear modules; anything else (LoRA, quantized layers, modules with hooks or a replaced forward) is
+            called as it is.
+        dtype: Compute type of the products, under autocast another type than the weights'.
+    """
+    kind = _way(modules, dtype)
+    return Projection(modules) if kind is None else kind([m for m in modules if isinstance(m, nn.Linear)], dtype)
+
+
+def copied_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
+    """The bytes of the copy that :func:`join` makes of the weights of these modules."""
+    if _way(modules, dtype) is None:
+        return 0
+    return sum(parameter.numel() * dtype.itemsize for module in modules for parameter in module.parameters())
+
+
+def _way(modules: Sequence[nn.Module], dtype: torch.dtype) -> type[Copied] | None:
+    """The product on copied weights for these modules; None if they are called as they are."""
+    linear = [module for module in modules if type(module) is nn.Linear and not is_changed(module)]
+    if len(linear) < len(modules):
+        return None
+    weight = linear[0].weight
+    if weight.device.type == "cpu":
+        return Packed if _can_pack(dtype) else Joined if weight.dtype != dtype else None
+    return Joined if weight.dtype != dtype or len(modules) > 1 else None
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))

@@ -1,0 +1,134 @@
+"""The decoder's fused parts give what transformers' forward pass gives, with current weights and live modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.engine import products
+from sparse_rl_lightning.rollout.engine.decoder import decoder_bytes
+from sparse_rl_lightning.rollout.engine.memory import slot_bytes
+from sparse_rl_lightning.rollout.engine.products import Joined, Packed, Projection, join
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 72, "vocab_size": 61, "max_position_embeddings": 128, "eos_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),  # biases of queries, keys and values
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),  # norms of queries and keys
+    "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
+    "gelu": (LlamaForCausalLM, LlamaConfig, {"hidden_act": "gelu"}),  # no op for it
+}
+WAYS = ["packed", "joined", "called"]
+
+
+def policy(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model_class, config_class, more = FAMILIES[family]
+    sizes = SIZES | more if family == "qwen3" else {k: v for k, v in (SIZES | more).items() if k != "head_dim"}
+    model = model_class(config_class(**sizes))
+    for parameter in model.parameters():  # biases and norms too, which are zeros and ones
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model.to(dtype).eval()
+
+
+def mismatch(model: Any, sampler: RolloutSampler) -> float:
+    """The largest difference between the sampler's log-probabilities and those of transformers' forward pass."""
+    params = SamplingParams(num_generations=3, max_completion_length=12, seed=0)
+    rollout = sampler.generate([[3, 4, 5], [6, 7, 8, 9, 10]], params)
+    worst = 0.0
+    for b, length in enumerate(rollout.prompt_lengths.tolist()):
+        tokens = rollout.sequences[b : b + 1, : length + 12]
+        with torch.no_grad():
+            logprobs: Tensor = model(tokens).logits.float().log_softmax(-1)[0]
+        exact = logprobs[length - 1 : -1].gather(-1, tokens[0, length:, None]).squeeze(-1)
+        worst = max(worst, float((exact - rollout.sampler_logprobs[b, length : length + 12]).abs().max()))
+    return worst
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How products are made: as on a CPU with oneDNN, as on a GPU, or by the modules."""
+    kinds = {"joined": Joined, "called": None}
+    if request.param in kinds:
+        monkeypatch.setattr(products, "_way", lambda modules, dtype: kinds[request.param])
+    return str(request.param)
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_those_of_transformers_after_an_optimizer_step_too(family: str, way: str) -> None:
+    model = policy(family)
+    sampler = RolloutSampler(model, FullKV(), end_token_ids=[])
+    assert mismatch(model, sampler) < 2e-5
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.tensor([[5, 9, 2, 7]])).logits.square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters() if "k_proj.bias" not in name)
+    assert mismatch(model, sampler) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_bfloat16_and_autocast_stay_as_close_as_their_rounding(family: str) -> None:
+    model = policy(family, torch.bfloat16)
+    assert mismatch(model, RolloutSampler(model, FullKV(), end_token_ids=[])) < 0.15
+    model = policy(family)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mismatch(model, RolloutSampler(model, FullKV(), end_token_ids=[])) < 0.15
+
+
+def test_modules_with_hooks_are_called() -> None:
+    model, seen = policy("qwen3"), set()
+    layer = model.model.layers[1]
+    for module in (layer.input_layernorm, layer.self_attn.q_norm, layer.mlp.act_fn, layer.self_attn.v_proj):
+        module.register_forward_hook(lambda module, inputs, out: seen.add(type(module).__name__))
+    assert mismatch(model, RolloutSampler(model, FullKV(), end_token_ids=[])) < 2e-5
+    assert seen == {"Qwen3RMSNorm", "SiLUActivation", "Linear"}
+
+
+def test_joined_products_are_those_of_the_modules_with_and_without_biases() -> None:
+    g = torch.Generator().manual_seed(0)
+    modules = [torch.nn.Linear(24, n, bias=n != 5) for n in (16, 5, 8)]
+    x = torch.randn(8, 24, generator=g)
+    with torch.no_grad():
+        want = Projection(modules)(x)
+        for kind in (Joined, Packed):
+            own = kind(modules, torch.float32)
+            torch.testing.assert_close(own(x), want, atol=1e-6, rtol=1e-5)
+            place = own._weight.data_ptr() if kind is Joined else 0
+            modules[2].weight.mul_(2)
+            own.refresh()
+            want = Projection(modules)(x)
+            torch.testing.assert_close(own(x), want, atol=1e-6, rtol=1e-5)
+            assert kind is Packed or own._weight.data_ptr() == place
+    hooked = torch.nn.Linear(24, 4)
+    hooked.register_forward_hook(lambda module, inputs, out: out + 1)
+    assert type(join([hooked, modules[0]], torch.float32)) is Projection
+
+
+def test_copied_weights_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    model = policy("qwen2", torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "_way", lambda modules, dtype: Joined if len(modules) > 1 else None)  # as on a GPU
+        geometry = CacheGeometry.of(model)
+        copied = decoder_bytes(model, geometry, 32)
+    inner = model.model.layers
+    joined = [m for layer in inner for m in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)]
+    joined += [m for layer in inner for m in (layer.mlp.gate_proj, layer.mlp.up_proj)]
+    weights = sum(2 * p.numel() for module in joined for p in module.parameters())
+    assert copied == weights + 2 * 32 * geometry.head_dim * 4
+    size = RolloutSampler(model, FullKV(), end_token_ids=[]).engine_key(SamplingParams(), 2, 4).size
+    on_gpu = replace(geometry, device=torch.device("cuda"))
+    assert slot_bytes(on_gpu, size, decoder=copied).of(3) - slot_bytes(on_gpu, size).of(3) == copied
+    assert slot_bytes(geometry, size, decoder=copied) == slot_bytes(geometry, size)
