@@ -231,7 +231,7 @@ class Single(Ranked):
         ([MismatchSplit(2)], {}, 16),
         ([Single()], {}, 0),
     ],
-    ids=str,
+    ids=lambda value: str([type(one).__name__ for one in value] if isinstance(value, list) else value),
 )
 def test_what_keeps_the_pass(callbacks: list[Any], options: dict[str, Any], sequences: int) -> None:
     *_, count = train(False, callbacks, 2, 2, {"steps_per_generation": 2, **options})
