@@ -37,7 +37,7 @@ class Sizes:
 
 
 USUAL = Sizes(num_problems=256, solution_length=48, num_stories=64, story_length=256)
-QUICK = Sizes(num_problems=8, solution_length=36, num_stories=4, story_length=48)
+QUICK = Sizes(num_problems=8, solution_length=64, num_stories=4, story_length=48)
 
 
 def default_policy() -> Path:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.tables import Table, label
 from benchmarks.rollout.clock import Clock
@@ -17,7 +16,6 @@ from benchmarks.rollout.policies import Shape, random_policy, random_prompts
 from benchmarks.rollout.speed import FULL, SPARSE, Setting
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
-from sparse_rl_lightning.records import LayerState
 
 PRODUCTS, ATTENTION, EVICTION = "matrix products", "attention and append", "eviction"
 LAYERS, SAMPLING, BOOKKEEPING = "norms, rotation, activation", "sampling", "bookkeeping"
@@ -25,19 +23,10 @@ REST = "python and other"
 KINDS = (PRODUCTS, ATTENTION, EVICTION, LAYERS, SAMPLING, BOOKKEEPING)
 PRODUCT_OPS = ("aten::linear", "aten::addmm", "aten::mm", "aten::matmul", "aten::bmm", "mkldnn::_linear_pointwise")
 ATTENTION_OPS = ("sparse_rl::append", "sparse_rl::decode_attention", "aten::scaled_dot_product_attention")
+LAYER_OPS = ("sparse_rl::rms_norm", "sparse_rl::silu_mul")
 OWN_OPS = "sparse_rl::"
-SCORE = "score"  # the profiler's range around a compressor's own work
 WARM_UP = 8  # steps
 ROLLOUTS = 3
-
-
-class Scored(SnapKV):
-    """SnapKV whose work shows in a profile."""
-
-    def score(self, layer: LayerState) -> Tensor:
-        """SnapKV's scores, in a range of the profiler."""
-        with record_function(SCORE):
-            return super().score(layer)
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,7 @@ def outermost(events: Any) -> Iterator[FunctionEvent]:
     waiting = [event for event in events if event.cpu_parent is None]
     while waiting:
         event = waiting.pop()
-        if "::" in event.name or event.name == SCORE:
+        if "::" in event.name:
             yield event
         else:
             waiting += event.cpu_children
@@ -95,8 +84,10 @@ def kind_of(name: str, shapes: Sequence[Sequence[int]], shape: Shape) -> str | N
         return PRODUCTS
     if name in ATTENTION_OPS:
         return ATTENTION
-    if name == SCORE or name.startswith(OWN_OPS):
-        return EVICTION
+    if name in LAYER_OPS:
+        return LAYERS
+    if name.startswith(OWN_OPS):
+        return SAMPLING if name.endswith("::draw") else EVICTION
     known = [sizes for sizes in shapes if len(sizes) and not (len(sizes) == 2 and sizes[1] == 1)]
     if not known:
         return None
@@ -111,7 +102,7 @@ def kind_of(name: str, shapes: Sequence[Sequence[int]], shape: Shape) -> str | N
 def split_table(setting: Setting, middle: int, cycles: int) -> Table:
     """The own engine's steps: sparse over whole cycles of the buffer, the full cache in the middle of its rollout."""
     s, steps = setting, cycles * setting.buffer
-    sparse = Scored(budget=s.budget, buffer=s.buffer, num_sinks=0)
+    sparse = SnapKV(budget=s.budget, buffer=s.buffer, num_sinks=0)
     cases: dict[str, tuple[Compressor, int]] = {SPARSE: (sparse, s.budget), FULL: (FullKV(), middle)}
     columns = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -123,8 +123,8 @@ class Slots:
         """Append a random token to these slots, and write numbers for it if the compressor has any."""
         cache, chosen, n = self.cache, torch.tensor(slots), len(slots)
         for layer, pools in enumerate(cache.layers):
-            query, key, value = (self.normal(n, h, DIM) for h in (HEADS * GROUP, HEADS, HEADS))
-            ops.append(pools, chosen, cache.seen[:-1], query, key, value, cache.queries[layer])
+            projected = torch.cat([self.normal(n, h, DIM) for h in (HEADS * GROUP, HEADS, HEADS)], dim=1)
+            ops.append(pools, chosen, cache.seen[:-1], projected, cache.queries[layer])
             if cache.state_pool is not None:
                 newest = pools.offsets[chosen] + pools.lengths[chosen] - 1
                 cache.state_pool[newest] = torch.rand(n, HEADS, cache.state_pool.shape[1], generator=self.g)

@@ -23,6 +23,7 @@ from sparse_rl_lightning.compressors import (
     RandomEviction,
     SnapKV,
 )
+from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
 from sparse_rl_lightning.testing.rules import RULES
@@ -240,12 +241,11 @@ class Lambda(KNorm):
 
 
 class Fades(KNorm):
-    """Halves values, but only in sequences longer than any layer of random numbers."""
+    """Halves the values of the cache itself, which only a method with ops of its own sees."""
 
-    def score(self, layer: LayerState) -> Tensor:
-        if int(layer.positions.masked_fill(~layer.valid, 0).max()) > 41:
-            layer.values.mul_(0.5)
-        return super().score(layer)
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        entries.pools.values.mul_(0.5)
+        return super().score_cached(entries)
 
 
 BROKEN = [

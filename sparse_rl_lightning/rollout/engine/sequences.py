@@ -183,16 +183,16 @@ class FinishedSequence:
         prompt_length = running.prompt_length
         rows: dict[str, Tensor | None] = {name: getattr(logs, name) for name in logs.per_token}
         num_layers, _, num_heads = cache.lengths.shape
-        held = cache.held[slot, prompt_length - 1 : end] / (num_layers * num_heads)  # a mean over them
+        held = cache.held[slot] / (num_layers * num_heads)  # a mean over them
         return cls(
             prompt_length,
             by_token,
             tokens=cache.tokens[slot, : end + 1].clone(),
             logs={n: _completion(t[slot, : end + 1], prompt_length) for n, t in rows.items() if t is not None},
             evictions=cache.evictions_of(slot, end, running.cuts),
-            stored=held[-1],  # the last token drawn was never fed
+            stored=held[end - 1],  # the last token drawn was never fed
             # the step that feeds token t reads the entries held before, and t itself
-            stored_integral=(held[:-1] + 1).sum(),
+            stored_integral=(held[prompt_length - 1 : end - 1] + 1).sum(),
             read_integral=cache.entries_read(slot, prompt_length, end),
         )
 
