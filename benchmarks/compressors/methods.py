@@ -77,6 +77,8 @@ def compressors(
         "Combined SnapKV, one set per layer": Combined([make(SnapKV)], across_heads="max"),
         "Combined SnapKV and KeyDiff": Combined([make(SnapKV), make(KeyDiff)]),
     }
+    if budget < PYRAMID_BETA * (sizes.num_sinks + sizes.window):  # its last layer would keep less than these
+        del found["SnapKV, Pyramid"]
     if budget >= prompt_length + sizes.window:
         found["SnapKV, protected prompt"] = make(SnapKV, protect_prompt=True)
     return found
