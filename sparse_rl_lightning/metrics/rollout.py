@@ -140,7 +140,7 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
     distinct = torch.unique(pairs[0] * (phrases.max() + 1) + pairs[1]) // (phrases.max() + 1)
     different = torch.bincount(distinct, minlength=len(sequences))
     count = inside.sum(dim=1)
-    return (count - different) / count.clamp(min=1)
+    return (count - different).to(torch.float32) / count.clamp(min=1)  # not in the default type, which may be bfloat16
 
 
 def _completions(rollout: Rollout) -> dict[str, Tensor]:

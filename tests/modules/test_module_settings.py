@@ -20,9 +20,11 @@ from sparse_rl_lightning.rollout import RolloutOptions
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 
 
-def cut(text: str, stop: str) -> str:
-    """A completion up to its first stop string."""
-    return text[: text.index(stop) + len(stop)] if stop in text else text
+def cut(decode: Any, tokens: list[int], stops: tuple[str, ...]) -> str:
+    """A completion up to the token that completes its first stop string; a token may be several characters."""
+    texts = [decode(tokens[: n + 1]) for n in range(len(tokens))]
+    ended = (n + 1 for n, text in enumerate(texts) if any(stop in text for stop in stops))
+    return str(decode(tokens[: next(ended, len(tokens))], skip_special_tokens=True))
 
 
 @pytest.mark.parametrize("dense", [True, False])
@@ -31,10 +33,12 @@ def test_stop_strings_end_completions_in_training_and_evaluation(dense: bool) ->
     free, stopping = loaded().generator, loaded(stop_strings=["3", "fff"])
     own = {"sampling": stopping.generator.sampling, "val_sampling": stopping.val_sampling}
     for params in own:
-        long = free.generate(rows, replace(own[params], stop_strings=()), dense=dense).completions
+        whole = free.generate(rows, replace(own[params], stop_strings=()), dense=dense)
+        drawn = zip(whole.rollout.sequences, whole.rollout.completion_mask, strict=True)
+        want = [cut(free.tokenizer.decode, tokens[mask].tolist(), ("3", "fff")) for tokens, mask in drawn]
         scored = stopping.generator.generate(rows, own[params], dense=dense)
-        assert scored.completions == [min((cut(text, stop) for stop in ("3", "fff")), key=len) for text in long]
-        assert scored.completions != long
+        assert scored.completions == want
+        assert scored.completions != whole.completions
         ended = [text.endswith(("3", "fff")) for text in scored.completions]
         assert all(finished for finished, by_text in zip(scored.rollout.finished, ended, strict=True) if by_text)
     predicted = [row["completion"] for row in stopping.predict_step(rows, 0)]

@@ -77,7 +77,7 @@ def test_everything_rejected_is_a_zero_step() -> None:
 
 def test_corrections_come_before_what_reads() -> None:
     recorder = Recorder()
-    trainer = fit(module(), 2, [recorder, SparsityAwareRejection(threshold=0.5)])
+    trainer = fit(module(), 2, [recorder, SparsityAwareRejection(threshold=0.9)])
     rejected = [~s.rollout.keep.any(dim=1) for s in recorder.scored]
     assert any(r.any() for r in rejected)
     assert float(trainer.callback_metrics["rejection_rate"]) == pytest.approx(float(rejected[-1].float().mean()))

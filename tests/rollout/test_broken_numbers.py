@@ -20,6 +20,7 @@ from sparse_rl_lightning.compressors import (
     SnapKV,
     StreamingLLM,
 )
+from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.testing import tiny_model
@@ -153,9 +154,9 @@ def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> N
     looks, copies = [], []
     own, to_list = SequenceLogs.look, Tensor.tolist
 
-    def look(self: SequenceLogs) -> Any:
+    def look(self: SequenceLogs, pools: KVPools) -> Any:
         before = len(copies)
-        found = own(self)
+        found = own(self, pools)
         looks.append(len(copies) - before)
         return found
 
@@ -163,4 +164,4 @@ def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Tensor, "tolist", lambda self: (copies.append(self.shape), to_list(self))[1])
     monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
     RolloutSampler(sharp()).generate(PROMPTS, SamplingParams(max_completion_length=33))
-    assert looks == [1] * 5  # after the prompts and four times eight steps
+    assert looks == [1] * 4  # after four times eight steps; the tokens of prompts are looked at with the others

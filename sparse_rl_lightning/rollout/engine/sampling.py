@@ -103,7 +103,7 @@ def draw(
     end_ids: Tensor,
     occurred: Tensor | None = None,
 ) -> Drawn:
-    """Draw one token per sequence by a random number keyed by (sequence, step) alone; see :func:`~.ops.draw.draw`.
+    """Draw one token per sequence by a random number keyed by (sequence, step) alone; as ``ops.draw`` does.
 
     Args:
         logits: Logits (n, V).
