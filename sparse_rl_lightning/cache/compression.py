@@ -209,8 +209,9 @@ class Compression:
             except Exception:  # it may have asked which layer it is; whatever else is wrong shows below
                 if all(len(layers) == 1 for layers in blocks):
                     raise
-            self._one_by_one.append(True)
-        return self._plan_blocks(cache, event, [range(layer, layer + 1) for layer in range(self.num_layers)])
+        plan = self._plan_blocks(cache, event, [range(layer, layer + 1) for layer in range(self.num_layers)])
+        self._one_by_one[:] = [True]  # this helped; an error that has other causes is raised again
+        return plan
 
     def _plan_blocks(self, cache: SlotCache, event: Event, blocks: list[range]) -> tuple[Tensor, Tensor]:
         plans = [

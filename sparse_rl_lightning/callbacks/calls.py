@@ -58,7 +58,9 @@ def report(module: RolloutModule, scored: ScoredRollout) -> None:
                 "have read already. Change them in correct(trainer, module, part)."
             )
     metrics = rollout_metrics(scored) | module.generator.metrics(scored.rollout)
-    module.log_dict(mean_over_ranks(metrics, module.trainer.world_size), batch_size=len(scored.completions))
+    trainer = cast(LightningModule, module)._trainer  # none in a script
+    ranks = 1 if trainer is None else trainer.world_size
+    module.log_dict(mean_over_ranks(metrics, ranks), batch_size=len(scored.completions))
     scored.rollout.topk_ids = scored.rollout.topk_logprobs = None
     scored.rollout.evictions = scored.rollout.evictions if module.keeps_evictions else None
 

@@ -145,6 +145,8 @@ class RolloutBlock:
         if self.is_complete:
             return False
         assert self._step is not None
+        if part.old_logprobs is None:
+            raise UserError("micro_batch_loss must set part.old_logprobs where it is None, as SparseGRPO's does.")
         self.rollout.store(self._step[0][(self.cursor - 1) % self.plan.accumulate], part)
         self.is_complete = self.cursor >= self.plan.accumulate
         return self.is_complete
@@ -158,6 +160,7 @@ class RolloutBlock:
     def state(self) -> dict[str, Any]:
         """The block for a checkpoint."""
         own = {"index": self.index, "cursor": self.cursor, "is_complete": self.is_complete}
+        own["accumulate"] = self.plan.accumulate
         return {"rollout": self.rollout.state(), **own}
 
     @classmethod
@@ -166,6 +169,12 @@ class RolloutBlock:
     ) -> Self:
         """The block with this :meth:`state`."""
         rollout, complete = Rollout.from_state(state["rollout"]), state.get("is_complete", True)
+        before = state.get("accumulate", plan.accumulate)
+        if not complete and before != plan.accumulate:
+            raise UserError(
+                f"The checkpoint is from within a rollout's first optimizer step of {before} micro-batches, and "
+                f"accumulate_grad_batches is {plan.accumulate} now: resume with {before}, or from another checkpoint."
+            )
         return cls(plan, rollout, state["index"], seed, count, state["cursor"], complete)
 
     def _begin(self, start: int) -> tuple[list[Tensor], Denominators]:

@@ -132,7 +132,9 @@ class SparseGRPO(PolicyModule):
         part, denominators = self.block.next()
         output = self.micro_batch_loss(part, denominators)
         if self.block.store(part) and self._unreported is not None:  # the first optimizer step's last forward pass
-            report(self, self._unreported)
+            scored, self._unreported = self._unreported, None
+            scored.is_complete = True
+            report(self, scored)
         self.log_dict(output.metrics, batch_size=len(part))
         if denominators.policy is None:  # bnpo: each micro-batch by itself, Lightning averages them
             return output.loss
@@ -175,6 +177,8 @@ class SparseGRPO(PolicyModule):
         passes are of the same policy.
         """
         start, rollout = time.perf_counter(), scored.rollout
+        if self._reference:
+            self._score_by_reference(rollout)
         if rescores_all(self):
             rollout.old_logprobs = self.learner.rescored(self.policy, rollout.parts(self.steps_per_generation))
             correct(self, rollout)
@@ -186,8 +190,6 @@ class SparseGRPO(PolicyModule):
                 correct(self, part)
                 rollout.store(rows, part)
             scored.is_complete = False
-        if self._reference:
-            self._score_by_reference(rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start
 
     def score(self, scored: ScoredRollout) -> None:

@@ -221,7 +221,7 @@ class RolloutSession:
         }
 
     def _check_settings(self, state: dict[str, Any]) -> None:
-        if "groups" not in state:
+        if "groups" not in state or any("cuts" not in slot["running"] for slot in state["slots"].values()):
             raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
         if changed := changed_settings(state["settings"], self._settings(), state):
             raise UserError(

@@ -65,7 +65,8 @@ class AddNorm:
         """The sum (R, E), for which ``x`` may be overwritten, and its norm."""
         if self.own is None or (addend is not None and addend.dtype != self._dtype):
             x = x if addend is None else x + addend
-            return x, self._module(x)
+            # the next norm adds to the sum in place, which a hook of this one may keep
+            return x.clone() if is_changed(self._module) else x, self._module(x)
         return x, ops.rms_norm(x, self.own.weight, self.own.epsilon, addend, self._dtype)
 
 
