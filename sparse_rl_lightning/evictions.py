@@ -58,8 +58,9 @@ class EvictionRecord:
         """
         layers, _, heads, length = death.shape
         flat = death.reshape(-1)
-        assert flat.device.type != "cpu" or int((flat != NEVER).sum()) == num_dead, "deaths were counted wrongly"
-        place = torch.nonzero_static(flat != NEVER, size=num_dead).squeeze(1)
+        is_dead = flat != NEVER
+        assert flat.device.type != "cpu" or int(is_dead.sum()) == num_dead, "deaths were counted wrongly"
+        place = torch.nonzero_static(is_dead, size=num_dead).squeeze(1)
         step = torch.searchsorted(steps, flat[place].long())
         cell = place // length * len(steps) + step
         order = cell.argsort(stable=True)  # positions ascend within a cell

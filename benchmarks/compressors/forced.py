@@ -36,7 +36,7 @@ class Clock:
         return 1 / (median(self.cuts) + steps * self.num_layers * median(self.notes or [0.0]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class TimedCompression(Compression):
     """A compression that is timed, with what it costs to keep running state up to date."""
 

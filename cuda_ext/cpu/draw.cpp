@@ -80,7 +80,7 @@ SPARSE_RL_CLONES ChunkSum sum_chunk(const T* logits, int64_t count, float factor
   Double4 sums[4]{};
   for (int64_t at = 0; at < end; at += kLanes) {
     const Vec x = load(out + at);
-    const VecI below = to_bits((x + 0.0f) - least) >> 31;  // the sign of the difference; -0 is no less than 0
+    const VecI below = same_bits<VecI>((x + 0.0f) - least) >> 31;  // the sign of the difference; -0 is no less than 0
     const Vec e = select(below, Vec{}, exp_negative((x - maximum) * factor));
     store(out + at, e);
     add_lanes(e, sums);

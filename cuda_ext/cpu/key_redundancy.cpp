@@ -18,33 +18,14 @@ constexpr int kColumns = 32;  // columns per block, two vectors
 
 template <class T>
 SPARSE_RL_CLONES void inverse_norms(const T* keys, int64_t count, int64_t dim, float* out) {
-  for (int64_t j = 0; j < count; ++j) {
-    Vec sum{};
-    for (int64_t at = 0; at < dim; at += kBlock) {
-      Vec a, b;
-      load_part(keys + j * dim, at, dim, a, b);
-      sum += a * a;
-      sum += b * b;
-    }
-    out[j] = 1 / (std::sqrt(sum_lanes(sum)) + 1e-8f);
-  }
+  for (int64_t j = 0; j < count; ++j) out[j] = 1 / (std::sqrt(square_sum(keys + j * dim, dim)) + 1e-8f);
 }
 
 // out = sum_j keys[j] * norm[j], then out_j = sum of cosines = (keys[j] . sum) * norm[j] - |keys[j]|^2 norm[j]^2
 template <class T>
 SPARSE_RL_CLONES void linear_part(const T* keys, int64_t count, int64_t dim, const float* norm, float* out) {
   alignas(64) float sum[kMaxHeadDim];
-  for (int64_t at = 0; at < dim; at += kBlock) {
-    Vec first{}, second{};
-    for (int64_t j = 0; j < count; ++j) {
-      Vec a, b;
-      load_part(keys + j * dim, at, dim, a, b);
-      first += a * norm[j];
-      second += b * norm[j];
-    }
-    store(sum + at, first);
-    store(sum + at + kLanes, second);
-  }
+  sum_rows(keys, count, dim, norm, sum);
   for (int64_t j = 0; j < count; ++j) {
     Vec with_all{};
     for (int64_t at = 0; at < dim; at += kBlock) {

@@ -1,6 +1,7 @@
 // score_entries: scores that one look at an entry tells.
 
 #include "backend.h"
+#include "dots.h"
 #include "score_entries.h"
 
 #include <algorithm>
@@ -11,14 +12,7 @@ namespace {
 
 template <class T>
 SPARSE_RL_CLONES float norm_of(const T* row, int64_t dim) {
-  Vec sum{};
-  for (int64_t at = 0; at < dim; at += kBlock) {
-    Vec a, b;
-    load_part(row, at, dim, a, b);
-    sum += a * a;
-    sum += b * b;
-  }
-  return std::sqrt(sum_lanes(sum));
+  return std::sqrt(square_sum(row, dim));
 }
 
 // out[j] = -unit key j . the direction of the sum of all unit keys
@@ -27,21 +21,8 @@ SPARSE_RL_CLONES void differences(const T* keys, int64_t count, int64_t dim, flo
   constexpr float kLeast = 1e-12f;  // as in torch's normalize
   alignas(64) float mean[kMaxHeadDim];
   for (int64_t j = 0; j < count; ++j) out[j] = 1 / std::max(norm_of(keys + j * dim, dim), kLeast);
-  Vec squares{};
-  for (int64_t at = 0; at < dim; at += kBlock) {
-    Vec first{}, second{};
-    for (int64_t j = 0; j < count; ++j) {
-      Vec a, b;
-      load_part(keys + j * dim, at, dim, a, b);
-      first += a * out[j];
-      second += b * out[j];
-    }
-    store(mean + at, first);
-    store(mean + at + kLanes, second);
-    squares += first * first;
-    squares += second * second;
-  }
-  const float length = std::max(std::sqrt(sum_lanes(squares)), kLeast);
+  sum_rows(keys, count, dim, out, mean);
+  const float length = std::max(std::sqrt(square_sum(mean, padded(dim))), kLeast);
   for (int64_t j = 0; j < count; ++j) {
     Vec product{};
     for (int64_t at = 0; at < dim; at += kBlock) {

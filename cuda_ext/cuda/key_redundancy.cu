@@ -6,6 +6,7 @@
 // with the list. The cosines taken from a column are summed in the order of the rows.
 
 #include "key_redundancy.h"
+#include "rows.cuh"
 #include "tile.cuh"
 
 namespace sparse_rl {
@@ -42,48 +43,10 @@ struct Unit {
 
   SPARSE_RL_DEVICE const T* key(int j) const { return keys + static_cast<int64_t>(j) * op.entries.dim; }
 
-  // f(d, x) for the elements d .. d + 7 of key j that this lane of a warp reads.
-  template <class F>
-  SPARSE_RL_DEVICE void each(int j, F f) const {
-    for (int d = threadIdx.x % 32 * 8; d < op.entries.dim; d += 256) {
-      float x[8];
-      load8(key(j) + d, x);
-      f(d, x);
-    }
-  }
-
   SPARSE_RL_DEVICE void inverse_norms() const {
     for (int j = threadIdx.x / 32; j < length; j += kWarps) {
-      float sum = 0;
-      each(j, [&](int, const float (&x)[8]) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum += x[i] * x[i];
-      });
-      sum = warp_sum(sum);
+      const float sum = square_sum(key(j), op.entries.dim);
       if (threadIdx.x % 32 == 0) norm[j] = 1 / (sqrtf(sum) + 1e-8f);
-    }
-    __syncthreads();
-  }
-
-  // total[d] = sum_j key_j[d] * norm_j; each warp adds up every eighth key.
-  SPARSE_RL_DEVICE void sum_keys(float (&parts)[kWarps][kMaxHeadDim]) const {
-    const int warp = threadIdx.x / 32;
-    for (int d = threadIdx.x % 32 * 8; d < op.entries.dim; d += 256) {
-      float sum[8] = {};
-      for (int j = warp; j < length; j += kWarps) {
-        float x[8];
-        load8(key(j) + d, x);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += x[i] * norm[j];
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) parts[warp][d + i] = sum[i];
-    }
-    __syncthreads();
-    for (int d = threadIdx.x; d < op.entries.dim; d += kThreads) {
-      float sum = 0;
-      for (int w = 0; w < kWarps; ++w) sum += parts[w][d];
-      parts[0][d] = sum;
     }
     __syncthreads();
   }
@@ -91,7 +54,7 @@ struct Unit {
   SPARSE_RL_DEVICE void linear_part(const float* total) const {
     for (int j = threadIdx.x / 32; j < length; j += kWarps) {
       float sum = 0;
-      each(j, [&](int d, const float (&x)[8]) {
+      each_part(key(j), op.entries.dim, [&](int d, const float (&x)[8]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float unit = x[i] * norm[j];
@@ -214,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 4) redundancy_k
     if (length == 0) continue;  // the same in all threads
     const Unit<T> unit{op, op.keys + span.start * op.entries.dim, length, out, norm};
     unit.inverse_norms();
-    unit.sum_keys(shared.parts);
+    sum_rows(unit.keys, unit.length, op.entries.dim, unit.norm, shared.parts);
     unit.linear_part(shared.parts[0]);
     unit.spare_last(shared.search);
     for (int j = threadIdx.x; j < length; j += kThreads) out[j] /= static_cast<float>(length);

@@ -1,6 +1,6 @@
 // score_entries: scores that one look at an entry tells. One block per (layer, row, KV head).
 
-#include "float8.cuh"
+#include "rows.cuh"
 #include "score_entries.h"
 
 namespace sparse_rl {
@@ -12,26 +12,10 @@ struct Unit {
   Span span;
   float* out;
 
-  // f(d, x) for the elements d .. d + 7 of a row of a pool that this lane of a warp reads.
-  template <class F>
-  SPARSE_RL_DEVICE void each(const P* pool, int j, F f) const {
-    const P* row = pool + (span.start + j) * op.entries.dim;
-    for (int d = threadIdx.x % 32 * 8; d < op.entries.dim; d += 256) {
-      float x[8];
-      load8(row + d, x);
-      f(d, x);
-    }
-  }
+  SPARSE_RL_DEVICE const P* row(const P* pool, int j) const { return pool + (span.start + j) * op.entries.dim; }
 
   // The length of a row of a pool, in all lanes of a warp.
-  SPARSE_RL_DEVICE float norm(const P* pool, int j) const {
-    float sum = 0;
-    each(pool, j, [&](int, const float (&x)[8]) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum += x[i] * x[i];
-    });
-    return sqrtf(warp_sum(sum));
-  }
+  SPARSE_RL_DEVICE float norm(const P* pool, int j) const { return sqrtf(square_sum(row(pool, j), op.entries.dim)); }
 
   // What needs a row of keys or values, a warp for each entry.
   SPARSE_RL_DEVICE void by_row() const {
@@ -61,24 +45,7 @@ struct Unit {
       if (threadIdx.x % 32 == 0) out[j] = 1 / fmaxf(own, kLeast);
     }
     __syncthreads();
-    for (int d = threadIdx.x % 32 * 8; d < op.entries.dim; d += 256) {
-      float sum[8] = {};
-      for (int j = warp; j < span.length; j += kWarps) {
-        float x[8];
-        load8(op.keys + (span.start + j) * op.entries.dim + d, x);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += x[i] * out[j];
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) parts[warp][d + i] = sum[i];
-    }
-    __syncthreads();
-    for (int d = threadIdx.x; d < op.entries.dim; d += kThreads) {
-      float sum = 0;
-      for (int w = 0; w < kWarps; ++w) sum += parts[w][d];
-      parts[0][d] = sum;
-    }
-    __syncthreads();
+    sum_rows(row(op.keys, 0), span.length, op.entries.dim, out, parts);
     float squares = 0;
     for (int d = threadIdx.x; d < op.entries.dim && threadIdx.x < 32; d += 32) squares += parts[0][d] * parts[0][d];
     squares = warp_sum(squares);
@@ -86,7 +53,7 @@ struct Unit {
     __syncthreads();
     for (int j = warp; j < span.length; j += kWarps) {
       float product = 0;
-      each(op.keys, j, [&](int d, const float (&x)[8]) {
+      each_part(row(op.keys, j), op.entries.dim, [&](int d, const float (&x)[8]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) product += x[i] * parts[0][d + i];
       });

@@ -21,6 +21,34 @@ SPARSE_RL_CLONES void pack_query(const T* row, int r, int64_t dim, float* querie
   }
 }
 
+// The sum of the squares of a row.
+template <class T>
+SPARSE_RL_INLINE float square_sum(const T* row, int64_t dim) {
+  Vec sum{};
+  for (int64_t at = 0; at < dim; at += kBlock) {
+    Vec a, b;
+    load_part(row, at, dim, a, b);
+    sum += a * a;
+    sum += b * b;
+  }
+  return sum_lanes(sum);
+}
+
+// out = sum_j rows[j] * factors[j], with room for whole blocks.
+template <class T>
+SPARSE_RL_INLINE void sum_rows(const T* rows, int64_t count, int64_t dim, const float* factors, float* out) {
+  for (int64_t at = 0; at < dim; at += kBlock) {
+    Vec first{}, second{};
+    for (int64_t j = 0; j < count; ++j) {
+      Vec a, b;
+      load_part(rows + j * dim, at, dim, a, b);
+      first += a * factors[j];
+      second += b * factors[j];
+    }
+    store_block(out + at, first, second);
+  }
+}
+
 // Floats from one key to the next in a tile of products: a divisor of the vector length.
 constexpr int key_stride(int rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 

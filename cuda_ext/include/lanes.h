@@ -13,21 +13,9 @@ typedef uint16_t Half8 __attribute__((vector_size(16)));
 
 inline constexpr int kEight = 8;
 
-SPARSE_RL_INLINE Vec8 floats_of(Bits8 bits) {
-  Vec8 x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-SPARSE_RL_INLINE Bits8 bits_of(Vec8 x) {
-  Bits8 bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
 // The upper half of each float, rounded to the nearest even.
 SPARSE_RL_INLINE Bits8 upper_halves(Vec8 x) {
-  const Bits8 u = bits_of(x), up = u + 0x7FFFu + ((u >> 16) & 1u);
+  const Bits8 u = same_bits<Bits8>(x), up = u + 0x7FFFu + ((u >> 16) & 1u);
   const Int8 is_number = x == x;
   return (is_number ? up : up * 0 + 0x7FC00000u) >> 16;
 }
@@ -38,7 +26,7 @@ SPARSE_RL_INLINE Vec8 rounded(Vec8 x) {
   if constexpr (sizeof(T) == sizeof(float)) {
     return x;
   } else {
-    return floats_of(upper_halves(x) << 16);
+    return same_bits<Vec8>(upper_halves(x) << 16);
   }
 }
 
@@ -51,7 +39,7 @@ SPARSE_RL_INLINE Vec8 load8(const float* p) {
 SPARSE_RL_INLINE Vec8 load8(const BFloat16* p) {
   Half8 half;
   std::memcpy(&half, p, sizeof(half));
-  return floats_of(__builtin_convertvector(half, Bits8) << 16);
+  return same_bits<Vec8>(__builtin_convertvector(half, Bits8) << 16);
 }
 
 SPARSE_RL_INLINE void store8(float* p, Vec8 x) { std::memcpy(p, &x, sizeof(x)); }
@@ -94,7 +82,7 @@ SPARSE_RL_INLINE Vec8 exp_within(Vec8 x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  return p * floats_of((bits_of(shifted) - 0x4B400000u + 127u) << 23);
+  return p * same_bits<Vec8>((same_bits<Bits8>(shifted) - 0x4B400000u + 127u) << 23);
 }
 
 SPARSE_RL_INLINE float sum_eight(Vec8 x) {

@@ -45,21 +45,18 @@ SPARSE_RL_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 
 SPARSE_RL_INLINE Vec splat(float x) { return x - Vec{}; }
 
-SPARSE_RL_INLINE Vec bits_to_float(VecU u) {
-  Vec v;
-  std::memcpy(&v, &u, sizeof(v));
-  return v;
-}
-
-SPARSE_RL_INLINE VecI to_bits(Vec v) {
-  VecI bits;
-  std::memcpy(&bits, &v, sizeof(bits));
-  return bits;
+// The bits of a vector as those of another type.
+template <class To, class From>
+SPARSE_RL_INLINE To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
 }
 
 // `a` where the mask is all ones, `b` where it is zero.
 SPARSE_RL_INLINE Vec select(VecI mask, Vec a, Vec b) {
-  return bits_to_float((VecU)((to_bits(a) & mask) | (to_bits(b) & ~mask)));
+  return same_bits<Vec>((VecU)((same_bits<VecI>(a) & mask) | (same_bits<VecI>(b) & ~mask)));
 }
 
 SPARSE_RL_INLINE void load_block(const float* p, Vec& a, Vec& b) {
@@ -70,8 +67,8 @@ SPARSE_RL_INLINE void load_block(const float* p, Vec& a, Vec& b) {
 SPARSE_RL_INLINE void load_block(const BFloat16* p, Vec& a, Vec& b) {
   VecU both;
   std::memcpy(&both, p, sizeof(both));
-  a = bits_to_float(both << 16);
-  b = bits_to_float(both & 0xFFFF0000u);
+  a = same_bits<Vec>(both << 16);
+  b = same_bits<Vec>(both & 0xFFFF0000u);
 }
 
 // The last dim % 32 elements of a row, followed by zeros.
@@ -222,7 +219,7 @@ SPARSE_RL_INLINE void pack_row(const float* in, float factor, int64_t dim, T* ro
 // exp(x) for x <= 0 to 1 ulp or so; 0 below -87, where floats become subnormal, for -inf and for NaN.
 SPARSE_RL_INLINE Vec exp_negative(Vec x) {
   // bits of positive floats are ordered as the floats are, with NaN above them all
-  const VecI live = ((to_bits(x) & 0x7FFFFFFF) - 0x42AE0001) >> 31;  // |x| <= 87
+  const VecI live = ((same_bits<VecI>(x) & 0x7FFFFFFF) - 0x42AE0001) >> 31;  // |x| <= 87
   x = select(live, x, splat(-87.0f));
   const Vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
   const Vec n = shifted - 12582912.0f;
@@ -235,8 +232,8 @@ SPARSE_RL_INLINE Vec exp_negative(Vec x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const VecU exponent = ((VecU)to_bits(shifted) << 23) + (127u << 23);  // the integer is in the lowest bits
-  return select(live, p * bits_to_float(exponent), Vec{});
+  const VecU exponent = ((VecU)same_bits<VecI>(shifted) << 23) + (127u << 23);  // the integer is in the lowest bits
+  return select(live, p * same_bits<Vec>(exponent), Vec{});
 }
 
 template <class T>

@@ -9,7 +9,7 @@ neighbors, and returns scores and budgets (``compressors/base.py``). The cache m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -135,17 +135,23 @@ class Event:
 
     def layer_budgets(self, layers: range) -> int | Tensor:
         """The budget of these layers, or (L' x B,) where slots or layers differ."""
-        values = {row[layer] for row in self.budgets for layer in layers}
-        return values.pop() if len(values) == 1 else self.on_device[layers.start : layers.stop].flatten()
+        each = self.on_device[layers.start : layers.stop].flatten()
+        return common((row[layer] for row in self.budgets for layer in layers), each)
 
 
-@dataclass(frozen=True)
+def common(values: Iterable[int], each: Tensor) -> int | Tensor:
+    """The number that all of these values are; if they differ, the tensor of each."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else each
+
+
+@dataclass
 class Compression:
     """A compressor applied to a cache: all evictions go through it."""
 
     compressor: Compressor
     num_layers: int
-    _one_by_one: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)  # once it had to be
+    _one_by_one: bool = field(default=False, init=False, repr=False, compare=False)  # once it had to be
 
     @cached_property
     def trigger(self) -> Trigger:
@@ -164,16 +170,17 @@ class Compression:
         """
         c, heads, device = self.compressor, cache.geometry.num_kv_heads, cache.key_pool.device
         budgets = prompts.counts(heads).clone()
-        scores = torch.zeros(len(prompts.slots), heads, max(prompts.lengths), dtype=torch.float32, device=device)
+        scores = torch.zeros(len(prompts.lengths), heads, max(prompts.lengths), dtype=torch.float32, device=device)
         # only these are scored; for the others zero scores and a budget of the full length keep everything
         long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
         if c.evicts and long:
-            part = prompt_state(cache, layer, prompts, long)
-            limit = self._budgets([prompts.lengths[i] for i in long], device)[layer]
-            scores[long, :, : part.valid.shape[-1]], budgets[long] = c.plan_eviction(part, limit)
+            own = [self.trigger.budgets(prompts.lengths[i])[layer] for i in long]
+            chosen, limits = upload([long, own], device)
+            part = prompt_state(cache, layer, prompts, long, chosen)
+            scores[chosen, :, : part.valid.shape[-1]], budgets[chosen] = c.plan_eviction(part, common(own, limits))
         cache.store(layer, prompts, scores, budgets, c)
         if prompts.state is not None:
-            _store_state(cache, layer, prompts.slots, prompts.state)
+            _store_state(cache, layer, prompts.places, prompts.state)
 
     def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
         """Cut every layer and head of these slots to its budget, so that the next tokens have room.
@@ -210,7 +217,7 @@ class Compression:
                 if all(len(layers) == 1 for layers in blocks):
                     raise
         plan = self._plan_blocks(cache, event, [range(layer, layer + 1) for layer in range(self.num_layers)])
-        self._one_by_one[:] = [True]  # this helped; an error that has other causes is raised again
+        self._one_by_one = True  # this helped; an error that has other causes is raised again
         return plan
 
     def _plan_blocks(self, cache: SlotCache, event: Event, blocks: list[range]) -> tuple[Tensor, Tensor]:
@@ -227,13 +234,6 @@ class Compression:
         scores = torch.cat([F.pad(plan.scores, (0, widest - plan.scores.shape[-1])) for plan in plans])
         budgets = torch.cat([plan.budgets for plan in plans])
         return scores.view(*shape, *scores.shape[1:]), budgets.view(*shape, -1)
-
-    def _budgets(self, lengths: list[int], device: torch.device) -> Sequence[int | Tensor]:
-        """The budgets (L) for these lengths: a number per layer if all sequences agree, else (S,)."""
-        rows = [self.trigger.budgets(length) for length in lengths]
-        if all(row == rows[0] for row in rows):
-            return rows[0]
-        return list(torch.tensor(rows, device=device).T)
 
     def note_step(
         self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
@@ -254,12 +254,11 @@ class Compression:
         follow_step(self.compressor, cache, layer, slots, positions[:n], probs, hidden[:n], weights)
 
 
-def _store_state(cache: SlotCache, layer: int, slots: list[int], state: list[Tensor]) -> None:
-    """Write the running numbers (P) of (H, T, C) of prompts to the places of the entries that were kept."""
+def _store_state(cache: SlotCache, layer: int, slots: Tensor, state: list[Tensor]) -> None:
+    """Write the running numbers (P) of (H, T, C) of prompts to the places of the entries that their slots keep."""
     assert cache.state_pool is not None
-    chosen, numbers = torch.tensor(slots, device=cache.key_pool.device), padded(state)
-    lengths = cache.lengths[layer, chosen]
-    rows, live = gather_heads(cache.pools.offsets[layer, chosen], lengths, int(lengths.max()))
+    lengths, numbers = cache.lengths[layer, slots], padded(state)
+    rows, live = gather_heads(cache.pools.offsets[layer, slots], lengths, int(lengths.max()))
     # an entry's position is its index in the prompt, so it finds the number that belongs to it
     kept = torch.where(live, cache.pools.positions[rows].long(), 0)
     kept_numbers = numbers.gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, numbers.shape[-1]))

@@ -87,9 +87,8 @@ class CacheSize:
 class PackedPrompts:
     """One layer of newly read prompts, one after the other in ``keys`` and ``values``."""
 
-    slots: list[int]  # (P) destination of each prompt
     lengths: list[int]  # (P)
-    places: Tensor  # (P) int64, the slots on the device
+    places: Tensor  # (P) int64, slot of each prompt
     borders: Tensor  # (P + 1) int64, row of each prompt's first token, and the end of the last
     keys: Tensor  # (H, R, D) rotated, of the pools' type
     values: Tensor  # (H, R, D)

@@ -85,14 +85,9 @@ def block_state(cache: SlotCache, layers: range, chosen: ChosenSlots) -> LayerSt
     )  # fmt: skip
 
 
-def slot_state(cache: SlotCache, layer: int, slots: list[int]) -> LayerState:
-    """The state of one layer of these slots, as compressors see it."""
-    there = torch.tensor(slots, device=cache.key_pool.device)
-    width = int(cache.lengths[layer, there].max())
-    return block_state(cache, range(layer, layer + 1), ChosenSlots.of(slots, there, width))
-
-
-def prompt_state(cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: list[int]) -> LayerState:
+def prompt_state(
+    cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: list[int], on_device: Tensor
+) -> LayerState:
     """The state of the chosen prompts, in the form of slots, padded to the longest of them.
 
     Args:
@@ -100,17 +95,17 @@ def prompt_state(cache: SlotCache, layer: int, prompts: PackedPrompts, chosen: l
         layer: Layer index.
         prompts: Prompts that were read.
         chosen: Indices of the prompts.
+        on_device: The same, (P',) int64.
     """
-    slots, lengths = [prompts.slots[i] for i in chosen], [prompts.lengths[i] for i in chosen]
-    index = torch.arange(max(lengths), device=prompts.keys.device)
-    held = torch.tensor(lengths, device=index.device)[:, None]
+    index = torch.arange(max(prompts.lengths[i] for i in chosen), device=prompts.keys.device)
+    held = prompts.borders.diff()[on_device, None]
     # behind its end a prompt repeats its last token, so that no row of the next prompt is read
-    rows = prompts.borders[chosen, None] + torch.minimum(index, held - 1)
+    rows = prompts.borders[on_device, None] + torch.minimum(index, held - 1)
     keys, values = (t[:, rows].transpose(0, 1) for t in (prompts.keys, prompts.values))  # (P, H, N, D)
     shape = keys.shape[:3]
     valid = (index < held)[:, None].expand(shape)
     numbers = None if prompts.state is None else padded([prompts.state[i] for i in chosen])
-    own = torch.tensor(slots, device=index.device)
+    own = prompts.places[on_device]
     head_numbers = cache.head_state[layer, own] if cache.size.head_state_fields else None
     return _state(
         cache, layer, own, cache.queries[layer, own], keys, values, index.expand(shape), valid, numbers, head_numbers

@@ -11,14 +11,9 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.entries import (
-    HeadReduction,
-    newest_queries,
-    normalized_ranks,
-    shared_scores,
-    standardized,
-)
+from sparse_rl_lightning.compressors.entries import newest_queries, normalized_ranks, standardized
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
+from sparse_rl_lightning.ops.entries import HeadReduction, shared_scores
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 Normalization = Literal["rank", "standard", "none"]

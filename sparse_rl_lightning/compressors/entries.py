@@ -1,20 +1,14 @@
-"""Helpers for scores: live entries in float32, newest token and queries, comparable and shared scores."""
+"""Helpers for scores: live entries in float32, newest token and queries, comparable scores."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.records import LayerState
-
-HeadReduction = Literal["max", "mean"]
-"""Reduction over the heads that have a token: its best score, or the mean."""
-
-_NOWHERE = torch.iinfo(torch.int64).max
 
 
 def live_entries(tensor: Tensor, valid: Tensor) -> Tensor:
@@ -60,26 +54,3 @@ def standardized(scores: Tensor, valid: Tensor) -> Tensor:
     centered = (finite - finite.sum(dim=-1, keepdim=True) / number).masked_fill(~counted, 0.0)
     deviation = (centered.square().sum(dim=-1, keepdim=True) / number).sqrt()
     return torch.where(counted, centered / deviation.clamp(min=1e-6), scores)
-
-
-def shared_scores(scores: Tensor, positions: Tensor, valid: Tensor, reduction: HeadReduction) -> Tensor:
-    """Give a token the same score in every head that has it: its best or its mean (S, H, N), 0 in free memory.
-
-    Heads that always keep the same tokens have the same token at the same entry. Budgets per head, or a mixture with
-    scores that differ from head to head, break that, so tokens are found by their positions, which increase over the
-    live entries of a row.
-    """
-    assert reduction in ("max", "mean"), reduction
-    ordered = positions.masked_fill(~valid, _NOWHERE)
-    wanted = ordered.flatten(1)  # (S, H x N)
-    total = torch.zeros_like(scores) if reduction == "mean" else torch.full_like(scores, -torch.inf)
-    holders = torch.zeros_like(scores)
-    for head in range(scores.shape[1]):
-        there = ordered[:, head].contiguous()  # (S, N)
-        index = torch.searchsorted(there, wanted).clamp(max=there.shape[1] - 1)
-        found = (there.gather(1, index) == wanted).view_as(scores)  # free memory is masked at the end
-        score = scores[:, head].gather(1, index).view_as(scores)
-        total = torch.where(found, torch.maximum(total, score) if reduction == "max" else total + score, total)
-        holders += found
-    result = total if reduction == "max" else total / holders.clamp(min=1)
-    return result.masked_fill(~valid, 0.0)

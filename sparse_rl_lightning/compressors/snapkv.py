@@ -68,22 +68,20 @@ class SnapKV(Compressor):
             layer.valid.sum(dim=-1),
             layer.positions,
             layer.scale,
-            window=self.window,
-            exclude_window=self.variant == "decode",
-            group_reduction=self.group_reduction,
-            query_reduction="mean" if self.variant == "decode" else "sum",
-            pooling=self.pooling,
-            kernel_size=self.kernel_size,
+            **self._importance(),
         )
 
     def score_cached(self, entries: CachedEntries) -> Tensor:
         """The same in all layers at once: (L, B, H, N)."""
-        return cached_importance(
-            entries,
-            window=self.window,
-            exclude_window=self.variant == "decode",
-            group_reduction=self.group_reduction,
-            query_reduction="mean" if self.variant == "decode" else "sum",
-            pooling=self.pooling,
-            kernel_size=self.kernel_size,
-        )
+        return cached_importance(entries, **self._importance())
+
+    def _importance(self) -> dict[str, Any]:
+        """The settings of the op, of one layer's state or of the cache."""
+        return {
+            "window": self.window,
+            "exclude_window": self.variant == "decode",
+            "group_reduction": self.group_reduction,
+            "query_reduction": "mean" if self.variant == "decode" else "sum",
+            "pooling": self.pooling,
+            "kernel_size": self.kernel_size,
+        }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.entries import shared_scores
 from sparse_rl_lightning.ops import CachedEntries, score_entries, window_importance
+from sparse_rl_lightning.ops.entries import shared_scores
 from sparse_rl_lightning.ops.window_importance import cached_importance
 from sparse_rl_lightning.records import LayerState
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparse_rl_lightning.ops.pools import FLOAT8, KVPools, accumulation_dtype, gather_heads
+
+HeadReduction = Literal["max", "mean"]
+"""Reduction over the heads that have a token: its best score, or the mean."""
 
 AT_A_TIME = {"cpu": 64}  # heads that an op scores at the same time at most: each needs memory of its own
 AT_A_TIME_ON_DEVICE = 1024
@@ -71,3 +75,26 @@ def heads_of(
     used = (slots >= 0).nonzero().squeeze(1)
     rows, live = gather_heads(offsets[:, slots[used]], lengths[:, slots[used]], width)
     return used, pool[rows.clamp(max=max(len(pool) - 1, 0))], live, rows
+
+
+def shared_scores(scores: Tensor, positions: Tensor, valid: Tensor, reduction: HeadReduction) -> Tensor:
+    """Give a token the same score in every head that has it: its best or its mean (S, H, N), 0 in free memory.
+
+    Heads that always keep the same tokens have the same token at the same entry. Budgets per head, or a mixture with
+    scores that differ from head to head, break that, so tokens are found by their positions, which increase over the
+    live entries of a row.
+    """
+    assert reduction in ("max", "mean"), reduction
+    ordered = positions.masked_fill(~valid, torch.iinfo(positions.dtype).max)
+    wanted = ordered.flatten(1)  # (S, H x N)
+    total = torch.zeros_like(scores) if reduction == "mean" else torch.full_like(scores, -torch.inf)
+    holders = torch.zeros_like(scores)
+    for head in range(scores.shape[1]):
+        there = ordered[:, head].contiguous()  # (S, N)
+        index = torch.searchsorted(there, wanted).clamp(max=there.shape[1] - 1)
+        found = (there.gather(1, index) == wanted).view_as(scores)  # free memory is masked at the end
+        score = scores[:, head].gather(1, index).view_as(scores)
+        total = torch.where(found, torch.maximum(total, score) if reduction == "max" else total + score, total)
+        holders += found
+    result = total if reduction == "max" else total / holders.clamp(min=1)
+    return result.masked_fill(~valid, 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import check_choice
 from sparse_rl_lightning.ops.checks import check_runs
-from sparse_rl_lightning.ops.entries import CachedEntries, heads_of
+from sparse_rl_lightning.ops.entries import CachedEntries, heads_of, shared_scores
 from sparse_rl_lightning.ops.keyed_random import hash_uniform
 from sparse_rl_lightning.ops.library import call, register
 
@@ -72,7 +72,8 @@ def reference(
         scores = hash_uniform(keys, layers[:, None, None, None], heads[:, None], positions.long())
     elif method == "shared":
         assert given is not None
-        scores = _shared(given[:, used], positions, live)
+        own, at, valid = (t.flatten(0, 1) for t in (given[:, used], positions, live))  # layers are so many slots more
+        scores = shared_scores(own, at, valid, "mean").view_as(live)
     elif method == "mass":
         assert state_pool is not None
         scores = state_pool[rows][..., 0].to(dtype)
@@ -87,19 +88,6 @@ def reference(
             unit = F.normalize(keys, dim=-1)
             scores = -(unit * F.normalize(unit.sum(dim=-2, keepdim=True), dim=-1)).sum(dim=-1)
     entry_scores[:, used] = scores.to(dtype).masked_fill(~live, 0.0)
-
-
-def _shared(scores: Tensor, positions: Tensor, live: Tensor) -> Tensor:
-    """The mean (L, B, H, N) of the scores of a position over the heads that have it."""
-    ordered = positions.masked_fill(~live, torch.iinfo(positions.dtype).max)
-    total, holders = torch.zeros_like(scores), torch.zeros_like(scores)
-    for head in range(scores.shape[2]):
-        there = ordered[:, :, head : head + 1].expand_as(ordered).contiguous()
-        index = torch.searchsorted(there, ordered.contiguous()).clamp(max=ordered.shape[-1] - 1)
-        found = there.gather(-1, index) == ordered
-        other = scores[:, :, head : head + 1].expand_as(scores).gather(-1, index)
-        total, holders = torch.where(found, total + other, total), holders + found
-    return total / holders.clamp(min=1)
 
 
 register("score_entries", reference)

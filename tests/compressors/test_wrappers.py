@@ -24,7 +24,8 @@ from sparse_rl_lightning.compressors import (
     SnapKV,
     StreamingLLM,
 )
-from sparse_rl_lightning.compressors.entries import newest_queries, normalized_ranks, shared_scores, standardized
+from sparse_rl_lightning.compressors.entries import newest_queries, normalized_ranks, standardized
+from sparse_rl_lightning.ops.entries import shared_scores
 from sparse_rl_lightning.records import NEVER, LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import random_layer, tiny_model

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,10 @@ class Attend(Protocol):
             The result (R, Hq, D).
         """
         ...
+
+
+Group: TypeAlias = tuple[nn.Module, ...]
+"""Linear modules with the same input."""
 
 
 @dataclass(frozen=True)
@@ -82,31 +86,32 @@ class Decoder:
         self.embedding: nn.Module = decoder.embed_tokens
         self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
         self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
-        self.head = self._joined(model.get_output_embeddings())
+        self.head = self._joined((model.get_output_embeddings(),))
         self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
         self.layers = [self._layer(layer) for layer in decoder.layers]
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
 
-    def _joined(self, *modules: nn.Module) -> Projection:
+    def _joined(self, modules: Group) -> Projection:
         self._projections.append(join(modules, self.geometry.dtype))
         return self._projections[-1]
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        project_in = self._joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        gate_and_up = None if is_changed(mlp) else self._joined(mlp.gate_proj, mlp.up_proj)
+        project_in, project_out, *feed = (self._joined(group) for group in _groups(layer))
         query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         of_query, of_key = NormWeight.of(query_norm, self._kind), NormWeight.of(key_norm, self._kind)
-        fits = of_query is not None and of_key is not None and of_query.epsilon == of_key.epsilon
+        head_norms = None
+        if of_query is not None and of_key is not None and of_query.epsilon == of_key.epsilon:
+            head_norms = of_query, of_key
         return _Layer(
             norm=AddNorm(layer.input_layernorm, project_in, self._kind),
             project_in=project_in,
             query_norm=query_norm,
             key_norm=key_norm,
-            project_out=self._joined(attention.o_proj),
-            mlp_norm=AddNorm(layer.post_attention_layernorm, gate_and_up, self._kind),
-            mlp=mlp if gate_and_up is None else GatedMLP(gate_and_up, mlp.act_fn, self._joined(mlp.down_proj)),
-            head_norms=(of_query, of_key) if fits and of_query is not None and of_key is not None else None,
+            project_out=project_out,
+            mlp_norm=AddNorm(layer.post_attention_layernorm, feed[0] if feed else None, self._kind),
+            mlp=GatedMLP(feed[0], mlp.act_fn, feed[1]) if feed else mlp,
+            head_norms=head_norms,
         )
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -200,14 +205,20 @@ class Decoder:
 
 def decoder_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int) -> int:
     """The bytes of the copies of weights that a decoder makes, and of its angles for this many positions."""
-    decoder: Any = model.get_decoder()
-    groups: list[tuple[nn.Module, ...]] = [(model.get_output_embeddings(),)]
-    for layer in decoder.layers:
-        own, mlp = layer.self_attn, layer.mlp
-        groups += [(own.q_proj, own.k_proj, own.v_proj), (own.o_proj,)]
-        groups += [] if is_changed(mlp) else [(mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
+    layers: Any = model.get_decoder().layers
+    groups = [(model.get_output_embeddings(),), *(group for layer in layers for group in _groups(layer))]
     angles = 2 * length * geometry.head_dim * accumulation_dtype(geometry.query_dtype).itemsize
     return sum(copied_bytes(group, geometry.dtype) for group in groups) + angles
+
+
+def _groups(layer: Any) -> list[Group]:
+    """The matrices of a layer that are one product each: queries, keys and values; output; gate and up; down.
+
+    A feed-forward block with hooks or a forward of its own is called as it is, and has none.
+    """
+    own, mlp = layer.self_attn, layer.mlp
+    attention: list[Group] = [(own.q_proj, own.k_proj, own.v_proj), (own.o_proj,)]
+    return attention if is_changed(mlp) else [*attention, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
 
 
 def _signature(model: PreTrainedModel) -> tuple[object, ...]:

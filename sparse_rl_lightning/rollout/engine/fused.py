@@ -41,9 +41,9 @@ class NormWeight:
     @classmethod
     def of(cls, module: nn.Module | None, dtype: torch.dtype) -> NormWeight | None:
         """The weight of a norm of a family in ``dtype``; None for any other module, and in float64."""
-        known = type(module) in NORMS and module is not None and not is_changed(module)
-        same = known and module is not None and getattr(module.weight, "dtype", None) == dtype != torch.float64
-        return cls(module) if same and module is not None else None
+        if module is None or type(module) not in NORMS or is_changed(module) or dtype == torch.float64:
+            return None
+        return cls(module) if module.weight.dtype == dtype else None
 
 
 class AddNorm:

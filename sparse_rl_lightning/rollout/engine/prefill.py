@@ -146,7 +146,7 @@ class _Pack:
         keys, values = (to_stored(t.transpose(0, 1), kind).contiguous() for t in (key, value))
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
-            [p.slot for p in self.prompts], self._lengths, self._places, self._borders, keys, values,
+            self._lengths, self._places, self._borders, keys, values,
             [p.limits[layer] for p in self.prompts], [p.room for p in self.prompts],
             state if self.cache.size.state_fields else None,
         )  # fmt: skip
@@ -190,7 +190,7 @@ class _Chunks:
             kind = self.cache.key_pool.dtype
             place, borders = upload([[self.prompt.slot], [0, self.stop]], query.device)
             packed = PackedPrompts(
-                [self.prompt.slot], [self.stop], place, borders, to_stored(keys, kind), to_stored(values, kind),
+                [self.stop], place, borders, to_stored(keys, kind), to_stored(values, kind),
                 [self.prompt.limits[layer]], [self.prompt.room],
                 [self._state[layer]] if self.cache.size.state_fields else None,
             )  # fmt: skip

@@ -316,7 +316,8 @@ class Scheduler:
         bad: dict[int, int] = {}  # sequences drawn from NaN or infinite logits, with their first such token
         for slot, one in sorted(self.running.items()):
             end, by_token = ends[slot], finished[slot]
-            if (stopped := self._find_stop(one, *texts[slot], end) if texts else None) is not None:
+            stopped = self._find_stop(one, *texts[slot], end) if texts else None
+            if stopped is not None:
                 end, by_token = stopped, True
             # what a sequence drew past its end is discarded, so it may be broken
             if broken[slot] <= min(end, one.num_fed):
