@@ -130,7 +130,8 @@ def draw(shape: dict[str, Any], num_slots: int, **params: Any) -> Counts:
     with rollout(shape, RKV(budget=512, buffer=128, num_sinks=0), num_slots, **params) as (gpu, scheduler):
         logits = torch.zeros(num_slots, shape["vocab_size"], device="cuda")
         places = torch.arange(num_slots, device="cuda")
-        return counted(gpu, lambda: scheduler.engine.draw(logits, places))
+        at = scheduler.cache.seen[places]
+        return counted(gpu, lambda: scheduler.engine.draw(logits, places, at))
 
 
 def compression(shape: dict[str, Any], method: type[Compressor], slots: list[int], num_slots: int) -> Counts:

@@ -288,17 +288,19 @@ class SlotCache:
         positions = self.seen[places]
         return self.tokens[places, positions], positions
 
-    def end_step(self, slots: Tensor, places: Tensor, positions: Tensor) -> None:
-        """Count the tokens that were fed.
+    def end_step(self, slots: Tensor, places: Tensor, positions: Tensor) -> Tensor:
+        """Count the tokens that were fed, and return the indices (R,) at which the next ones are written.
 
         Args:
             slots: Slots (R,), -1 for rows that pad the batch.
             places: Rows (R,) of per-slot tensors, for padding the last one.
             positions: Positions (R,) of the tokens.
         """
-        self.seen[places] = positions + 1
+        after = positions + 1
+        self.seen[places] = after
         self.seen[-1:].zero_()  # padding stays at its first token
         self.held[places, positions] = self.entries_held(slots.clamp(min=0))
+        return after
 
     def note_held(self, slots: Tensor) -> None:
         """Update ``held`` of these slots (n,), whose entries changed after their last token was fed."""

@@ -93,10 +93,11 @@ class PagedCache(SlotCache):
         self.limits = self.limits_at(positions + 1)
         return tokens, positions
 
-    def end_step(self, slots: Tensor, places: Tensor, positions: Tensor) -> None:
+    def end_step(self, slots: Tensor, places: Tensor, positions: Tensor) -> Tensor:
         """End a step as the base class does, and record how much was read."""
-        super().end_step(slots, places, positions)
+        after = super().end_step(slots, places, positions)
         self.read[places, positions] = self.count_read(self.lengths[:, slots.clamp(min=0)])
+        return after
 
     def count_read(self, lengths: Tensor) -> Tensor:
         """The number of entries (R,) that a step reads, one key and one value each, a mean over layers and heads.

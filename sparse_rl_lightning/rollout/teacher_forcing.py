@@ -37,10 +37,10 @@ class ForcedEngine(Engine):
         super().__init__(model, key)
         self.compression, self.texts, self.note = compression, texts, note
 
-    def draw(self, logits: Tensor, places: Tensor) -> None:
+    def draw(self, logits: Tensor, places: Tensor, at: Tensor) -> None:
         """Pass the logits to ``note``, and continue with the text's token."""
         own = places < len(self.texts)  # the others pad the batch
-        slots, at = places[own], self.cache.seen[places[own]]
+        slots, at = places[own], at[own]
         self.cache.tokens[slots, at] = self.texts[slots, at]
         wide = logits[own].float()
         self.logs.note_broken(slots, at, ~wide.logsumexp(dim=-1).isfinite())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import sparse_rl_lightning.compressors as c
@@ -228,9 +229,10 @@ def spoil_end_step(monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a number to one element, as steps once ended; returns file and line."""
     proper = SlotCache.end_step
 
-    def end_step(self: SlotCache, *args: Any) -> None:
-        proper(self, *args)
+    def end_step(self: SlotCache, *args: Any) -> Tensor:
+        after = proper(self, *args)
         self.seen[-1] = 0
+        return after
 
     monkeypatch.setattr(SlotCache, "end_step", end_step)
     return f"tests/rollout/test_pretend_gpu.py:{end_step.__code__.co_firstlineno + 2}"
@@ -240,10 +242,10 @@ def spoil_draw(monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a number to an index, as end tokens were once forbidden; returns file and line."""
     proper = Engine.draw
 
-    def draw(self: Engine, logits: torch.Tensor, places: torch.Tensor) -> None:
+    def draw(self: Engine, logits: torch.Tensor, *args: Any) -> None:
         is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         is_end[self.end_ids] = True
-        proper(self, logits, places)
+        proper(self, logits, *args)
 
     monkeypatch.setattr(Engine, "draw", draw)
     return f"tests/rollout/test_pretend_gpu.py:{draw.__code__.co_firstlineno + 2}"
@@ -267,10 +269,10 @@ def test_a_number_of_python_in_a_step_is_found(monkeypatch: pytest.MonkeyPatch) 
     model, params, calls = policy(), SamplingParams(**PARAMS), [0]
     proper = SlotCache.end_step
 
-    def end_step(self: SlotCache, *args: Any) -> None:
+    def end_step(self: SlotCache, *args: Any) -> Tensor:
         calls[0] += 1
-        proper(self, *args)
         self.held.add_(calls[0] - calls[0] % 10)
+        return proper(self, *args)
 
     want = RolloutSampler(model, RKV(**SMALL), num_slots=4).generate(PROMPTS, params)
     monkeypatch.setattr(SlotCache, "end_step", end_step)

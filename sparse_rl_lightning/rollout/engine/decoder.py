@@ -129,7 +129,7 @@ class Decoder:
         x: Tensor = self.embedding(ids)
         if is_changed(self.embedding) or type(self.embedding) is not nn.Embedding:
             x = x.clone()  # sums are written into it
-        cos, sin = (table[positions] for table in self._angles)
+        cos, sin = self._angles[:, positions]
         addend = None
         for index, layer in enumerate(self.layers):
             x, hidden = layer.norm(x, addend)
@@ -184,15 +184,15 @@ class Decoder:
 
     def reach(self, length: int) -> None:
         """Prepare the angles of positions up to a length, which does not shrink."""
-        if length > len(self._angles[0]):
+        if length > self._angles.shape[1]:
             self._angles = self._rotation(torch.arange(length, device=self.inv_freq.device))
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (R, D), rounded to the type of the hidden states as in transformers."""
+    def _rotation(self, positions: Tensor) -> Tensor:
+        """Cosines and sines (2, R, D), rounded to the type of the hidden states as in transformers."""
         angles = positions[:, None].to(torch.float32) * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.query_dtype)
-        return (angles.cos() * scaling).to(self._kind).to(wide), (angles.sin() * scaling).to(self._kind).to(wide)
+        return (torch.stack([angles.cos(), angles.sin()]) * scaling).to(self._kind).to(wide)
 
     def _norms(self) -> Iterator[NormWeight]:
         """The weights of norms that ops read."""

@@ -176,14 +176,12 @@ class Engine:
             return out
 
         hidden = decoder(tokens, positions, attend)
-        # `seen` grows before the draw: it is the index at which the drawn token is written
-        cache.end_step(rows.slots, rows.places, positions)
-        self.draw(decoder.logits(hidden), rows.places)
+        at = cache.end_step(rows.slots, rows.places, positions)
+        self.draw(decoder.logits(hidden), rows.places, at)
 
-    def draw(self, logits: Tensor, places: Tensor) -> None:
-        """Draw the next token of these slots from logits (n, V) and log it."""
+    def draw(self, logits: Tensor, places: Tensor, at: Tensor) -> None:
+        """Draw the next token of these slots from logits (n, V), write it to the indices ``at`` (n,) and log it."""
         cache, params = self.cache, self.key.params
-        at = cache.seen[places]
         # the number of the token within its completion, not in a batch: random numbers depend on nothing else
         steps = at - cache.prompt_lengths[places]
         occurred = occurring(cache.tokens[places], at, logits.shape[-1]) if params.penalizes else None

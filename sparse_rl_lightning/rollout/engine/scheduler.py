@@ -216,7 +216,7 @@ class Scheduler:
         self.cache.sequence_keys[places] = keys
         self.cache.note_held(places)
         # the logits of the prompt's last token give every sample its first one
-        self.engine.draw(torch.stack(logits), places)
+        self.engine.draw(torch.stack(logits), places, self.cache.seen[places])
         return True
 
     def _upload(self, admitted: dict[int, list[int]]) -> list[Tensor]:

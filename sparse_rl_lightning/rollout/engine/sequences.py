@@ -45,15 +45,15 @@ class SequenceLogs:
         top = (*shape, params.top_logprobs)
         self.topk_ids = torch.zeros(top, dtype=torch.int64, device=device)
         self.topk_logprobs = torch.zeros(top, dtype=torch.float32, device=device)
-        self.ends = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)  # index of the last token
-        self.broken = self.ends.clone()  # index of the first token drawn from NaN or infinite logits
-        self.finished = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)  # finished by an end token
+        self.last = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)  # last index by length
+        self.end = self.last.clone()  # index of the first end token
+        self.broken = self.last.clone()  # index of the first token drawn from NaN or infinite logits
 
     def begin(self, slots: Tensor, last: Tensor) -> None:
         """Start sequences (B,) that end by length at the tokens ``last`` (B,)."""
-        self.ends[slots] = last
+        self.last[slots] = last
+        self.end.index_fill_(0, slots, UNLIMITED)
         self.broken.index_fill_(0, slots, UNLIMITED)
-        self.finished.index_fill_(0, slots, False)
 
     def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
         """Log tokens that have just been drawn.
@@ -75,32 +75,33 @@ class SequenceLogs:
 
     def note_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
         """Log that tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
-        self.broken[slots] = torch.where(is_broken, torch.minimum(self.broken[slots], at), self.broken[slots])
+        _note_first(self.broken, slots, at, is_broken)
 
     def note_end(self, slots: Tensor, at: Tensor, is_end: Tensor) -> None:
         """Log that tokens at ``at`` (n,) were drawn, some of them end tokens; the first end counts."""
-        before = self.ends[slots]
-        ends_now = is_end & (at <= before)
-        self.ends[slots] = torch.where(ends_now, at, before)
-        self.finished[slots] |= ends_now
+        _note_first(self.end, slots, at, is_end)
 
     def look(self, pools: KVPools) -> tuple[list[int], list[bool], list[int]]:
-        """Read ends, finished and broken of every slot, and errors of kernels, with one wait for the device.
+        """Read what ended or broke the sequences, and errors of kernels, with one wait for the device.
+
+        Returns:
+            For every slot the index of its last token, whether an end token is there, and the index of the first token
+            drawn from broken logits.
 
         Raises:
             RuntimeError: If a CUDA kernel has reported an error.
         """
-        errors = torch.zeros_like(self.ends) if pools.errors is None else pools.errors.expand_as(self.ends)
-        table = torch.stack([self.ends, self.finished.to(torch.int64), self.broken, errors.to(torch.int64)])
-        ends, finished, broken, faults = table.tolist()
+        errors = torch.zeros_like(self.last) if pools.errors is None else pools.errors.expand_as(self.last)
+        last, end, broken, faults = torch.stack([self.last, self.end, self.broken, errors.to(torch.int64)]).tolist()
         pools.raise_errors(faults[0])
-        return ends, [bool(one) for one in finished], broken
+        by_slot = list(zip(last, end, strict=True))
+        return [min(pair) for pair in by_slot], [ended <= limit for limit, ended in by_slot], broken
 
     # ---------------------------------------------------------------- a slot's rows, for checkpoints
 
     def save(self, slot: int) -> dict[str, Tensor]:
         """A copy of one slot's rows on the CPU."""
-        rows = {name: getattr(self, name) for name in (*self.per_token, "ends", "finished")}
+        rows = {name: getattr(self, name) for name in (*self.per_token, "last", "end")}
         return {name: tensor[slot].to("cpu", copy=True) for name, tensor in rows.items() if tensor is not None}
 
     def restore(self, slot: int, rows: dict[str, Tensor]) -> None:
@@ -250,6 +251,11 @@ def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_by
         evictions=EvictionRecord.cat(evictions) if evictions else None,
         kv=usage,
     )
+
+
+def _note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> None:
+    """Lower ``first`` (S + 1,) of these slots (n,) to the indices ``at`` (n,) where it ``happened`` (n,)."""
+    first.scatter_reduce_(0, slots, torch.where(happened, at, UNLIMITED), "amin")
 
 
 def _completion(row: Tensor, prompt_length: int) -> Tensor:
