@@ -8,10 +8,11 @@ so a busy machine slows all of them; times are medians over the rounds, ratios m
 
 On a CPU (some half an hour; ``--parts`` runs some of them):
 speed: equal work for sparse and full cache, ``model.generate`` and ``generate_batch``, beside the bound; then the same
-with longer completions, where ``generate`` runs on request only (``--long-rival``).
+with other lengths, where ``generate`` runs on request only (``--long-rival``).
 split: what one step is spent on.
 tail: completions of long-tailed lengths, refilled slots against lock-step batches.
 state: steps of a compressor with running state, with all slots in use and with free ones between.
+vocabulary: kinds of draws from 151,936 tokens, beside ``model.generate``.
 
 On a GPU (meant for 10 minutes; the page says what it took):
 cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: refilled rollouts
@@ -36,9 +37,10 @@ from benchmarks.rollout.speed import Setting, speed_tables
 from benchmarks.rollout.split import split_table
 from benchmarks.rollout.state import state_table
 from benchmarks.rollout.tail import Tail, tail_table
+from benchmarks.rollout.vocabulary import vocabulary_table
 from benchmarks.rollout.whole import whole_tables
 
-PARTS = {"cpu": ("speed", "split", "tail", "state"), "cuda": ("cells", "memory", "whole")}
+PARTS = {"cpu": ("speed", "split", "tail", "state", "vocabulary"), "cuda": ("cells", "memory", "whole")}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class Sizes:
 
     setting: Setting
     new_tokens: int
-    long_tokens: int
+    other_tokens: tuple[int, ...]  # of sparse and full cache alone
+    vocabulary: Setting
+    few_tokens: int  # drawn from it
     cycles: int  # of the buffer, that a step is split over
     tail: Tail
     grid: Grid
@@ -55,7 +59,8 @@ class Sizes:
 
 USUAL = Sizes(
     Setting(SMALL, 16, 64, budget=128, buffer=32, stream_bytes=2**28),
-    new_tokens=1024, long_tokens=4096, cycles=2,
+    new_tokens=1024, other_tokens=(768, 4096), cycles=2,
+    vocabulary=Setting(SHAPES["0.5B"], 32, 64, budget=128, buffer=32, stream_bytes=2**28), few_tokens=32,
     tail=Tail(SMALL, 64, 8, 32, 64, mean=160, longest=1024),
     grid=Grid(
         ("1.5B", "7B"), (4096, 16384, 32768), (64, 256), (512, 1024), memory_length=16384, memory_bytes=40 * 10**9,
@@ -65,7 +70,8 @@ USUAL = Sizes(
 )  # fmt: skip
 QUICK = Sizes(
     Setting(TINY, 4, 8, budget=12, buffer=4, stream_bytes=2**20),
-    new_tokens=24, long_tokens=40, cycles=2,
+    new_tokens=24, other_tokens=(40,), cycles=2,
+    vocabulary=Setting(TINY, 4, 8, budget=12, buffer=4, stream_bytes=2**20), few_tokens=4,
     tail=Tail(TINY, 4, 2, 4, 8, mean=12, longest=48),
     grid=Grid(
         ("tiny",), (40, 80), (8, 16), (16,), memory_length=80, memory_bytes=10**6, memory_sequences=16, num_prompts=4,
@@ -79,9 +85,10 @@ def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
     setting, dtype = sizes.setting, torch.bfloat16 if args.device == "cuda" else torch.float32
     grid = replace(sizes.grid, models=tuple(args.models or sizes.grid.models))
     parts: dict[str, Callable[[], Iterable[Table]]] = {
-        "speed": lambda: speed_tables(setting, sizes.new_tokens, sizes.long_tokens, args.rounds, args.long_rival),
+        "speed": lambda: speed_tables(setting, sizes.new_tokens, sizes.other_tokens, args.rounds, args.long_rival),
         "split": lambda: (split_table(setting, setting.prompt_length + sizes.new_tokens // 2, sizes.cycles),),
         "state": lambda: (state_table(setting, args.rounds),),
+        "vocabulary": lambda: (vocabulary_table(sizes.vocabulary, sizes.few_tokens, args.rounds),),
         "tail": lambda: (tail_table(sizes.tail, setting.compressor(), args.rounds),),
         "cells": lambda: (cells_table(grid, dtype, args.device),),
         "memory": lambda: (memory_table(grid, dtype, args.device),),
@@ -101,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=[part for parts in PARTS.values() for part in parts])
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), help="shapes of cells, memory and whole")
-    parser.add_argument("--long-rival", action="store_true", help="generate runs the longer completions too")
+    parser.add_argument("--long-rival", action="store_true", help="generate runs the other lengths too")
     parser.add_argument("--quick", action="store_true", help="toy sizes, one round: seconds, numbers without meaning")
     parser.add_argument("--save", type=Path, help="folder for the tables: rollout-cpu.md, gpu-rollout.md")
     parser.add_argument("--page", help="another name for the page")

@@ -41,6 +41,7 @@ TINY = Shape("tiny", 2, 64, 4, 2, 96, 256)
 SMALL = Shape("8 layers, 512 wide", 8, 512, 8, 2, 1536, 2048)
 SHAPES = {
     "tiny": TINY,
+    "0.5B": Shape("Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151936),
     "1.5B": Shape("Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936),
     "7B": Shape("Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
     "Qwen3-1.7B": Shape("Qwen3-1.7B", 28, 2048, 16, 8, 6144, 151936, qwen3_head_dim=128),

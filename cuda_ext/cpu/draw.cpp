@@ -36,23 +36,21 @@ constexpr Candidate kAnything{kNegInf, kTies};
 
 typedef double Double4 __attribute__((vector_size(32)));
 
-// Add all lanes to four sums in float64.
-SPARSE_RL_INLINE void add_lanes(Vec v, Double4* sums) {
-  Vec4 quarters[4];
-  std::memcpy(quarters, &v, sizeof(v));
-  for (int i = 0; i < 4; ++i) sums[i] += __builtin_convertvector(quarters[i], Double4);
+// Add all lanes to two sums in float64.
+SPARSE_RL_INLINE void add_lanes(Vec8 x, Double4* sums) {
+  Vec4 quarters[2];
+  std::memcpy(quarters, &x, sizeof(x));
+  for (int i = 0; i < 2; ++i) sums[i] += __builtin_convertvector(quarters[i], Double4);
 }
 
-// The largest of logits (a multiple of kBlock), NaN if one is NaN. Sums and maxima that are carried through a loop are as
-// wide as AVX2's vectors: GCC keeps wider ones in memory where there is no AVX-512.
+// The largest of logits (a multiple of kBlock), NaN if one is NaN.
 SPARSE_RL_INLINE float largest(const float* logits, int64_t count) {
   constexpr int Parts = 4, Lanes = kBlock / Parts;
   Vec8 tops[Parts], numbers[Parts];
   for (int i = 0; i < Parts; ++i) tops[i] = Vec8{} + kNegInf, numbers[i] = Vec8{};
   for (int64_t at = 0; at < count; at += kBlock) {
     for (int i = 0; i < Parts; ++i) {
-      Vec8 x;
-      std::memcpy(&x, logits + at + i * Lanes, sizeof(x));
+      const Vec8 x = load8(logits + at + i * Lanes);
       tops[i] = x > tops[i] ? x : tops[i];
       numbers[i] += x * 0.0f;  // NaN from a NaN, and from an infinity, which is looked at below
     }
@@ -79,11 +77,13 @@ SPARSE_RL_CLONES ChunkSum sum_chunk(const T* logits, int64_t count, float factor
   if (maximum == kNegInf) return {kNegInf, 0.0};
   Double4 sums[4]{};
   for (int64_t at = 0; at < end; at += kLanes) {
-    const Vec x = load(out + at);
-    const VecI below = same_bits<VecI>((x + 0.0f) - least) >> 31;  // the sign of the difference; -0 is no less than 0
-    const Vec e = select(below, Vec{}, exp_negative((x - maximum) * factor));
-    store(out + at, e);
-    add_lanes(e, sums);
+    for (int half = 0; half < 2; ++half) {
+      const Vec8 x = load8(out + at + half * 8);
+      const Int8 below = same_bits<Int8>((x + 0.0f) - least) >> 31;  // the sign of the difference; -0 is no less than 0
+      const Vec8 e = select(below, Vec8{}, exp_negative((x - maximum) * factor));
+      store8(out + at + half * 8, e);
+      add_lanes(e, sums + 2 * half);
+    }
   }
   const Double4 sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   return {maximum, (sum[0] + sum[1]) + (sum[2] + sum[3])};

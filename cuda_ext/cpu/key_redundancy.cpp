@@ -56,26 +56,32 @@ SPARSE_RL_CLONES void pack_columns(const T* keys, int64_t count, int64_t dim, co
   }
 }
 
+// cosines[r][c] of up to four rows with half a block of columns.
+template <int Rows>
+SPARSE_RL_INLINE void multiply(const float* rows, int64_t width, const float* norms, const float* columns, float* cosines) {
+  Vec sum[Rows] = {};
+  for (int64_t d = 0; d < width; ++d) {
+    const Vec own = load(columns + d * kColumns);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) sum[r] += own * rows[r * width + d];
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r) store(cosines + r * kColumns, sum[r] * norms[r]);
+}
+
 // cosines[r][c] of up to eight pending rows with a block of columns.
 template <class T, int Rows>
 SPARSE_RL_CLONES void cosines_of(
     const T* keys, const int32_t* pending, int64_t dim, const float* norm, const float* columns, float* cosines) {
   alignas(64) float rows[Rows * kMaxHeadDim];
+  float norms[Rows];
   const int64_t width = padded(dim);
-  for (int r = 0; r < Rows; ++r) unpack_row(keys + pending[r] * dim, dim, rows + r * width);
-  Vec sum[2 * Rows] = {};
-  for (int64_t d = 0; d < width; ++d) {
-    const Vec a = load(columns + d * kColumns), b = load(columns + d * kColumns + kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      sum[2 * r] += a * rows[r * width + d];
-      sum[2 * r + 1] += b * rows[r * width + d];
+  for (int r = 0; r < Rows; ++r) unpack_row(keys + pending[r] * dim, dim, rows + r * width), norms[r] = norm[pending[r]];
+  for (int c = 0; c < kColumns; c += kLanes) {
+    multiply<Rows < 4 ? Rows : 4>(rows, width, norms, columns + c, cosines + c);
+    if constexpr (Rows > 4) {
+      multiply<Rows - 4>(rows + 4 * width, width, norms + 4, columns + c, cosines + c + 4 * kColumns);
     }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r) {
-    store(cosines + r * kColumns, sum[2 * r] * norm[pending[r]]);
-    store(cosines + r * kColumns + kLanes, sum[2 * r + 1] * norm[pending[r]]);
   }
 }
 

@@ -56,32 +56,60 @@ SPARSE_RL_CLONES void add_tile(float* logits, int64_t count, Softmax& state, flo
   }
 }
 
+// Half of a block of rows First to First + Count - 1 of add_values, whose sums stay in registers.
+template <int Rows, int First, int Count, class Load>
+SPARSE_RL_INLINE void add_half(
+    Load load, int64_t count, int64_t width, const float* weights, const float* rescale, float* out) {
+  Vec8 sum[2 * Count];
+#pragma GCC unroll 4
+  for (int r = 0; r < Count; ++r) {
+    const float* own = out + (First + r) * width;
+    sum[2 * r] = load8(own) * rescale[First + r];
+    sum[2 * r + 1] = load8(own + kLanes) * rescale[First + r];
+  }
+  for (int64_t j = 0; j < count; ++j) {
+    Vec8 a, b;
+    load(j, a, b);
+#pragma GCC unroll 4
+    for (int r = 0; r < Count; ++r) {
+      const float w = weights[j * key_stride(Rows) + First + r];
+      sum[2 * r] += a * w;
+      sum[2 * r + 1] += b * w;
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < Count; ++r) {
+    float* own = out + (First + r) * width;
+    store8(own, sum[2 * r]);
+    store8(own + kLanes, sum[2 * r + 1]);
+  }
+}
+
 // out[r] = out[r] * rescale[r] + sum_j weights[j * key_stride(Rows) + r] * values[j]
 template <class T, int Rows>
 SPARSE_RL_CLONES void add_values(
     const T* values, int64_t count, int64_t dim, const float* weights, const float* rescale, float* out) {
   const int64_t width = padded(dim);
   for (int64_t at = 0; at < dim; at += kBlock) {
-    Vec sum[2 * Rows];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      sum[2 * r] = load(out + r * width + at) * rescale[r];
-      sum[2 * r + 1] = load(out + r * width + at + kLanes) * rescale[r];
-    }
-    for (int64_t j = 0; j < count; ++j) {
-      Vec a, b;
-      load_part(values + j * dim, at, dim, a, b);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        const float w = weights[j * key_stride(Rows) + r];
-        sum[2 * r] += a * w;
-        sum[2 * r + 1] += b * w;
+    for (int half = 0; half < 2; ++half) {
+      const T* first = values + at + half * kHalf<T>;
+      auto whole = [=](int64_t j, Vec8& a, Vec8& b) __attribute__((always_inline)) { load_half(first + j * dim, a, b); };
+      auto tail = [=](int64_t j, Vec8& a, Vec8& b) __attribute__((always_inline)) {
+        Vec first_vector, second_vector;
+        load_tail(values + j * dim + at, dim - at, first_vector, second_vector);
+        a = half ? first_vector.high : first_vector.low;
+        b = half ? second_vector.high : second_vector.low;
+      };
+      auto add = [&](auto load) __attribute__((always_inline)) {
+        float* own = out + at + 8 * half;
+        add_half<Rows, 0, Rows < 4 ? Rows : 4>(load, count, width, weights, rescale, own);
+        if constexpr (Rows > 4) add_half<Rows, 4, Rows - 4>(load, count, width, weights, rescale, own);
+      };
+      if (at + kBlock <= dim) {
+        add(whole);
+      } else {
+        add(tail);
       }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      store(out + r * width + at, sum[2 * r]);
-      store(out + r * width + at + kLanes, sum[2 * r + 1]);
     }
   }
 }

@@ -52,33 +52,55 @@ SPARSE_RL_INLINE void sum_rows(const T* rows, int64_t count, int64_t dim, const 
 // Floats from one key to the next in a tile of products: a divisor of the vector length.
 constexpr int key_stride(int rows) { return rows > 4 ? 8 : rows > 2 ? 4 : rows; }
 
-// Add the products of one block of each key with the same block of each query.
-template <int Rows, int Keys>
-SPARSE_RL_INLINE void add_block(const Vec* a, const Vec* b, const float* queries, Vec* sum) {
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r) {
-    const Vec qa = load(queries + r * kBlock), qb = load(queries + r * kBlock + kLanes);
-#pragma GCC unroll 8
-    for (int k = 0; k < Keys; ++k) {
-      sum[k * key_stride(Rows) + r] += a[k] * qa;
-      sum[k * key_stride(Rows) + r] += b[k] * qb;
+// The products of some keys with query rows First to First + Count - 1, lane by lane: at most four sums, which stay in
+// registers. sum[k * key_stride(Rows) + r] is that of key k and row r.
+template <class T, int Rows, int First, int Count, int Keys>
+SPARSE_RL_INLINE void multiply(const T* const* row, int64_t dim, const float* queries, Vec* sum) {
+  Vec own[Keys * Count] = {};
+  int64_t at = 0;
+  auto add = [&](int k, Vec a, Vec b) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int r = 0; r < Count; ++r) {
+      const float* query = queries + at * kRows + (First + r) * kBlock;
+      own[k * Count + r] += a * load(query);
+      own[k * Count + r] += b * load(query + kLanes);
     }
+  };
+  for (; at + kBlock <= dim; at += kBlock) {
+#pragma GCC unroll 4
+    for (int k = 0; k < Keys; ++k) {
+      Vec a, b;
+      load_block(row[k] + at, a, b);
+      add(k, a, b);
+    }
+  }
+  if (at < dim) {
+#pragma GCC unroll 4
+    for (int k = 0; k < Keys; ++k) {
+      Vec a, b;
+      load_tail(row[k] + at, dim - at, a, b);
+      add(k, a, b);
+    }
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < Keys; ++k) {
+#pragma GCC unroll 4
+    for (int r = 0; r < Count; ++r) sum[k * key_stride(Rows) + First + r] = own[k * Count + r];
   }
 }
 
 // out[j * key_stride(Rows) + r] = scale * queries[r] . keys[j], for a tile of at most kTile keys.
 //
-// Rows is a compile-time constant so that all accumulators stay in registers; several keys are processed at once, so
-// that about sixteen sums are in flight. The keys are prefetched a little ahead, because the processor does not see one
-// stream in them; `ahead`, if given, is the memory of the next tile, which is prefetched meanwhile.
-// `after` is prefetched instead of the keys behind this one, if those are not the next to be read.
+// Rows is a compile-time constant so that all sums stay in registers. The keys are prefetched a little ahead, because
+// the processor does not see one stream in them; `ahead`, if given, is the memory of the next tile, which is prefetched
+// meanwhile. `after` is prefetched instead of the keys behind this one, if those are not the next to be read.
 template <class T, int Rows>
 SPARSE_RL_CLONES void dot_tile(
     const T* keys, int64_t count, int64_t dim, const float* queries, float scale, float* out, const T* ahead,
     const T* after = nullptr) {
-  constexpr int Stride = key_stride(Rows), Keys = Rows > 4 ? 2 : Rows > 2 ? 4 : 8, Sums = Keys * Stride;
+  constexpr int Stride = key_stride(Rows), Together = Stride > 4 ? 1 : 4 / Stride, Sums = 8, Keys = Sums / Stride;
   if (!after) after = keys + kAhead * dim;
-  const int64_t whole = dim / kBlock * kBlock;
+  Vec sum[Sums] = {};
   for (int64_t j = 0; j < count; j += Keys) {
     const T* row[Keys];
     for (int k = 0; k < Keys; ++k) row[k] = keys + (j + k < count ? j + k : count - 1) * dim;
@@ -86,19 +108,13 @@ SPARSE_RL_CLONES void dot_tile(
       __builtin_prefetch(after + j * dim + at);
       if (ahead) __builtin_prefetch(ahead + j * dim + at);
     }
-    Vec sum[Sums] = {}, a[Keys], b[Keys];
-    for (int64_t at = 0; at < whole; at += kBlock) {
 #pragma GCC unroll 8
-      for (int k = 0; k < Keys; ++k) load_block(row[k] + at, a[k], b[k]);
-      add_block<Rows, Keys>(a, b, queries + at * kRows, sum);
-    }
-    if (whole < dim) {
-      for (int k = 0; k < Keys; ++k) load_tail(row[k] + whole, dim - whole, a[k], b[k]);
-      add_block<Rows, Keys>(a, b, queries + whole * kRows, sum);
+    for (int k = 0; k < Keys; k += Together) {
+      multiply<T, Rows, 0, Rows < 4 ? Rows : 4, Together>(row + k, dim, queries, sum + k * Stride);
+      if constexpr (Rows > 4) multiply<T, Rows, 4, Rows - 4, 1>(row + k, dim, queries, sum + k * Stride);
     }
     float sums[Sums];
-#pragma GCC unroll 8
-    for (int i = 0; i < Sums; i += 8) sum_lanes(sum + i, scale, sums + i);
+    sum_lanes(sum, scale, sums);
     std::memcpy(out + j * Stride, sums, sizeof(float) * Stride * (j + Keys <= count ? Keys : count - j));
   }
 }

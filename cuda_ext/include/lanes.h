@@ -1,14 +1,10 @@
 // Rows in their own order, 8 floats at a time: for elementwise work between tensors of different types.
-//
-// vec.h has 16, whose comparisons and conversions are slow where registers hold 8.
 #pragma once
 
 #include "vec.h"
 
 namespace sparse_rl {
 
-typedef int32_t Int8 __attribute__((vector_size(32)));
-typedef uint32_t Bits8 __attribute__((vector_size(32)));
 typedef uint16_t Half8 __attribute__((vector_size(16)));
 
 inline constexpr int kEight = 8;
@@ -30,19 +26,11 @@ SPARSE_RL_INLINE Vec8 rounded(Vec8 x) {
   }
 }
 
-SPARSE_RL_INLINE Vec8 load8(const float* p) {
-  Vec8 x;
-  std::memcpy(&x, p, sizeof(x));
-  return x;
-}
-
 SPARSE_RL_INLINE Vec8 load8(const BFloat16* p) {
   Half8 half;
   std::memcpy(&half, p, sizeof(half));
   return same_bits<Vec8>(__builtin_convertvector(half, Bits8) << 16);
 }
-
-SPARSE_RL_INLINE void store8(float* p, Vec8 x) { std::memcpy(p, &x, sizeof(x)); }
 
 SPARSE_RL_INLINE void store8(BFloat16* p, Vec8 x) {
   const Half8 half = __builtin_convertvector(upper_halves(x), Half8);

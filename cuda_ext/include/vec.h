@@ -1,12 +1,11 @@
-// Vectors of 16 floats written with the compiler's vector extensions: no intrinsics, any instruction set.
+// Vectors of 8 and 16 floats written with the compiler's vector extensions: no intrinsics, any instruction set.
 //
 // A function marked SPARSE_RL_CLONES is compiled for AVX-512, AVX2 and plain x86-64; the loader picks one at start.
-// Rows are read in blocks of 32 elements as two vectors. The block of a float32 row is (first 16, last 16); that of a
-// bfloat16 row is (even, odd elements), because one load, a shift and a mask then give 32 floats. Dot products do not
-// depend on the order as long as both sides share it; `order` maps an element to its place.
-//
-// GCC turns comparisons of vectors wider than the machine's into one of every lane, ten times as slow. So whole vectors
-// are never compared: maxima are taken by halves, and masks are made of sign bits.
+// Vectors of 16 are pairs of 8: GCC keeps wider ones than the machine has in memory, ten times as slow. A loop may carry
+// about eight vectors of 8, as many as AVX2 has registers for.
+// Rows are read in blocks of 32 elements as two vectors of 16. The block of a float32 row is (first 16, last 16); that of
+// a bfloat16 row is (even, odd elements), because one load, a shift and a mask then give both. Dot products do not
+// depend on the order as long as both sides share it.
 #pragma once
 
 #include "checks.h"
@@ -26,24 +25,15 @@
 namespace sparse_rl {
 
 using torch::headeronly::BFloat16;
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t VecI __attribute__((vector_size(64)));
-typedef uint32_t VecU __attribute__((vector_size(64)));
+typedef float Vec4 __attribute__((vector_size(16)));
+typedef float Vec8 __attribute__((vector_size(32)));
+typedef int32_t Int8 __attribute__((vector_size(32)));
+typedef uint32_t Bits8 __attribute__((vector_size(32)));
 
 inline constexpr int kLanes = 16;
 inline constexpr int kBlock = 32;  // elements per load
 
 inline int64_t padded(int64_t dim) { return (dim + kBlock - 1) / kBlock * kBlock; }
-
-SPARSE_RL_INLINE Vec load(const float* p) {
-  Vec v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-
-SPARSE_RL_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
-
-SPARSE_RL_INLINE Vec splat(float x) { return x - Vec{}; }
 
 // The bits of a vector as those of another type.
 template <class To, class From>
@@ -54,21 +44,62 @@ SPARSE_RL_INLINE To same_bits(From from) {
   return to;
 }
 
+SPARSE_RL_INLINE Vec8 load8(const float* p) {
+  Vec8 x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+SPARSE_RL_INLINE void store8(float* p, Vec8 x) { std::memcpy(p, &x, sizeof(x)); }
+
 // `a` where the mask is all ones, `b` where it is zero.
-SPARSE_RL_INLINE Vec select(VecI mask, Vec a, Vec b) {
-  return same_bits<Vec>((VecU)((same_bits<VecI>(a) & mask) | (same_bits<VecI>(b) & ~mask)));
+SPARSE_RL_INLINE Vec8 select(Int8 mask, Vec8 a, Vec8 b) {
+  return same_bits<Vec8>((same_bits<Int8>(a) & mask) | (same_bits<Int8>(b) & ~mask));
 }
 
-SPARSE_RL_INLINE void load_block(const float* p, Vec& a, Vec& b) {
-  a = load(p);
-  b = load(p + kLanes);
+// Sixteen floats.
+struct Vec {
+  Vec8 low, high;
+
+  SPARSE_RL_INLINE Vec& operator+=(Vec x) { return *this = {low + x.low, high + x.high}; }
+  SPARSE_RL_INLINE Vec& operator*=(float x) { return *this = {low * x, high * x}; }
+};
+
+SPARSE_RL_INLINE Vec operator-(Vec a, Vec b) { return {a.low - b.low, a.high - b.high}; }
+SPARSE_RL_INLINE Vec operator*(Vec a, Vec b) { return {a.low * b.low, a.high * b.high}; }
+SPARSE_RL_INLINE Vec operator-(Vec a, float b) { return {a.low - b, a.high - b}; }
+SPARSE_RL_INLINE Vec operator*(Vec a, float b) { return {a.low * b, a.high * b}; }
+
+SPARSE_RL_INLINE Vec splat(float x) { return {x - Vec8{}, x - Vec8{}}; }
+
+SPARSE_RL_INLINE Vec load(const float* p) { return {load8(p), load8(p + 8)}; }
+
+SPARSE_RL_INLINE void store(float* p, Vec v) {
+  store8(p, v.low);
+  store8(p + 8, v.high);
 }
 
-SPARSE_RL_INLINE void load_block(const BFloat16* p, Vec& a, Vec& b) {
-  VecU both;
+// Half of a block: 8 of its first vector, and 8 of its second.
+SPARSE_RL_INLINE void load_half(const float* p, Vec8& a, Vec8& b) {
+  a = load8(p);
+  b = load8(p + kLanes);
+}
+
+SPARSE_RL_INLINE void load_half(const BFloat16* p, Vec8& a, Vec8& b) {
+  Bits8 both;
   std::memcpy(&both, p, sizeof(both));
-  a = same_bits<Vec>(both << 16);
-  b = same_bits<Vec>(both & 0xFFFF0000u);
+  a = same_bits<Vec8>(both << 16);
+  b = same_bits<Vec8>(both & 0xFFFF0000u);
+}
+
+// Elements from the start of a block to that of its second half.
+template <class T>
+inline constexpr int kHalf = sizeof(T) == sizeof(float) ? 8 : 16;
+
+template <class T>
+SPARSE_RL_INLINE void load_block(const T* p, Vec& a, Vec& b) {
+  load_half(p, a.low, b.low);
+  load_half(p + kHalf<T>, a.high, b.high);
 }
 
 // The last dim % 32 elements of a row, followed by zeros.
@@ -107,80 +138,48 @@ SPARSE_RL_INLINE void unpack_row(const T* row, int64_t dim, float* out) {
 #endif
 #endif
 
+SPARSE_RL_INLINE float sum_lanes(Vec v) {
+  const Vec8 eight = v.low + v.high;
+  Vec4 quarters[2];
+  std::memcpy(quarters, &eight, sizeof(eight));
+  const Vec4 four = quarters[0] + quarters[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
 // Sums of the lanes of eight vectors at once, times a factor. Each step adds the halves of two vectors: one shuffle
 // collects the lanes that change sides, a blend those that stay.
 SPARSE_RL_INLINE void sum_lanes(const Vec* v, float factor, float* out) {
 #ifdef SPARSE_RL_SHUFFLE
-  Vec p[4], q[2];
+  Vec8 q[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    Vec x = v[2 * i], y = v[2 * i + 1];
-    p[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31) +
-           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
+    const Vec8 x = v[2 * i].low + v[2 * i].high, y = v[2 * i + 1].low + v[2 * i + 1].high;
+    q[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 12, 13, 14, 15) +
+           __builtin_shufflevector(x, y, 4, 5, 6, 7, 8, 9, 10, 11);
   }
+  Vec8 p[2];
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
-    Vec x = p[2 * i], y = p[2 * i + 1];
-    q[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31) +
-           __builtin_shufflevector(x, y, 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+    p[i] = __builtin_shufflevector(q[2 * i], q[2 * i + 1], 0, 1, 10, 11, 4, 5, 14, 15) +
+           __builtin_shufflevector(q[2 * i], q[2 * i + 1], 2, 3, 8, 9, 6, 7, 12, 13);
   }
-  Vec r = __builtin_shufflevector(q[0], q[1], 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) +
-          __builtin_shufflevector(q[0], q[1], 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
-  r += __builtin_shufflevector(r, r, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  // the sums of 0, 4, 2, 6, 1, 5, 3, 7 are now in every second lane
-  auto s = __builtin_shufflevector(r, r, 0, 8, 4, 12, 2, 10, 6, 14) * factor;
-  std::memcpy(out, &s, 8 * sizeof(float));
+  const Vec8 r = __builtin_shufflevector(p[0], p[1], 0, 9, 2, 11, 4, 13, 6, 15) +
+                 __builtin_shufflevector(p[0], p[1], 1, 8, 3, 10, 5, 12, 7, 14);
+  // the sums of 0, 4, 2, 6, 1, 5, 3, 7
+  store8(out, __builtin_shufflevector(r, r, 0, 4, 2, 6, 1, 5, 3, 7) * factor);
 #else
-  for (int i = 0; i < 8; ++i) {
-    float sum = 0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += v[i][lane];
-    out[i] = sum * factor;
-  }
+  for (int i = 0; i < 8; ++i) out[i] = sum_lanes(v[i]) * factor;
 #endif
 }
 
-typedef float Vec8 __attribute__((vector_size(32)));
-typedef float Vec4 __attribute__((vector_size(16)));
-
 // `a` where it is larger, otherwise `b`, also if one of them is NaN.
 SPARSE_RL_INLINE Vec larger(Vec a, Vec b) {
-  Vec8 x[2], y[2];
-  std::memcpy(x, &a, sizeof(a));
-  std::memcpy(y, &b, sizeof(b));
-  for (int i = 0; i < 2; ++i) x[i] = x[i] > y[i] ? x[i] : y[i];
-  std::memcpy(&a, x, sizeof(a));
-  return a;
+  return {a.low > b.low ? a.low : b.low, a.high > b.high ? a.high : b.high};
 }
 
 // `a` where it is smaller, otherwise `b`.
 SPARSE_RL_INLINE Vec smaller(Vec a, Vec b) {
-  Vec8 x[2], y[2];
-  std::memcpy(x, &a, sizeof(a));
-  std::memcpy(y, &b, sizeof(b));
-  for (int i = 0; i < 2; ++i) x[i] = x[i] < y[i] ? x[i] : y[i];
-  std::memcpy(&a, x, sizeof(a));
-  return a;
-}
-
-SPARSE_RL_INLINE float sum_lanes(Vec v) {
-  Vec8 halves[2];
-  std::memcpy(halves, &v, sizeof(v));
-  Vec8 eight = halves[0] + halves[1];
-  Vec4 quarters[2];
-  std::memcpy(quarters, &eight, sizeof(eight));
-  Vec4 four = quarters[0] + quarters[1];
-  return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
-SPARSE_RL_INLINE float max_lanes(Vec v) {
-  Vec8 halves[2];
-  std::memcpy(halves, &v, sizeof(v));
-  Vec8 eight = halves[0] > halves[1] ? halves[0] : halves[1];
-  Vec4 quarters[2];
-  std::memcpy(quarters, &eight, sizeof(eight));
-  Vec4 four = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
-  const float x = four[0] > four[2] ? four[0] : four[2], y = four[1] > four[3] ? four[1] : four[3];
-  return x > y ? x : y;
+  return {a.low < b.low ? a.low : b.low, a.high < b.high ? a.high : b.high};
 }
 
 SPARSE_RL_INLINE void store_block(float* p, Vec a, Vec b) {
@@ -189,17 +188,20 @@ SPARSE_RL_INLINE void store_block(float* p, Vec a, Vec b) {
 }
 
 // The upper half of each float, rounded to the nearest even.
-SPARSE_RL_INLINE VecU round_to_bfloat16(Vec v) {
-  VecU u;
-  std::memcpy(&u, &v, sizeof(u));
-  const VecU rounded = u + 0x7FFFu + ((u >> 16) & 1u);
-  const VecU is_nan = (VecU)((0x7F800000 - (VecI)(u & 0x7FFFFFFFu)) >> 31);
+SPARSE_RL_INLINE Bits8 round_to_bfloat16(Vec8 v) {
+  const Bits8 u = same_bits<Bits8>(v), rounded = u + 0x7FFFu + ((u >> 16) & 1u);
+  const Bits8 is_nan = (Bits8)((0x7F800000 - (Int8)(u & 0x7FFFFFFFu)) >> 31);
   return ((rounded & ~is_nan) | (0x7FC00000u & is_nan)) & 0xFFFF0000u;
 }
 
-SPARSE_RL_INLINE void store_block(BFloat16* p, Vec a, Vec b) {
-  VecU both = round_to_bfloat16(b) | (round_to_bfloat16(a) >> 16);
+SPARSE_RL_INLINE void store_half(BFloat16* p, Vec8 a, Vec8 b) {
+  const Bits8 both = round_to_bfloat16(b) | (round_to_bfloat16(a) >> 16);
   std::memcpy(static_cast<void*>(p), &both, sizeof(both));
+}
+
+SPARSE_RL_INLINE void store_block(BFloat16* p, Vec a, Vec b) {
+  store_half(p, a.low, b.low);
+  store_half(p + kHalf<BFloat16>, a.high, b.high);
 }
 
 // A row from floats in block order, multiplied by a factor.
@@ -217,24 +219,26 @@ SPARSE_RL_INLINE void pack_row(const float* in, float factor, int64_t dim, T* ro
 }
 
 // exp(x) for x <= 0 to 1 ulp or so; 0 below -87, where floats become subnormal, for -inf and for NaN.
-SPARSE_RL_INLINE Vec exp_negative(Vec x) {
+SPARSE_RL_INLINE Vec8 exp_negative(Vec8 x) {
   // bits of positive floats are ordered as the floats are, with NaN above them all
-  const VecI live = ((same_bits<VecI>(x) & 0x7FFFFFFF) - 0x42AE0001) >> 31;  // |x| <= 87
-  x = select(live, x, splat(-87.0f));
-  const Vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
-  const Vec n = shifted - 12582912.0f;
-  Vec r = x - n * 0.693359375f;
+  const Int8 live = ((same_bits<Int8>(x) & 0x7FFFFFFF) - 0x42AE0001) >> 31;  // |x| <= 87
+  x = select(live, x, -87.0f - Vec8{});
+  const Vec8 shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
+  const Vec8 n = shifted - 12582912.0f;
+  Vec8 r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  Vec p = splat(1.9875691500e-4f);
+  Vec8 p = 1.9875691500e-4f - Vec8{};
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const VecU exponent = ((VecU)same_bits<VecI>(shifted) << 23) + (127u << 23);  // the integer is in the lowest bits
-  return select(live, p * same_bits<Vec>(exponent), Vec{});
+  const Bits8 exponent = (same_bits<Bits8>(shifted) << 23) + (127u << 23);  // the integer is in the lowest bits
+  return select(live, p * same_bits<Vec8>(exponent), Vec8{});
 }
+
+SPARSE_RL_INLINE Vec exp_negative(Vec x) { return {exp_negative(x.low), exp_negative(x.high)}; }
 
 template <class T>
 T* data(const Tensor& t) {

@@ -20,7 +20,7 @@ from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.rollout import Progress
 
-PARTS = ("speed", "split", "tail", "cells", "memory", "whole")
+PARTS = ("speed", "split", "tail", "vocabulary", "cells", "memory", "whole")
 Rows = list[dict[str, str]]
 
 
@@ -80,12 +80,22 @@ def test_equal_work_has_all_contenders(found: dict[str, Rows], page: str) -> Non
     # 8 + 24 tokens at most, of which the sparse slots hold 12 + 4
     assert [row["share of dense"] for row in rows if row["what"] == "sparse"] == ["50.0 % (= 16/32)"] * 2
     assert [row["share of dense"] for row in rows if row["what"] == "FullKV"] == ["100.0 % (= 32/32)"] * 2
-    assert [row["goal"] for row in rows if row["what"] == "sparse"] == [">= 3", ">= 4"]
+    assert [row["goal"] for row in rows if row["what"] == "sparse"] == [">= 4", ">= 10"]
     generate = next(row for row in rows if row["what"] == "generate")
     assert generate["ratio to generate"] == "1.00"
-    longer = found["40 new tokens"]
+    longer = found["Other lengths"]
     assert [row["what"] for row in longer] == ["sparse", "FullKV"] * 2
     assert longer[0]["share of dense"] == "33.3 % (= 16/48)"
+
+
+def test_every_kind_of_draw_is_timed(found: dict[str, Rows]) -> None:
+    rows = found["A vocabulary of real size"]
+    assert [row["draw"] for row in rows] == ["greedy", "temperature 1", "top-k 50", "top-p 0.95"]
+    for row in rows:
+        own, rival = float(row["ms per step"]), float(row["generate, ms per step"])
+        assert float(row["ratio to generate"]) == pytest.approx(rival / own, rel=0.02)  # one round
+        assert 0 < float(row["draw alone, ms"]) < own
+    assert [row["goal"] != "" for row in rows] == [False, True, False, False]
 
 
 def test_parts_of_a_step_add_up(found: dict[str, Rows]) -> None:

@@ -15,7 +15,7 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine import products
 from sparse_rl_lightning.rollout.engine.decoder import decoder_bytes
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
-from sparse_rl_lightning.rollout.engine.products import Joined, Packed, Projection, join
+from sparse_rl_lightning.rollout.engine.products import Joined, Packed, Projection, Widened, join
 
 SIZES: dict[str, Any] = {
     "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -113,6 +113,21 @@ def test_joined_products_are_those_of_the_modules_with_and_without_biases() -> N
     hooked = torch.nn.Linear(24, 4)
     hooked.register_forward_hook(lambda module, inputs, out: out + 1)
     assert type(join([hooked, modules[0]], torch.float32)) is Projection
+
+
+def test_bfloat16_products_by_float32_ones_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    g = torch.Generator().manual_seed(0)
+    modules = [torch.nn.Linear(256, n).to(torch.bfloat16) for n in (64, 32)]
+    own = join(modules, torch.bfloat16)
+    assert type(own) is Widened
+    assert products.copied_bytes(modules, torch.bfloat16) == 4 * (256 + 1) * 96
+    x = torch.randn(8, 256, generator=g).to(torch.bfloat16)
+    exact = torch.cat([x.double() @ m.weight.double().T + m.bias.double() for m in modules], dim=-1)
+    with torch.no_grad():
+        found = own(x)
+    assert found.dtype == torch.bfloat16
+    assert (found != exact.to(torch.bfloat16)).float().mean() < 0.01  # only where the exact sum is next to a tie
 
 
 def test_copied_weights_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
 """Matrix products of a decode step: several matrices with the same input are one product.
 
 Decoding multiplies a few rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
-weights packed once is faster. On a GPU a product costs a launch, so the matrices of queries, keys and values, and those
-of gate and up, lie side by side. Under autocast every product would cast its weights again at every step. All these are
-copies, refreshed at the start of a rollout, during which weights do not change. The learner's own weights
-are not moved into one memory instead: optimizers and sharding that flatten weights would go on with the old one.
+weights packed once is faster. A processor without instructions for bfloat16 multiplies it several times as slowly as
+float32: there the copies are float32. On a GPU a product costs a launch, so the matrices of queries, keys and values,
+and those of gate and up, lie side by side. Under autocast every product would cast its weights again at every step. All
+these are copies, refreshed at the start of a rollout, during which weights do not change. The learner's own weights are
+not moved into one memory instead: optimizers and sharding that flatten weights would go on with the old one.
 """
 
 from __future__ import annotations
@@ -78,6 +79,18 @@ class Packed(Copied):
         return out
 
 
+class Widened(Packed):
+    """bfloat16 products by float32 ones, with sums as exact, on CPUs without instructions for bfloat16."""
+
+    def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        super().__init__(modules, torch.float32)
+        self._out = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute (R, sum of outputs), rounded to the compute type at the end."""
+        return super().__call__(x).to(self._out)
+
+
 class Joined(Copied):
     """Plain products, whose weights are always at the same address (a CUDA graph reads them)."""
 
@@ -110,9 +123,11 @@ def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
 
 def copied_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
     """The bytes of the copy that :func:`join` makes of the weights of these modules."""
-    if _way(modules, dtype) is None:
+    way = _way(modules, dtype)
+    if way is None:
         return 0
-    return sum(parameter.numel() * dtype.itemsize for module in modules for parameter in module.parameters())
+    size = torch.float32.itemsize if way is Widened else dtype.itemsize
+    return sum(parameter.numel() * size for module in modules for parameter in module.parameters())
 
 
 def _way(modules: Sequence[nn.Module], dtype: torch.dtype) -> type[Copied] | None:
@@ -122,11 +137,13 @@ def _way(modules: Sequence[nn.Module], dtype: torch.dtype) -> type[Copied] | Non
         return None
     weight = linear[0].weight
     if weight.device.type == "cpu":
-        return Packed if _can_pack(dtype) else Joined if weight.dtype != dtype else None
+        return _packed(dtype) or (Joined if weight.dtype != dtype else None)
     return Joined if weight.dtype != dtype or len(modules) > 1 else None
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn:
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+def _packed(dtype: torch.dtype) -> type[Copied] | None:
+    """The product that oneDNN has for a type, if any."""
+    if not torch._C._has_mkldnn or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    is_native = dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return Packed if is_native else Widened
