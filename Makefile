@@ -47,10 +47,10 @@ $(TRAINED): $(LAST)
 	$(BIN)/sparse-rl export --config configs/quickstart.yaml --ckpt_path=last --folder=$(dir $@)
 
 test: lint typecheck ## linters, types and the fast tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-slow: $(INSTALLED) ## the tests that take minutes
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
 
 native: $(INSTALLED) ## compile the native library again after a change in cuda_ext/
 	$(BIN)/python setup.py -q build_ext --inplace

@@ -60,7 +60,7 @@ class Sizes:
 USUAL = Sizes(
     Setting(SMALL, 16, 64, budget=128, buffer=32, stream_bytes=2**28),
     new_tokens=1024, other_tokens=(768, 4096), cycles=2,
-    vocabulary=Setting(SHAPES["0.5B"], 32, 64, budget=128, buffer=32, stream_bytes=2**28), few_tokens=32,
+    vocabulary=Setting(SHAPES["0.5B"], 32, 4, budget=12, buffer=4, stream_bytes=2**28), few_tokens=32,
     tail=Tail(SMALL, 64, 8, 32, 64, mean=160, longest=1024),
     grid=Grid(
         ("1.5B", "7B"), (4096, 16384, 32768), (64, 256), (512, 1024), memory_length=16384, memory_bytes=40 * 10**9,

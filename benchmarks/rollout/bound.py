@@ -89,14 +89,24 @@ def product_forms(policy: PreTrainedModel, rows: int) -> dict[str, Call]:
         "one by one": lambda: [F.linear(inputs[weight.shape[1]], weight, bias) for weight, bias in single],
         "joined": lambda: [F.linear(inputs[weight.shape[1]], weight, bias) for weight, bias in joined],
     }
-    try:
-        packed = [(w.shape[1], torch.ops.mkldnn._reorder_linear_weight(w, rows), b) for w, b in joined]
-        product = torch.ops.mkldnn._linear_pointwise.default
-        forms["joined and packed"] = lambda: [product(inputs[n], w, b, "none", [], "") for n, w, b in packed]
-        forms["joined and packed"]()
-    except (RuntimeError, AttributeError, NotImplementedError):  # no oneDNN, or not for this type or device
-        forms.pop("joined and packed", None)
+    packable = {"joined and packed": (inputs, joined)}
+    if kind == torch.bfloat16:
+        widened = [(weight.float(), None if bias is None else bias.float()) for weight, bias in joined]
+        packable["joined and packed, as float32"] = {width: x.float() for width, x in inputs.items()}, widened
+    for name, (given, pairs) in packable.items():
+        try:
+            forms[name] = packed(given, pairs, rows)
+            forms[name]()
+        except (RuntimeError, AttributeError, NotImplementedError):  # no oneDNN, or not for this type or device
+            forms.pop(name, None)
     return {name: torch.no_grad()(call) for name, call in forms.items()}
+
+
+def packed(inputs: dict[int, Tensor], pairs: list[tuple[Tensor, Tensor | None]], rows: int) -> Call:
+    """Products with weights in oneDNN's own layout."""
+    product = torch.ops.mkldnn._linear_pointwise.default
+    own = [(w.shape[1], torch.ops.mkldnn._reorder_linear_weight(w, rows), b) for w, b in pairs]
+    return lambda: [product(inputs[width], w, b, "none", [], "") for width, w, b in own]
 
 
 def _joined(policy: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor | None]]:

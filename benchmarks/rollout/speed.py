@@ -243,9 +243,10 @@ def speed_tables(
     for dtype in (torch.float32, torch.bfloat16):
         contest = Contest.of(setting, dtype)
         contest.run(new_tokens, rounds, usual)
-        contest.runners.pop(CONTINUOUS, None)
-        if not long_rival:
-            contest.runners.pop(GENERATE, None)
         for count in other_tokens:
+            contest = Contest.of(setting, dtype)  # whose caches are as large as these lengths need
+            contest.runners.pop(CONTINUOUS)
+            if not long_rival:
+                contest.runners.pop(GENERATE)
             contest.run(count, rounds if count < new_tokens else max(1, rounds // 3), others)
     return usual, others

@@ -34,6 +34,7 @@ bool better(const Candidate& a, const Candidate& b) {
 constexpr int64_t kTies = std::numeric_limits<int64_t>::max();  // as the token of a limit: all with its logit stay
 constexpr Candidate kAnything{kNegInf, kTies};
 
+typedef float Vec4 __attribute__((vector_size(16)));
 typedef double Double4 __attribute__((vector_size(32)));
 
 // Add all lanes to two sums in float64.
@@ -78,10 +79,10 @@ SPARSE_RL_CLONES ChunkSum sum_chunk(const T* logits, int64_t count, float factor
   Double4 sums[4]{};
   for (int64_t at = 0; at < end; at += kLanes) {
     for (int half = 0; half < 2; ++half) {
-      const Vec8 x = load8(out + at + half * 8);
+      const Vec8 x = load8(out + at + half * kEight);
       const Int8 below = same_bits<Int8>((x + 0.0f) - least) >> 31;  // the sign of the difference; -0 is no less than 0
       const Vec8 e = select(below, Vec8{}, exp_negative((x - maximum) * factor));
-      store8(out + at + half * 8, e);
+      store8(out + at + half * kEight, e);
       add_lanes(e, sums + 2 * half);
     }
   }

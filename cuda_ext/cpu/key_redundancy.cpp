@@ -58,7 +58,8 @@ SPARSE_RL_CLONES void pack_columns(const T* keys, int64_t count, int64_t dim, co
 
 // cosines[r][c] of up to four rows with half a block of columns.
 template <int Rows>
-SPARSE_RL_INLINE void multiply(const float* rows, int64_t width, const float* norms, const float* columns, float* cosines) {
+SPARSE_RL_INLINE void multiply_columns(
+    const float* rows, int64_t width, const float* norms, const float* columns, float* cosines) {
   Vec sum[Rows] = {};
   for (int64_t d = 0; d < width; ++d) {
     const Vec own = load(columns + d * kColumns);
@@ -78,9 +79,9 @@ SPARSE_RL_CLONES void cosines_of(
   const int64_t width = padded(dim);
   for (int r = 0; r < Rows; ++r) unpack_row(keys + pending[r] * dim, dim, rows + r * width), norms[r] = norm[pending[r]];
   for (int c = 0; c < kColumns; c += kLanes) {
-    multiply<Rows < 4 ? Rows : 4>(rows, width, norms, columns + c, cosines + c);
+    multiply_columns<Rows < 4 ? Rows : 4>(rows, width, norms, columns + c, cosines + c);
     if constexpr (Rows > 4) {
-      multiply<Rows - 4>(rows + 4 * width, width, norms + 4, columns + c, cosines + c + 4 * kColumns);
+      multiply_columns<Rows - 4>(rows + 4 * width, width, norms + 4, columns + c, cosines + c + 4 * kColumns);
     }
   }
 }

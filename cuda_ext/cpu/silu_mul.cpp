@@ -13,7 +13,7 @@ SPARSE_RL_CLONES void gate_row(const T* gate, const T* up, T* gated, int64_t wid
   for (int64_t i = 0; i < width; i += kEight) {
     const int64_t left = width - i;
     const Vec8 x = load8(gate + i, left);
-    store8(gated + i, left, rounded<T>(x / (1.0f + exp_within(-x))) * load8(up + i, left));
+    store8(gated + i, left, rounded<T>(x / (1.0f + exp_clamped(-x))) * load8(up + i, left));
   }
 }
 

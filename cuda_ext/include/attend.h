@@ -101,7 +101,7 @@ SPARSE_RL_CLONES void add_values(
         b = half ? second_vector.high : second_vector.low;
       };
       auto add = [&](auto load) __attribute__((always_inline)) {
-        float* own = out + at + 8 * half;
+        float* own = out + at + half * kEight;
         add_half<Rows, 0, Rows < 4 ? Rows : 4>(load, count, width, weights, rescale, own);
         if constexpr (Rows > 4) add_half<Rows, 4, Rows - 4>(load, count, width, weights, rescale, own);
       };

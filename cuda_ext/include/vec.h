@@ -25,12 +25,11 @@
 namespace sparse_rl {
 
 using torch::headeronly::BFloat16;
-typedef float Vec4 __attribute__((vector_size(16)));
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef int32_t Int8 __attribute__((vector_size(32)));
 typedef uint32_t Bits8 __attribute__((vector_size(32)));
 
-inline constexpr int kLanes = 16;
+inline constexpr int kEight = 8, kLanes = 16;
 inline constexpr int kBlock = 32;  // elements per load
 
 inline int64_t padded(int64_t dim) { return (dim + kBlock - 1) / kBlock * kBlock; }
@@ -70,13 +69,19 @@ SPARSE_RL_INLINE Vec operator*(Vec a, Vec b) { return {a.low * b.low, a.high * b
 SPARSE_RL_INLINE Vec operator-(Vec a, float b) { return {a.low - b, a.high - b}; }
 SPARSE_RL_INLINE Vec operator*(Vec a, float b) { return {a.low * b, a.high * b}; }
 
-SPARSE_RL_INLINE Vec splat(float x) { return {x - Vec8{}, x - Vec8{}}; }
+SPARSE_RL_INLINE Vec8 splat8(float x) { return x - Vec8{}; }
+SPARSE_RL_INLINE Vec splat(float x) { return {splat8(x), splat8(x)}; }
 
-SPARSE_RL_INLINE Vec load(const float* p) { return {load8(p), load8(p + 8)}; }
+SPARSE_RL_INLINE Vec load(const float* p) { return {load8(p), load8(p + kEight)}; }
 
 SPARSE_RL_INLINE void store(float* p, Vec v) {
   store8(p, v.low);
-  store8(p + 8, v.high);
+  store8(p + kEight, v.high);
+}
+
+SPARSE_RL_INLINE void store_block(float* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kLanes, b);
 }
 
 // Half of a block: 8 of its first vector, and 8 of its second.
@@ -127,8 +132,7 @@ SPARSE_RL_INLINE void unpack_row(const T* row, int64_t dim, float* out) {
   for (int64_t at = 0; at < dim; at += kBlock) {
     Vec a, b;
     load_part(row, at, dim, a, b);
-    store(out + at, a);
-    store(out + at + kLanes, b);
+    store_block(out + at, a, b);
   }
 }
 
@@ -138,13 +142,11 @@ SPARSE_RL_INLINE void unpack_row(const T* row, int64_t dim, float* out) {
 #endif
 #endif
 
-SPARSE_RL_INLINE float sum_lanes(Vec v) {
-  const Vec8 eight = v.low + v.high;
-  Vec4 quarters[2];
-  std::memcpy(quarters, &eight, sizeof(eight));
-  const Vec4 four = quarters[0] + quarters[1];
-  return (four[0] + four[2]) + (four[1] + four[3]);
+SPARSE_RL_INLINE float sum_lanes(Vec8 x) {
+  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
+
+SPARSE_RL_INLINE float sum_lanes(Vec v) { return sum_lanes(v.low + v.high); }
 
 // Sums of the lanes of eight vectors at once, times a factor. Each step adds the halves of two vectors: one shuffle
 // collects the lanes that change sides, a blend those that stay.
@@ -182,15 +184,10 @@ SPARSE_RL_INLINE Vec smaller(Vec a, Vec b) {
   return {a.low < b.low ? a.low : b.low, a.high < b.high ? a.high : b.high};
 }
 
-SPARSE_RL_INLINE void store_block(float* p, Vec a, Vec b) {
-  store(p, a);
-  store(p + kLanes, b);
-}
-
 // The upper half of each float, rounded to the nearest even.
 SPARSE_RL_INLINE Bits8 round_to_bfloat16(Vec8 v) {
   const Bits8 u = same_bits<Bits8>(v), rounded = u + 0x7FFFu + ((u >> 16) & 1u);
-  const Bits8 is_nan = (Bits8)((0x7F800000 - (Int8)(u & 0x7FFFFFFFu)) >> 31);
+  const Bits8 is_nan = same_bits<Bits8>((0x7F800000 - same_bits<Int8>(u & 0x7FFFFFFFu)) >> 31);
   return ((rounded & ~is_nan) | (0x7FC00000u & is_nan)) & 0xFFFF0000u;
 }
 
@@ -218,16 +215,13 @@ SPARSE_RL_INLINE void pack_row(const float* in, float factor, int64_t dim, T* ro
   }
 }
 
-// exp(x) for x <= 0 to 1 ulp or so; 0 below -87, where floats become subnormal, for -inf and for NaN.
-SPARSE_RL_INLINE Vec8 exp_negative(Vec8 x) {
-  // bits of positive floats are ordered as the floats are, with NaN above them all
-  const Int8 live = ((same_bits<Int8>(x) & 0x7FFFFFFF) - 0x42AE0001) >> 31;  // |x| <= 87
-  x = select(live, x, -87.0f - Vec8{});
+// exp(x) to 1 ulp or so where |x| <= 87, outside of which floats end or become subnormal.
+SPARSE_RL_INLINE Vec8 exp_within_87(Vec8 x) {
   const Vec8 shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer
   const Vec8 n = shifted - 12582912.0f;
   Vec8 r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  Vec8 p = 1.9875691500e-4f - Vec8{};
+  Vec8 p = splat8(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
@@ -235,7 +229,14 @@ SPARSE_RL_INLINE Vec8 exp_negative(Vec8 x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   const Bits8 exponent = (same_bits<Bits8>(shifted) << 23) + (127u << 23);  // the integer is in the lowest bits
-  return select(live, p * same_bits<Vec8>(exponent), Vec8{});
+  return p * same_bits<Vec8>(exponent);
+}
+
+// exp(x) for x <= 0; 0 below -87, for -inf and for NaN.
+SPARSE_RL_INLINE Vec8 exp_negative(Vec8 x) {
+  // bits of positive floats are ordered as the floats are, with NaN above them all
+  const Int8 live = ((same_bits<Int8>(x) & 0x7FFFFFFF) - 0x42AE0001) >> 31;  // |x| <= 87
+  return select(live, exp_within_87(select(live, x, splat8(-87.0f))), Vec8{});
 }
 
 SPARSE_RL_INLINE Vec exp_negative(Vec x) { return {exp_negative(x.low), exp_negative(x.high)}; }

@@ -221,7 +221,8 @@ class RolloutSession:
         }
 
     def _check_settings(self, state: dict[str, Any]) -> None:
-        if "groups" not in state or any("cuts" not in slot["running"] for slot in state["slots"].values()):
+        slots = state.get("slots", {}).values()
+        if "groups" not in state or any("cuts" not in one["running"] or "last" not in one["logs"] for one in slots):
             raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
         if changed := changed_settings(state["settings"], self._settings(), state):
             raise UserError(

@@ -20,7 +20,7 @@ from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.rollout import Progress
 
-PARTS = ("speed", "split", "tail", "vocabulary", "cells", "memory", "whole")
+PARTS = ("speed", "split", "tail", "state", "vocabulary", "cells", "memory", "whole")
 Rows = list[dict[str, str]]
 
 

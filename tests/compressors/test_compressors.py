@@ -191,6 +191,23 @@ def test_random_survivors_are_an_even_sample_of_the_past() -> None:
     assert abs(counts[:63].double() - expected).max() < 5 * expected**0.5
 
 
+def test_random_redraws_at_every_compression_and_then_favors_the_young() -> None:
+    """Of 8 entries 4 stay at every compression, so a token of age k has survived with probability 1/2 each time."""
+    slots, lot = 4000, RandomEviction(budget=5, buffer=4, num_sinks=0, window=1, redraw=True)
+    base, positions = random_layer(), torch.arange(9).expand(slots, 1, 9)
+    for seen in range(9, 26, 4):
+        full = torch.ones(slots, 1, 9, dtype=torch.bool)
+        keys = {"sequence_keys": torch.arange(slots), "prompt_keys": torch.zeros(slots, dtype=torch.int64)}
+        layer = replace(base, valid=full, positions=positions, prompt_lengths=torch.full((slots,), 2), **keys)
+        left = positions[lot.select(layer)].view(slots, 1, 5)
+        positions = torch.cat([left, torch.arange(seen, seen + 4).expand(slots, 1, 4)], dim=-1)
+    counts = left.flatten().bincount(minlength=25)
+    assert counts[24] == slots  # the window
+    for first, survived in ((0, 5), (9, 4), (13, 3), (17, 2)):  # the compressions that these tokens took part in
+        assert abs(counts[first + 1] - slots / 2**survived) < 5 * (slots / 2**survived) ** 0.5
+    assert not lot.scores_natively
+
+
 def test_defaults_are_those_of_sparse_rl() -> None:
     scoring = "kernel_size=7, pooling='max', group_reduction='max', variant='decode'"
     sizes = "budget=512, buffer=128, num_sinks=4, window=8, compress_prompt=True"

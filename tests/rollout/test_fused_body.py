@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -117,17 +118,19 @@ def test_joined_products_are_those_of_the_modules_with_and_without_biases() -> N
 
 def test_bfloat16_products_by_float32_ones_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    g = torch.Generator().manual_seed(0)
-    modules = [torch.nn.Linear(256, n).to(torch.bfloat16) for n in (64, 32)]
-    own = join(modules, torch.bfloat16)
-    assert type(own) is Widened
-    assert products.copied_bytes(modules, torch.bfloat16) == 4 * (256 + 1) * 96
-    x = torch.randn(8, 256, generator=g).to(torch.bfloat16)
-    exact = torch.cat([x.double() @ m.weight.double().T + m.bias.double() for m in modules], dim=-1)
-    with torch.no_grad():
-        found = own(x)
-    assert found.dtype == torch.bfloat16
-    assert (found != exact.to(torch.bfloat16)).float().mean() < 0.01  # only where the exact sum is next to a tie
+    wide = [torch.nn.Linear(256, n) for n in (64, 32)]  # as under autocast, which rounds weights and inputs
+    rounded = [copy.deepcopy(m).to(torch.bfloat16) for m in wide]
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    low = x.to(torch.bfloat16)
+    exact = torch.cat([low.double() @ m.weight.double().T + m.bias.double() for m in rounded], dim=-1)
+    for modules in (rounded, wide):
+        own = join(modules, torch.bfloat16)
+        assert type(own) is Widened
+        assert own.dtype == torch.bfloat16
+        with torch.no_grad():
+            found = own(x)
+        assert found.dtype == torch.bfloat16
+        assert (found != exact.to(torch.bfloat16)).float().mean() < 0.01  # only where the exact sum is next to a tie
 
 
 def test_copied_weights_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

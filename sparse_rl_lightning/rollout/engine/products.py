@@ -1,8 +1,8 @@
 """Matrix products of a decode step: several matrices with the same input are one product.
 
 Decoding multiplies a few rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
-weights packed once is faster. A processor without instructions for bfloat16 multiplies it several times as slowly as
-float32: there the copies are float32. On a GPU a product costs a launch, so the matrices of queries, keys and values,
+weights packed once is faster. Where it has no products of bfloat16, the processor's take several times as long as those
+of float32: there the copies are float32. On a GPU a product costs a launch, so the matrices of queries, keys and values,
 and those of gate and up, lie side by side. Under autocast every product would cast its weights again at every step. All
 these are copies, refreshed at the start of a rollout, during which weights do not change. The learner's own weights are
 not moved into one memory instead: optimizers and sharding that flatten weights would go on with the old one.
@@ -79,16 +79,21 @@ class Packed(Copied):
         return out
 
 
-class Widened(Packed):
-    """bfloat16 products by float32 ones, with sums as exact, on CPUs without instructions for bfloat16."""
+class Widened(Copied):
+    """Products of bfloat16 by those of float32, on CPUs where oneDNN has no others.
 
-    def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
-        super().__init__(modules, torch.float32)
-        self._out = dtype
+    Inputs and weights are rounded to bfloat16 and so are the results, whose sums are float32 in either case.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute (R, sum of outputs), rounded to the compute type at the end."""
-        return super().__call__(x).to(self._out)
+    def _take(self, weights: list[Tensor]) -> None:
+        joined = torch.cat([weight.to(self.dtype) for weight in weights])
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(joined.float(), PACKED_ROWS)
+        self._wide_bias = None if self._bias is None else self._bias.float()
+
+    def _product(self, x: Tensor) -> Tensor:
+        product = torch.ops.mkldnn._linear_pointwise.default
+        out: Tensor = product(x.float(), self._weight, self._wide_bias, "none", [], "")
+        return out.to(self.dtype)
 
 
 class Joined(Copied):
@@ -123,11 +128,9 @@ def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
 
 def copied_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
     """The bytes of the copy that :func:`join` makes of the weights of these modules."""
-    way = _way(modules, dtype)
-    if way is None:
+    if _way(modules, dtype) is None:
         return 0
-    size = torch.float32.itemsize if way is Widened else dtype.itemsize
-    return sum(parameter.numel() * size for module in modules for parameter in module.parameters())
+    return sum(parameter.numel() * dtype.itemsize for module in modules for parameter in module.parameters())
 
 
 def _way(modules: Sequence[nn.Module], dtype: torch.dtype) -> type[Copied] | None:
