@@ -2,10 +2,11 @@
 
 Decoding multiplies a few rows with every weight. On CPUs plain ``F.linear`` is made for many rows; oneDNN with
 weights packed once is faster. Where it has no products of bfloat16, the processor's take several times as long as those
-of float32: there the copies are float32. On a GPU a product costs a launch, so the matrices of queries, keys and values,
-and those of gate and up, lie side by side. Under autocast every product would cast its weights again at every step. All
-these are copies, refreshed at the start of a rollout, during which weights do not change. The learner's own weights are
-not moved into one memory instead: optimizers and sharding that flatten weights would go on with the old one.
+of float32: there the copies are float32. On a GPU a product costs a launch, so the matrices of queries, keys and
+values, and those of gate and up, lie side by side. Under autocast every product would cast its weights again at every
+step. All these are copies, refreshed at the start of a rollout, during which weights do not change. The learner's own
+weights are not moved into one memory instead: optimizers and sharding that flatten weights would go on with the old
+one.
 """
 
 from __future__ import annotations
