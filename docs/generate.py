@@ -14,7 +14,7 @@ from benchmarks.common.pages import END, mark, replaced
 from docs import docstrings, listing, logged
 from docs.docstrings import Argument
 from docs.predictions import recipe_tables
-from docs.quoted import budgets_table, compressors_table, learner_table
+from docs.quoted import budgets_table, compressors_table, learner_table, trainer_table
 
 FOLDER = Path(__file__).parent
 
@@ -30,6 +30,7 @@ def pages() -> dict[Path, str]:
             "choosing.md", {"budgets": budgets_table(), "compressors": compressors_table()}
         ),
         FOLDER / "learner.md": written("learner.md", {"": learner_table()}),
+        FOLDER / "from_trl.md": written("from_trl.md", {"": trainer_table()}),
     }
 
 

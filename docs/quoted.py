@@ -65,3 +65,13 @@ def learner_table() -> str:
     rows = measured("../benchmarks/results/learner-cpu.md", "Log-probs and entropies, forward and backward")
     head = ("way", "logits at a time", "peak GiB")
     return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
+
+
+def trainer_table() -> str:
+    """Whole training steps beside TRL's, by the number of new tokens."""
+    head = ("trainer", "s per step", "rollout", "rescoring", "update", "times as fast as TRL")
+    rows: list[tuple[str, ...]] = []
+    for tokens in ("48", "512"):
+        found = measured("../benchmarks/results/trainer-cpu.md", f"{tokens} new tokens")
+        rows += [(tokens, *(row[name] for name in head)) for row in found if row["trainer"] != "plain loop"]
+    return Table("", ("new tokens", *head), rows=rows).untitled
