@@ -76,6 +76,7 @@ def launch_line() -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *command[1:]]
 
 
+@pytest.mark.slow
 def test_the_torchrun_line_of_the_docs(folder: Path) -> None:
     values = config()
     values["trainer"]["callbacks"].append({"class_path": "ExportPolicy", "init_args": {"folder": "runs/policy"}})

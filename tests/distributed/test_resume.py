@@ -215,7 +215,7 @@ def process_of(folder: Path, *program: str) -> Iterator[subprocess.Popen[bytes]]
     subprocess.run(command, env=environment, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("kill", range(2))
+@pytest.mark.parametrize("kill", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_run_loses_nothing(kill: int, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     """At a moment drawn anew in every run of the tests; the message of a failure has it."""
     step, delay = random.SystemRandom().randint(1, 8), random.SystemRandom().uniform(0, 0.1)

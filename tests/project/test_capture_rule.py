@@ -236,11 +236,11 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
     [
         ("cache/slots.py", "self.seen[-1:].zero_()", "self.seen[-1] = 0"),
         ("ops/draw.py", "forbidden.index_fill_(0, end_ids, True)", "forbidden[end_ids] = True"),
-        ("rollout/engine/engine.py", "at = cache.seen[places]", "at = cache.seen[rows.used]"),
-        ("rollout/engine/engine.py", "at = cache.seen[places]", "at = cache.seen[[1, 2]]"),
+        ("rollout/engine/engine.py", "cache.prompt_lengths[places]", "cache.prompt_lengths[rows.used]"),
+        ("rollout/engine/engine.py", "cache.prompt_lengths[places]", "cache.prompt_lengths[[1, 2]]"),
         (
-            "rollout/engine/sequences.py", "before = self.ends[slots]",
-            "before = self.ends[slots] if bool(is_end.any()) else at",
+            "rollout/engine/sequences.py", "_note_first(self.end, slots, at, is_end)",
+            "bool(is_end.any()) and _note_first(self.end, slots, at, is_end)",
         ),
         ("rollout/engine/sampling.py", "held = torch.arange(", "held = torch.tensor([1]) + torch.arange("),
         (
