@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel
@@ -25,6 +26,8 @@ RATIO_GOALS = {
     (FULL, torch.bfloat16): 1.5,
 }
 BOUND_GOALS = {torch.float32: 0.65, torch.bfloat16: 0.6}
+Rule: TypeAlias = Mapping[str, Any]  # temperature, top_k and top_p
+WHOLE: Rule = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the policy as it is
 PAGE = 256  # tokens, of transformers' paged cache
 HEADER = (
     "type", "new tokens", "what", "ms per step", "tokens/s", "ratio to generate", "goal", "met", "ratio to FullKV",
@@ -76,9 +79,10 @@ class Contest:
         policy = random_policy(setting.shape, dtype, "cpu")
         prompts = random_prompts(setting.num_sequences, setting.prompt_length, setting.shape.vocab)
         per_token = setting.shape.kv_bytes_per_token(dtype)
+        sparse, full = (RolloutSampler(policy, c, end_token_ids=[]) for c in (setting.compressor(), FullKV()))
         runners = {
-            SPARSE: own_runner(policy, prompts, per_token, setting.compressor()),
-            FULL: own_runner(policy, prompts, per_token, FullKV()),
+            SPARSE: own_runner(sparse, prompts, per_token),
+            FULL: own_runner(full, prompts, per_token),
             GENERATE: generate_runner(policy, prompts),
             CONTINUOUS: continuous_runner(policy, prompts, per_token),
         }
@@ -164,16 +168,13 @@ class Contest:
         return [shown, f"{100 * share:.0f} %", f">= {100 * goal:.0f} %", met(share, goal)]
 
 
-def own_runner(
-    policy: PreTrainedModel, prompts: list[list[int]], bytes_per_token: int, compressor: Compressor
-) -> Runner:
-    """This library's sampler; nothing ends a sequence but its length."""
-    sampler = RolloutSampler(policy, compressor, end_token_ids=[])
+def own_runner(sampler: RolloutSampler, prompts: list[list[int]], bytes_per_token: int, rule: Rule = WHOLE) -> Runner:
+    """This library's sampler, in which nothing ends a sequence but its length; ``rule`` as of ``SamplingParams``."""
 
     def run(new_tokens: int) -> Outcome:
         start = time.perf_counter()
-        rollout = sampler.generate(prompts, SamplingParams(max_completion_length=new_tokens))
-        wait(policy.device.type)
+        rollout = sampler.generate(prompts, SamplingParams(max_completion_length=new_tokens, **rule))
+        wait(sampler.model.device.type)
         taken = time.perf_counter() - start
         assert rollout.kv is not None
         assert rollout.completion_mask.sum() == len(prompts) * new_tokens
@@ -183,16 +184,18 @@ def own_runner(
     return run
 
 
-def generate_runner(policy: PreTrainedModel, prompts: list[list[int]]) -> Runner:
-    """``model.generate`` with a dynamic cache, sampling from the whole vocabulary."""
-    ids = torch.tensor(prompts, device=policy.device)
+def generate_runner(policy: PreTrainedModel, prompts: list[list[int]], rule: Rule = WHOLE) -> Runner:
+    """``model.generate`` with a dynamic cache."""
+    ids, sampling = torch.tensor(prompts, device=policy.device), {"do_sample": True, **rule}
+    if rule["temperature"] == 0:
+        sampling = {"do_sample": False}
 
     def run(new_tokens: int) -> Outcome:
         cache = DynamicCache()
         start = time.perf_counter()
         out = policy.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=True, temperature=1.0, top_k=0,
-            top_p=1.0, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens, pad_token_id=0, **sampling,
         )  # fmt: skip
         wait(policy.device.type)
         taken = time.perf_counter() - start

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,17 +11,17 @@ from benchmarks.common.pages import say
 from benchmarks.common.tables import Table, label, median_ratio, met
 from benchmarks.rollout.bound import seconds
 from benchmarks.rollout.policies import random_policy, random_prompts
-from benchmarks.rollout.speed import Setting
+from benchmarks.rollout.speed import WHOLE, Rule, Setting, generate_runner, own_runner
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.sampling import draw
 
-DRAWS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature 1": {},
-    "top-k 50": {"top_k": 50},
-    "top-p 0.95": {"top_p": 0.95},
-}
 SAMPLED = "temperature 1"
+DRAWS: dict[str, Rule] = {
+    "greedy": {**WHOLE, "temperature": 0.0},
+    SAMPLED: WHOLE,
+    "top-k 50": {**WHOLE, "top_k": 50},
+    "top-p 0.95": {**WHOLE, "top_p": 0.95},
+}
 RATIO_GOAL = 2.5  # to generate, when sampling
 SHARE_GOAL = 0.1  # of a step, for the draw
 HEADER = (
@@ -33,62 +30,35 @@ HEADER = (
 )  # fmt: skip
 
 
-@dataclass
-class Rollouts:
-    """Own engine and ``generate`` on one policy, by equal lengths."""
-
-    policy: PreTrainedModel
-    sampler: RolloutSampler
-    prompts: list[list[int]]
-    new_tokens: int
-
-    @classmethod
-    def of(cls, setting: Setting, new_tokens: int) -> Rollouts:
-        """A policy of random weights in float32; nothing ends a sequence but its length."""
-        policy = random_policy(setting.shape, torch.float32, "cpu")
-        prompts = random_prompts(setting.num_sequences, setting.prompt_length, setting.shape.vocab)
-        return cls(policy, RolloutSampler(policy, setting.compressor(), end_token_ids=[]), prompts, new_tokens)
-
-    def own(self, rule: dict[str, Any]) -> float:
-        """Seconds of a rollout."""
-        start = time.perf_counter()
-        self.sampler.generate(self.prompts, SamplingParams(max_completion_length=self.new_tokens, **rule))
-        return time.perf_counter() - start
-
-    def rival(self, rule: dict[str, Any]) -> float:
-        """Seconds of ``model.generate``."""
-        ids, is_greedy = torch.tensor(self.prompts), rule.get("temperature") == 0
-        start = time.perf_counter()
-        self.policy.generate(
-            ids, attention_mask=torch.ones_like(ids), min_new_tokens=self.new_tokens, max_new_tokens=self.new_tokens,
-            pad_token_id=0, do_sample=not is_greedy,
-            **({} if is_greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | rule),
-        )  # fmt: skip
-        return time.perf_counter() - start
-
-    @torch.no_grad()
-    def draw_alone(self, rule: dict[str, Any]) -> float:
-        """Seconds of a draw from the logits of these prompts, the median of a few."""
-        logits = self.policy(torch.tensor(self.prompts), logits_to_keep=1).logits[:, 0]
-        params, rows = SamplingParams(**rule), torch.arange(len(logits))
-        return seconds(lambda: draw(logits, params, rows, rows, rows[:0]), "cpu")
+@torch.no_grad()
+def draw_alone(policy: PreTrainedModel, prompts: list[list[int]], rule: Rule) -> float:
+    """Seconds of a draw from the logits of these prompts, the median of a few."""
+    logits = policy(torch.tensor(prompts), logits_to_keep=1).logits[:, 0]
+    params, rows = SamplingParams(**rule), torch.arange(len(logits))
+    return seconds(lambda: draw(logits, params, rows, rows, rows[:0]), "cpu")
 
 
 def vocabulary_table(setting: Setting, new_tokens: int, rounds: int) -> Table:
     """Every kind of draw, all contenders in turns."""
-    found = Rollouts.of(setting, new_tokens)
-    own: dict[str, list[float]] = {name: [] for name in DRAWS}
-    rival: dict[str, list[float]] = {name: [] for name in DRAWS}
-    alone: dict[str, list[float]] = {name: [] for name in DRAWS}
-    found.own({}), found.rival({})  # neither's first rollout counts
+    policy = random_policy(setting.shape, torch.float32, "cpu")
+    prompts = random_prompts(setting.num_sequences, setting.prompt_length, setting.shape.vocab)
+    sampler = RolloutSampler(policy, setting.compressor(), end_token_ids=[])
+    per_token = setting.shape.kv_bytes_per_token(torch.float32)
+    own, rival, alone = ({name: list[float]() for name in DRAWS} for _ in range(3))
+    runners = {
+        name: (own_runner(sampler, prompts, per_token, rule), generate_runner(policy, prompts, rule))
+        for name, rule in DRAWS.items()
+    }
+    for runner in runners[SAMPLED]:
+        runner(new_tokens)  # neither's first rollout counts
     for turn in range(rounds):
         for name, rule in DRAWS.items():
-            own[name].append(found.own(rule) / new_tokens)
-            rival[name].append(found.rival(rule) / new_tokens)
-            alone[name].append(found.draw_alone(rule))
+            for times, runner in zip((own[name], rival[name]), runners[name], strict=True):
+                times.append(runner(new_tokens).seconds / new_tokens)
+            alone[name].append(draw_alone(policy, prompts, rule))
             say(f"vocabulary, round {turn + 1}: {name} {own[name][-1]:.3f} s, generate {rival[name][-1]:.3f} s")
     note = (
-        f"Random Qwen2 ({setting.shape.name}), {setting.shape.vocab:,} tokens, {label(found.policy.dtype)}, "
+        f"Random Qwen2 ({setting.shape.name}), {setting.shape.vocab:,} tokens, {label(policy.dtype)}, "
         f"{setting.num_sequences} sequences, prompt {setting.prompt_length}, {new_tokens} new tokens; a step is the "
         "whole rollout over its new tokens."
     )

@@ -46,12 +46,12 @@ SPARSE_RL_INLINE void add_lanes(Vec8 x, Double4* sums) {
 
 // The largest of logits (a multiple of kBlock), NaN if one is NaN.
 SPARSE_RL_INLINE float largest(const float* logits, int64_t count) {
-  constexpr int Parts = 4, Lanes = kBlock / Parts;
+  constexpr int Parts = kBlock / kEight;
   Vec8 tops[Parts], numbers[Parts];
-  for (int i = 0; i < Parts; ++i) tops[i] = Vec8{} + kNegInf, numbers[i] = Vec8{};
+  for (int i = 0; i < Parts; ++i) tops[i] = splat8(kNegInf), numbers[i] = Vec8{};
   for (int64_t at = 0; at < count; at += kBlock) {
     for (int i = 0; i < Parts; ++i) {
-      const Vec8 x = load8(logits + at + i * Lanes);
+      const Vec8 x = load8(logits + at + i * kEight);
       tops[i] = x > tops[i] ? x : tops[i];
       numbers[i] += x * 0.0f;  // NaN from a NaN, and from an infinity, which is looked at below
     }
@@ -59,7 +59,7 @@ SPARSE_RL_INLINE float largest(const float* logits, int64_t count) {
   const Vec8 half = tops[0] > tops[1] ? tops[0] : tops[1], other = tops[2] > tops[3] ? tops[2] : tops[3];
   const Vec8 top = half > other ? half : other, number = (numbers[0] + numbers[1]) + (numbers[2] + numbers[3]);
   float most = kNegInf, sum = 0;
-  for (int i = 0; i < Lanes; ++i) most = std::max(most, top[i]), sum += number[i];
+  for (int i = 0; i < kEight; ++i) most = std::max(most, top[i]), sum += number[i];
   if (sum == 0) return most;
   for (int64_t i = 0; i < count; ++i) {
     if (std::isnan(logits[i])) return kNan;

@@ -56,20 +56,29 @@ SPARSE_RL_CLONES void add_tile(float* logits, int64_t count, Softmax& state, flo
   }
 }
 
-// Half of a block of rows First to First + Count - 1 of add_values, whose sums stay in registers.
-template <int Rows, int First, int Count, class Load>
+// Half of the block at `at`, of rows First to First + Count - 1: as many sums as stay in registers. Whether the block is
+// whole is a constant, because GCC does not move the question out of the loop.
+template <bool Whole, int Rows, int First, int Count, class T>
 SPARSE_RL_INLINE void add_half(
-    Load load, int64_t count, int64_t width, const float* weights, const float* rescale, float* out) {
+    const T* values, int64_t count, int64_t dim, int64_t at, int half, const float* weights, const float* rescale,
+    float* out) {
   Vec8 sum[2 * Count];
+  float* own = out + First * padded(dim) + at + half * kEight;
 #pragma GCC unroll 4
   for (int r = 0; r < Count; ++r) {
-    const float* own = out + (First + r) * width;
-    sum[2 * r] = load8(own) * rescale[First + r];
-    sum[2 * r + 1] = load8(own + kLanes) * rescale[First + r];
+    sum[2 * r] = load8(own + r * padded(dim)) * rescale[First + r];
+    sum[2 * r + 1] = load8(own + r * padded(dim) + kLanes) * rescale[First + r];
   }
   for (int64_t j = 0; j < count; ++j) {
     Vec8 a, b;
-    load(j, a, b);
+    if constexpr (Whole) {
+      load_half(values + j * dim + at + half * kHalf<T>, a, b);
+    } else {
+      Vec first, second;
+      load_tail(values + j * dim + at, dim - at, first, second);
+      a = half ? first.high : first.low;
+      b = half ? second.high : second.low;
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < Count; ++r) {
       const float w = weights[j * key_stride(Rows) + First + r];
@@ -79,9 +88,17 @@ SPARSE_RL_INLINE void add_half(
   }
 #pragma GCC unroll 4
   for (int r = 0; r < Count; ++r) {
-    float* own = out + (First + r) * width;
-    store8(own, sum[2 * r]);
-    store8(own + kLanes, sum[2 * r + 1]);
+    store8(own + r * padded(dim), sum[2 * r]);
+    store8(own + r * padded(dim) + kLanes, sum[2 * r + 1]);
+  }
+}
+
+template <bool Whole, int Rows, class T>
+SPARSE_RL_INLINE void add_block(
+    const T* values, int64_t count, int64_t dim, int64_t at, const float* weights, const float* rescale, float* out) {
+  for (int half = 0; half < 2; ++half) {
+    add_half<Whole, Rows, 0, Rows < 4 ? Rows : 4>(values, count, dim, at, half, weights, rescale, out);
+    if constexpr (Rows > 4) add_half<Whole, Rows, 4, Rows - 4>(values, count, dim, at, half, weights, rescale, out);
   }
 }
 
@@ -89,29 +106,9 @@ SPARSE_RL_INLINE void add_half(
 template <class T, int Rows>
 SPARSE_RL_CLONES void add_values(
     const T* values, int64_t count, int64_t dim, const float* weights, const float* rescale, float* out) {
-  const int64_t width = padded(dim);
-  for (int64_t at = 0; at < dim; at += kBlock) {
-    for (int half = 0; half < 2; ++half) {
-      const T* first = values + at + half * kHalf<T>;
-      auto whole = [=](int64_t j, Vec8& a, Vec8& b) __attribute__((always_inline)) { load_half(first + j * dim, a, b); };
-      auto tail = [=](int64_t j, Vec8& a, Vec8& b) __attribute__((always_inline)) {
-        Vec first_vector, second_vector;
-        load_tail(values + j * dim + at, dim - at, first_vector, second_vector);
-        a = half ? first_vector.high : first_vector.low;
-        b = half ? second_vector.high : second_vector.low;
-      };
-      auto add = [&](auto load) __attribute__((always_inline)) {
-        float* own = out + at + half * kEight;
-        add_half<Rows, 0, Rows < 4 ? Rows : 4>(load, count, width, weights, rescale, own);
-        if constexpr (Rows > 4) add_half<Rows, 4, Rows - 4>(load, count, width, weights, rescale, own);
-      };
-      if (at + kBlock <= dim) {
-        add(whole);
-      } else {
-        add(tail);
-      }
-    }
-  }
+  int64_t at = 0;
+  for (; at + kBlock <= dim; at += kBlock) add_block<true, Rows>(values, count, dim, at, weights, rescale, out);
+  if (at < dim) add_block<false, Rows>(values, count, dim, at, weights, rescale, out);
 }
 
 // Finish a row: write its result, return its log-sum-exp. A row without entries gives zeros and -inf.

@@ -99,7 +99,7 @@ SPARSE_RL_INLINE void load_half(const BFloat16* p, Vec8& a, Vec8& b) {
 
 // Elements from the start of a block to that of its second half.
 template <class T>
-inline constexpr int kHalf = sizeof(T) == sizeof(float) ? 8 : 16;
+inline constexpr int kHalf = sizeof(T) == sizeof(float) ? kEight : kLanes;
 
 template <class T>
 SPARSE_RL_INLINE void load_block(const T* p, Vec& a, Vec& b) {

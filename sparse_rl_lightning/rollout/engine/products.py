@@ -73,28 +73,27 @@ class Packed(Copied):
 
     def _take(self, weights: list[Tensor]) -> None:
         joined = torch.cat([weight.to(self.dtype) for weight in weights])
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(joined, PACKED_ROWS)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(self._computed(joined), PACKED_ROWS)
+        self._added = None if self._bias is None else self._computed(self._bias)
 
     def _product(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
-        return out
+        product = torch.ops.mkldnn._linear_pointwise.default
+        out: Tensor = product(self._computed(x), self._weight, self._added, "none", [], "")
+        return out.to(self.dtype)
+
+    def _computed(self, tensor: Tensor) -> Tensor:
+        """The tensor in the type that oneDNN multiplies."""
+        return tensor
 
 
-class Widened(Copied):
+class Widened(Packed):
     """Products of bfloat16 by those of float32, on CPUs where oneDNN has no others.
 
     Inputs and weights are rounded to bfloat16 and so are the results, whose sums are float32 in either case.
     """
 
-    def _take(self, weights: list[Tensor]) -> None:
-        joined = torch.cat([weight.to(self.dtype) for weight in weights])
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(joined.float(), PACKED_ROWS)
-        self._wide_bias = None if self._bias is None else self._bias.float()
-
-    def _product(self, x: Tensor) -> Tensor:
-        product = torch.ops.mkldnn._linear_pointwise.default
-        out: Tensor = product(x.float(), self._weight, self._wide_bias, "none", [], "")
-        return out.to(self.dtype)
+    def _computed(self, tensor: Tensor) -> Tensor:
+        return tensor.float()
 
 
 class Joined(Copied):
