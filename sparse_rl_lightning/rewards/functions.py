@@ -1,6 +1,7 @@
 r"""Reward functions for configurations, given there by their import path.
 
-All are 0 or 1, so that nothing is gained by hedging, padding or half an answer.
+Answers are paid 0 or 1, so that nothing is gained by hedging, padding or half an answer; only
+:func:`worked_steps_reward` pays shares.
 """
 
 from __future__ import annotations
@@ -93,10 +94,11 @@ def arithmetic_reward(
 def worked_steps_reward(
     prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], solution: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """The share of the worked solution's steps that the completion takes, up to its first different step.
+    """The share of right steps among the worked solution's or, where there are more, among those the completion takes.
 
-    For ``ArithmeticTasks``. It pays for a right beginning and so distinguishes a lucky answer from a reasoned one.
-    Nothing is gained by repeating or skipping steps.
+    For ``ArithmeticTasks``. It pays for a right beginning, up to the first other step, and so distinguishes a lucky
+    answer from a reasoned one. Skipping a step loses all later ones, and every step beyond the solution's number, a
+    repeated one too, lowers what the right ones are paid: going on instead of answering costs.
     """
     return [_share_of_steps(text, worked) for text, worked in zip(completions, solution, strict=True)]
 
@@ -104,7 +106,7 @@ def worked_steps_reward(
 def _share_of_steps(completion: str, solution: str) -> float:
     wanted, taken = (text.partition("#")[0].split(";") for text in (solution, completion))
     right = takewhile(lambda pair: pair[0] == pair[1], zip(wanted, taken, strict=False))
-    return sum(1 for _ in right) / len(wanted)
+    return sum(1 for _ in right) / max(len(wanted), len(taken))
 
 
 def _is_right(completion: str, gold: str, any_expression: bool) -> bool:
