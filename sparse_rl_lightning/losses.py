@@ -100,6 +100,7 @@ def policy_loss(
     metrics["kept_fraction"] = kept.sum() / mask.sum().clamp(min=1)
 
     ratio = torch.where(kept, log_ratio, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    metrics["staleness_ratio/max"] = torch.where(kept, ratio.detach(), 0.0).max()
     if loss_type == "cispo":
         objective = ratio.clamp(max=epsilon_high).detach() * advantages[:, None] * logprobs
     else:
@@ -108,6 +109,19 @@ def policy_loss(
         objective = objective * torch.where(kept, weights, 0.0).detach()
     loss = aggregate(-objective, mask, kept, loss_type, denominator, max_completion_length, num_items)
     return LossOutput(loss, metrics)
+
+
+def top_token_share(loss: Tensor, logprobs: Tensor, count: int = 10) -> Tensor:
+    """The share () of the loss's derivative by the log-probs (B, T), summed as magnitudes, that few tokens have.
+
+    Near 0 every token counts a little; near 1 a step is made of ``count`` tokens. 0 where nothing has a gradient.
+    """
+    if not loss.requires_grad:
+        return loss.new_zeros(())
+    (derivative,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
+    sizes = derivative.abs().flatten()
+    total = sizes.sum()
+    return sizes.topk(min(count, len(sizes))).values.sum() / torch.where(total > 0, total, 1.0)
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator = "k3") -> Tensor:

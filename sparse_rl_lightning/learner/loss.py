@@ -27,6 +27,7 @@ from sparse_rl_lightning.losses import (
     count_items,
     kl_penalty,
     policy_loss,
+    top_token_share,
 )
 from sparse_rl_lightning.records import LossOutput, Rollout
 
@@ -165,6 +166,7 @@ class GRPOLoss:
             max_completion_length=length,
             num_items=divisor,
         )
+        output.metrics["top10_token_share"] = top_token_share(output.loss, logprobs)
         if self.beta == 0:
             return output
         assert part.ref_logprobs is not None

@@ -46,6 +46,10 @@ PANELS: tuple[Panel, ...] = (
     Panel(LEARNING, "Entropy", "nats per token", "How undecided the learner is about its next token. Near 0 it has "
           "stopped exploring.",
           (Line("entropy", "entropy"),)),
+    Panel(LEARNING, "Gradient and staleness", "norm, ratio", "Length of the gradient before clipping, and the largest "
+          "ratio of a token's probability now to that before the update, in the last step of each rollout. Spikes of "
+          "both together are a few tokens that take over.",
+          (Line("grad_norm", "gradient norm"), Line("staleness_ratio/max", "largest ratio")), log=True),
     Panel(LEARNING, "Repeated and cut off", "%", "Phrases of four tokens that occurred in the same completion before "
           "(a sampler that forgets too much falls into loops), and completions that ended at the length limit.",
           (Line("completions/repetition_rate", "repeated 4-grams"), Line("completions/clipped_ratio", "cut off")),

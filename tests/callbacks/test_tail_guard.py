@@ -111,6 +111,25 @@ def test_the_state_goes_on_where_it_was() -> None:
     assert one.alarms == ["rejection", "length"]
 
 
+def test_a_rise_of_rejection_is_seen_below_the_limit() -> None:
+    """A spiral goes from 1 to 9 %: a rise, though still below the limit; 1 to 4 % and an even 9 % are none."""
+    limits = Limits(window=2, patience=2)
+    rates: dict[str, list[float]] = {
+        "spiral": [0.01, 0.01, 0.05, 0.09, 0.09, 0.09], "small": [0.01] * 3 + [0.04] * 3, "even": [0.09] * 6
+    }  # fmt: skip
+    found = {}
+    for name, each in rates.items():
+        watch = TailWatch(limits)
+        for rate in each:
+            watch.see(9, rate)
+        found[name] = watch.alarms
+    assert found == {"spiral": ["rise"], "small": [], "even": []}
+    old = TailWatch(limits, **{**TailWatch(limits).state(), "strikes": {"tail": 0, "rejection": 0, "length": 0}})
+    for rate in rates["spiral"]:  # a checkpoint of before goes on
+        old.see(9, rate)
+    assert old.alarms == ["rise"]
+
+
 # ---------------------------------------------------------------- warn
 
 

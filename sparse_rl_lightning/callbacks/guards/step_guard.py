@@ -1,7 +1,8 @@
-"""StepGuard: skips steps with a gradient that is not finite, ends the run after several, and logs the norm."""
+"""StepGuard: skips steps with a gradient that is not finite, ends the run after several, and warns of long ones."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
+from sparse_rl_lightning.callbacks.guards.spikes import SpikeWatch
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder
@@ -26,16 +28,23 @@ class StepGuard(Callback):
     ``torch.load(weights_only=True)`` reads. Steps that float16 skips while it searches its loss scale (one above 1, or
     any of DeepSpeed's) are counted, but not as steps in a row. Modules that roll out add this callback themselves.
 
+    A step whose gradient is far longer than those before it is not skipped but told of, with its likely cause and what
+    helps: training on tokens whose staleness ratio has exploded goes on for a while before the reward shows it.
+
     Args:
         max_in_a_row: Number of steps skipped in a row after which the run stops.
+        spike_factor: Multiple of the median norm of the last 50 steps from which a step is warned of, null for never.
 
     Raises:
-        ValueError: If the number is below 1; in training, if that many steps in a row were skipped.
+        ValueError: If a number is below 1; in training, if that many steps in a row were skipped.
     """
 
-    def __init__(self, max_in_a_row: int = 3) -> None:
+    def __init__(self, max_in_a_row: int = 3, spike_factor: float | None = 20.0) -> None:
         check_number("max_in_a_row", max_in_a_row, least=1, owner="StepGuard")
+        if spike_factor is not None:
+            check_number("spike_factor", spike_factor, least=1, owner="StepGuard")
         self.max_in_a_row = max_in_a_row
+        self.watch = None if spike_factor is None else SpikeWatch(spike_factor)
         self.skipped = 0  # since the start of the run
         self.in_a_row = 0
         self._skips_now = False
@@ -72,17 +81,29 @@ class StepGuard(Callback):
         pl_module.log("skipped_steps", float(self.skipped))
         if self._norm is not None:
             pl_module.log(getattr(pl_module, "grad_norm_key", "grad_norm"), float(self._norm))  # any module may have it
+            self._look_for_spike(trainer, float(self._norm))
         if self._skips_now:
             self._tell(trainer, pl_module)
         self._skips_now = False
 
     def state_dict(self) -> dict[str, Any]:
         """The counts."""
-        return {"skipped": self.skipped, "in_a_row": self.in_a_row}
+        watched = {} if self.watch is None else {"watch": self.watch.state()}
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row, **watched}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the counts."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
+        if self.watch is not None:
+            self.watch = replace(self.watch, **state_dict.get("watch", {}))
+
+    def _look_for_spike(self, trainer: Trainer, norm: float) -> None:
+        if self.watch is None:
+            return
+        known = [trainer.callback_metrics.get(name) for name in ("staleness_ratio/max", "top10_token_share")]
+        found = self.watch.see(norm, *(None if value is None else float(value) for value in known))
+        if found:
+            warn_of_run(trainer, f"The gradient of optimizer step {trainer.global_step} {found}")
 
     def _tell(self, trainer: Trainer, module: LightningModule) -> None:
         said = f"The gradient of optimizer step {trainer.global_step} is not finite: the step is skipped"

@@ -22,6 +22,13 @@ from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Generator
 
 Mode = Literal["off", "warn", "raise", "stop"]
+SIGNS = ("tail", "rejection", "rise", "length")
+HARMLESS = 0.05
+"""Share of rejected sequences up to which no rise counts."""
+ADVICE = {
+    "rise": "Raise the budget, or learn from the rejected too (ReplayGRPO with replay_objective: rejected or sparse).",
+    "other": "Raise the budget, or reject more strictly.",
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Limits:
     min_tokens: int = 200
     window: int = 10
     patience: int = 2
+    rejection_rise: float = 3.0
 
     def __post_init__(self) -> None:
         for name in ("max_rejection_rate", "length_drop"):
@@ -40,6 +48,7 @@ class Limits:
                 raise UserError(f"TailGuard: {name} must lie in (0, 1], got {name}={getattr(self, name)}.")
         for name in ("min_tokens", "window", "patience"):
             check_number(name, getattr(self, name), least=1, owner="TailGuard")
+        check_number("rejection_rise", self.rejection_rise, least=1, owner="TailGuard")
 
 
 @dataclass
@@ -50,7 +59,8 @@ class TailWatch:
     lengths: list[float] = field(default_factory=list)  # of the newest rollouts, at most a window
     rejections: list[float] = field(default_factory=list)
     longest: float = 0.0  # mean length of the window in which responses were longest
-    strikes: dict[str, int] = field(default_factory=lambda: {"tail": 0, "rejection": 0, "length": 0})  # in a row
+    fewest: float = 1.0  # mean share of rejected sequences in the window in which it was least
+    strikes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIGNS, 0))  # in a row
 
     @property
     def length_ratio(self) -> float | None:
@@ -65,9 +75,13 @@ class TailWatch:
         is_full = len(self.lengths) == self.limits.window
         if is_full:
             self.longest = max(self.longest, _mean(self.lengths))
+            self.fewest = min(self.fewest, _mean(self.rejections))
         ratio = self.length_ratio
         self._strike("length", ratio is not None and ratio < 1 - self.limits.length_drop)
-        self._strike("rejection", is_full and _mean(self.rejections) > self.limits.max_rejection_rate)
+        rejected, limit = _mean(self.rejections), self.limits.max_rejection_rate
+        self._strike("rejection", is_full and rejected > limit)
+        risen = self.limits.rejection_rise * max(self.fewest, HARMLESS / self.limits.rejection_rise)
+        self._strike("rise", is_full and risen < rejected <= limit)  # above the limit it is told of anyway
 
     def see_tail(self, tail: Mapping[str, float], tokens: Mapping[str, int], target: float) -> tuple[str, float] | None:
         """Add the percentiles of a rollout by length bin; bins with too few tokens are not judged.
@@ -84,7 +98,7 @@ class TailWatch:
 
     @property
     def alarms(self) -> list[str]:
-        """The signs that have persisted: ``tail``, ``rejection``, ``length``."""
+        """The signs that have persisted: ``tail``, ``rejection``, ``rise``, ``length``."""
         return [name for name, count in self.strikes.items() if count >= self.limits.patience]
 
     def start_over(self) -> None:
@@ -97,7 +111,7 @@ class TailWatch:
         return {name: value for name, value in asdict(self).items() if name != "limits"}
 
     def _strike(self, sign: str, given: bool) -> None:
-        self.strikes[sign] = self.strikes[sign] + 1 if given else 0
+        self.strikes[sign] = self.strikes.get(sign, 0) + 1 if given else 0  # an older checkpoint may not know it
 
 
 def _mean(numbers: list[float]) -> float:
@@ -109,8 +123,8 @@ class TailGuard(RolloutCallback):
 
     A collapse under sparse rollouts shows first in the 5th percentile of the acceptance, then in shrinking responses,
     last in reward (Sparrow, arXiv 2606.08446). Signs are: a length bin whose 5th percentile is below the target, as
-    ``AcceptanceMonitor`` measures it; a mean rejection rate above its limit; mean responses that have shrunk. The
-    reaction to a sign that persists is the ``mode``:
+    ``AcceptanceMonitor`` measures it; a mean rejection rate above its limit, or one that has risen; mean responses that
+    have shrunk. The reaction to a sign that persists is the ``mode``:
 
     - ``warn``: warn once, until the sign is gone.
     - ``raise``: enlarge the budget of the compressor, of the retriever (in whole pages) or of both by a step of its
@@ -131,6 +145,7 @@ class TailGuard(RolloutCallback):
         window: Number of rollouts over which rejection rate and length are averaged.
         patience: Number of observations in a row that make a sign; for the tail those of ``AcceptanceMonitor``.
         max_raises: Limit on the steps by which the budget is raised.
+        rejection_rise: Multiple of the least share of rejected sequences so far that is a rise, from 5 % to the limit.
         folder: Folder of the checkpoint, default that of ``ModelCheckpoint``.
 
     Raises:
@@ -148,6 +163,7 @@ class TailGuard(RolloutCallback):
         window: int = 10,
         patience: int = 2,
         max_raises: int = 4,
+        rejection_rise: float = 3.0,
         folder: str | Path | None = None,
     ) -> None:
         mode = "off" if mode is False else mode  # YAML reads the word off as false
@@ -160,7 +176,7 @@ class TailGuard(RolloutCallback):
         self.target = target
         self.max_raises = max_raises
         self.folder = folder
-        self.watch = TailWatch(Limits(max_rejection_rate, length_drop, min_tokens, window, patience))
+        self.watch = TailWatch(Limits(max_rejection_rate, length_drop, min_tokens, window, patience, rejection_rise))
         self.num_raises = 0
         self._in_use = 0  # raises in effect when the rollout in training was drawn
         self._monitor: AcceptanceMonitor | None = None
@@ -279,7 +295,7 @@ class TailGuard(RolloutCallback):
         elif new := [sign for sign in alarms if sign not in self._told]:
             self._told += new
             done = f" The budget was raised {self.num_raises} times already." if self.mode == "raise" else ""
-            advice = "Raise the budget, or reject more strictly."
+            advice = ADVICE["rise"] if "rise" in new else ADVICE["other"]
             warn_of_run(module.trainer, f"TailGuard: {self._describe(new)}{done} {advice}")
 
     def _describe(self, alarms: list[str]) -> str:
@@ -289,6 +305,8 @@ class TailGuard(RolloutCallback):
             "tail": f"The 5th percentile of the acceptance {self._judged}.",
             "rejection": f"{rejected:.1%} of the sequences of {limits.window} rollouts were rejected, more than "
             f"{limits.max_rejection_rate:.1%}.",
+            "rise": f"{rejected:.1%} of the sequences of {limits.window} rollouts were rejected, {watch.fewest:.1%} at "
+            "the best: what is rejected teaches nothing, not even to avoid it.",
             "length": f"Responses have shrunk to {watch.length_ratio or 0:.0%} of their mean length of "
             f"{watch.longest:.1f} tokens.",
         }

@@ -30,7 +30,8 @@ from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, pictu
 from sparse_rl_lightning.text import say
 
 ROW_KEYS = (
-    "time/", "memory/", "guard/", "clip_ratio/", "entropy", "kl", "empty_rollouts", "skipped_steps", "grad_norm"
+    "time/", "memory/", "guard/", "clip_ratio/", "staleness_ratio/", "top10_token_share", "entropy", "kl",
+    "empty_rollouts", "skipped_steps", "grad_norm",
 )  # fmt: skip
 """Prefixes of values that are logged after a rollout was scored and belong to its row."""
 BLOCK_KEYS = ("time/", "memory/")

@@ -1,0 +1,79 @@
+"""Steps far longer than usual are told of once, with their cause; the share of ten tokens is what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl_lightning.callbacks import RolloutCallback, StepGuard
+from sparse_rl_lightning.callbacks.guards.spikes import SpikeWatch, cause
+from sparse_rl_lightning.losses import policy_loss, top_token_share
+from tests.tiny_grpo import fit, module
+
+
+def test_spike_is_a_multiple_of_the_median_and_told_of_once_in_a_while() -> None:
+    watch = SpikeWatch(factor=20.0, window=50, least=10)
+    told = [watch.see(norm, None, None) for norm in [1000.0, *[0.1, 0.2] * 10]]
+    assert told == [None] * 21  # the first steps are judged by nothing
+    assert watch.see(3.9, 5.0, 0.2) is None
+    found = watch.see(71.0, 1.2e4, 0.93)
+    assert found is not None
+    assert "is 355 times as long as usual (71)" in found
+    assert "largest staleness ratio is 1.2e+04, and ten tokens carry 93% of it" in found
+    assert "model.loss.delta to 2" in found
+    assert [watch.see(71.0, 1.2e4, 0.93) for _ in range(15)] == [None] * 15  # counted, not told
+    assert watch.spikes == 16
+    again = SpikeWatch(**watch.state())
+    assert again == SpikeWatch(20.0, 50, 10, watch.norms, watch.silent, watch.spikes)
+
+
+def test_spike_of_fresh_tokens_has_another_cause() -> None:
+    assert "delta" not in cause(1.3, 0.1)
+    assert "only 1.3, and ten tokens carry 10% of it" in cause(1.3, 0.1)
+    assert cause(None, None).startswith("Look at rewards")
+
+
+def test_share_of_ten_tokens_is_that_of_the_derivative() -> None:
+    """One token of a ratio of 1,000 outweighs 39 others; with a bound on the ratio it has no gradient at all."""
+    old = torch.full((4, 10), -2.0)
+    new = old.clone()
+    new[2, 3] += torch.tensor(1000.0).log()
+    new.requires_grad_()
+    mask, advantages = torch.ones(4, 10, dtype=torch.bool), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    loss = policy_loss(new, old, advantages, mask)
+    assert float(loss.metrics["staleness_ratio/max"]) == pytest.approx(1000.0, rel=1e-4)
+    assert float(top_token_share(loss.loss, new)) == pytest.approx((1000 + 9) / (1000 + 39), rel=1e-3)
+    bounded = policy_loss(new, old, advantages, mask, delta=2.0)
+    assert float(top_token_share(bounded.loss, new)) == pytest.approx(10 / 39, rel=1e-3)
+    assert float(top_token_share(loss.loss.detach(), new)) == 0
+    keep = mask & (torch.arange(4) != 2)[:, None]
+    assert float(policy_loss(new, old, advantages, mask, keep=keep).metrics["staleness_ratio/max"]) == 1
+
+
+class Stale(RolloutCallback):
+    """From one rollout on a token of every bad sequence was near-impossible before the update."""
+
+    def correct(self, trainer: Any, module: Any, part: Any) -> None:
+        if module.num_rollouts >= 12:
+            first = part.completion_mask.int().argmax(dim=1)
+            part.old_logprobs[torch.arange(len(part)), first] -= 12 * (part.advantages < 0)
+
+
+def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
+    guard = StepGuard()
+    with pytest.warns(UserWarning, match=r"optimizer step 13 is .* times as long .*staleness ratio is 1.6e\+05.*delta"):
+        trainer = fit(module(lr=1e-4), 14, [guard, Stale()])
+    assert guard.watch is not None
+    assert guard.watch.spikes == 2
+    assert float(trainer.callback_metrics["staleness_ratio/max"]) > 1e5
+    assert float(trainer.callback_metrics["top10_token_share"]) > 0.5
+
+
+def test_spikes_need_not_be_looked_for() -> None:
+    guard = StepGuard(spike_factor=None)
+    fit(module(lr=1e-4), 14, [guard, Stale()])
+    assert guard.watch is None
+    with pytest.raises(ValueError, match="StepGuard: spike_factor must be at least 1"):
+        StepGuard(spike_factor=0.5)
