@@ -115,6 +115,9 @@ class RolloutModule(Protocol):
     def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the sparse policy, with the evictions of the sampler."""
 
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Advantages (B,) of rewards (B,); NaN rewards count in no baseline and get 0."""
+
     def reference_logprobs(self, part: Rollout) -> Tensor:
         """Log-probabilities (B, T) of the reference policy."""
 

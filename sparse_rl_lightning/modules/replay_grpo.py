@@ -6,12 +6,16 @@ import time
 from dataclasses import replace
 from typing import Any, Literal
 
+from torch import Tensor
+
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.learner.loss import Denominators
+from sparse_rl_lightning.losses import count_items
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
+from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
-ReplayObjective = Literal["sparse", "dense", "mixed"]
+ReplayObjective = Literal["sparse", "dense", "mixed", "rejected"]
 
 
 class ReplayGRPO(SparseGRPO):
@@ -27,11 +31,13 @@ class ReplayGRPO(SparseGRPO):
       that rounding in the sampler is no mismatch. Without correction callbacks it is the same as SparseGRPO.
     - ``mixed``: ``alpha`` x sparse + (1 - ``alpha``) x dense, two forward passes per micro-batch. What callbacks reject
       or reweight concerns the dense term; so does the KL penalty.
+    - ``rejected``: the dense objective, and for the sequences that callbacks reject as a whole the sparse one, a second
+      forward pass over these alone. What the compressed policy does wrong is thereby unlearned instead of left out.
 
     Args:
         policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here. Its ``attn_implementation``
             must not be flash attention, which takes no mask.
-        replay_objective: Objective, ``sparse``, ``dense`` or ``mixed``.
+        replay_objective: Objective, ``sparse``, ``dense``, ``mixed`` or ``rejected``.
         alpha: Weight of the sparse term of ``mixed``, between 0 and 1.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
@@ -75,16 +81,42 @@ class ReplayGRPO(SparseGRPO):
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """SparseGRPO's loss with the log-probs that the objective replays, or both terms of ``mixed``."""
         output = super().micro_batch_loss(part, denominators)
-        if self.replay_objective != "mixed":
+        if self.replay_objective == "mixed":
+            term = self._sparse_term(part, part, denominators)
+            total = self.alpha * term.loss + (1 - self.alpha) * output.loss
+        elif self.replay_objective == "rejected" and len(rejected := part[_rejected_sequences(part)]):
+            term = self._sparse_term(rejected, part, denominators)
+            total = term.loss + output.loss
+        else:
             return output
-        replayed, _ = self.replayed(part)
-        own = replace(part, old_logprobs=part.replay_logprobs, keep=None, weights=None, weight_reference=None)
-        loss = replace(self.loss, beta=0.0, off_policy_delta=None)
-        # nothing is rejected in the sparse term, so all tokens count
-        term = loss(own, replayed, replace(denominators, policy=denominators.everything, penalty=None))
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
-        total = self.alpha * term.loss + (1 - self.alpha) * output.loss
         return LossOutput(total, {**output.metrics, **metrics})
+
+    def _check_ranks(self) -> None:
+        """Refuse a second pass that only ranks with rejected sequences make, where all must make the same ones."""
+        super()._check_ranks()
+        if self.replay_objective == "rejected" and is_sharded(self.policy):
+            raise UserError(
+                "replay_objective='rejected' replays what each rank has rejected, but ranks that share weights "
+                "(ZeRO-3, FSDP2) must pass through the model equally often. Use ZeRO-2, or replay_objective: mixed."
+            )
+
+    def _sparse_term(self, own: Rollout, part: Rollout, denominators: Denominators) -> LossOutput:
+        """The sparse objective of some sequences of a micro-batch, nothing rejected, as its share of the step."""
+        replayed, _ = self.replayed(own)
+        own = replace(own, old_logprobs=own.replay_logprobs, keep=None, weights=None, weight_reference=None)
+        loss = replace(self.loss, beta=0.0, off_policy_delta=None)
+        everything = denominators.everything
+        if everything is None:  # bnpo: the micro-batch by itself
+            everything = count_items(loss.mask(part), None, loss.loss_type, loss.denominator)
+        return loss(own, replayed, replace(denominators, policy=everything, penalty=None))
+
+
+def _rejected_sequences(part: Rollout) -> Tensor:
+    """Indices of the sequences that have tokens, none of which is kept."""
+    mask = part.completion_mask
+    kept = mask if part.keep is None else mask & part.keep
+    return (mask.any(dim=1) & ~kept.any(dim=1)).nonzero().squeeze(1)
 
 
 def replay_old(module: SparseGRPO, scored: ScoredRollout) -> None:

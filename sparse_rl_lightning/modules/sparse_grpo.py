@@ -197,10 +197,14 @@ class SparseGRPO(PolicyModule):
         start, rollout = time.perf_counter(), scored.rollout
         rollout.rewards = self.rewards(scored)
         self.rewards.warn_of_none(scored)
-        trainer = self.trainer if self._world_size > 1 else None
-        rollout.advantages = ranks.advantages_of_rank(rollout.rewards, self._group_size, self.scale_rewards, trainer)
+        rollout.advantages = self.advantages(rollout.rewards)
         rollout.keep = rollout.completion_mask.clone()
         scored.seconds["rewards"] = time.perf_counter() - start
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Advantages (B,) of this rank's rewards (B,); NaN rewards count in no baseline and get 0."""
+        trainer = self.trainer if self._world_size > 1 else None
+        return ranks.advantages_of_rank(rewards, self._group_size, self.scale_rewards, trainer)
 
     def new_block(self, scored: ScoredRollout) -> RolloutBlock:
         """The rollout as micro-batches."""

@@ -174,6 +174,41 @@ def test_mixed_is_the_weighted_sum_of_the_others(alpha: float) -> None:
         torch.testing.assert_close(mixed, alpha * sparse + (1 - alpha) * dense, atol=1e-6, rtol=1e-5)
 
 
+def disturbed(grpo: ReplayGRPO) -> ReplayGRPO:
+    """With weights that the rollout was not drawn with."""
+    with torch.no_grad():
+        for index, parameter in enumerate(grpo.policy.parameters()):
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    return grpo
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+@pytest.mark.parametrize("lost", [(), (0, 4, 5), tuple(range(12))])
+def test_rejected_adds_the_sparse_objective_of_what_is_rejected_as_a_whole(
+    lost: tuple[int, ...], loss_type: str
+) -> None:
+    """Tokens that are dropped from a sequence of which others are kept are not replayed."""
+    grpo = module(replay_objective="rejected", loss_type=loss_type)
+    rollout = part_of(grpo)
+    mask = rollout.completion_mask
+    rollout.keep = mask & (mask.cumsum(dim=1) != 2)  # the first completion token of each stays
+    rollout.keep[list(lost)] = False
+    rollout.weights = rollout.old_logprobs.sub(rollout.replay_logprobs).exp()
+    disturbed(grpo)
+    found = grpo.micro_batch_loss(rollout, grpo.denominators(rollout))
+    items = {"loss_type": loss_type, "num_items": len(rollout) if loss_type == "grpo" else mask.sum()}
+    dense, replayed = grpo.learner.logprobs(grpo.policy, rollout)[0], grpo.replayed(rollout)[0]
+    rest = {"keep": rollout.keep, "weights": rollout.weights, **items}
+    want = policy_loss(dense, rollout.old_logprobs, rollout.advantages, mask, **rest).loss
+    own = torch.zeros_like(mask)
+    own[list(lost)] = True
+    other = {"keep": mask & own, **items}
+    want = want + policy_loss(replayed, rollout.replay_logprobs, rollout.advantages, mask, **other).loss
+    torch.testing.assert_close(found.loss, want, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(gradient(grpo, found.loss), gradient(grpo, want), atol=1e-6, rtol=1e-5)
+    assert any(name.startswith("sparse/") for name in found.metrics) == bool(lost)
+
+
 def test_dense_takes_xi_from_the_replay_and_forgets_the_record() -> None:
     recorder, grpo = Recorder(), module(replay_objective="dense", num_iterations=2)
     fit(grpo, 1, [SparsityAwareRejection(), ImportanceReweighting(), recorder])
@@ -201,7 +236,7 @@ def test_sparse_has_no_mismatch_left_and_both_validations_are_reported() -> None
     assert {"val/reward_dense", "val/reward_sparse"} <= metrics.keys()
 
 
-@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])
 def test_adapters_train_under_replay(objective: str) -> None:
     pytest.importorskip("peft", reason="peft is an extra")
     grpo, recorder = module(adapters=ADAPTERS, replay_objective=objective, beta=0.1, steps_per_generation=2), Recorder()
@@ -220,7 +255,7 @@ def test_adapters_train_under_replay(objective: str) -> None:
     assert float(metrics["mismatch_split/rounding/kl_k3"]) < 1e-9 < float(metrics["mismatch_split/compression/kl_k3"])
 
 
-@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])
 def test_micro_batches_do_not_change_the_step(objective: str) -> None:
     results = []
     for parts in (1, 2, 8):
@@ -234,7 +269,7 @@ def test_micro_batches_do_not_change_the_step(objective: str) -> None:
         torch.testing.assert_close(other, results[0], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])
 def test_the_order_of_sequences_does_not_change_loss_and_gradient(objective: str) -> None:
     grpo = module(replay_objective=objective)
     rollout = part_of(grpo)
@@ -250,7 +285,7 @@ def test_the_order_of_sequences_does_not_change_loss_and_gradient(objective: str
         torch.testing.assert_close(other, results[0], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])
 def test_packing_and_splitting_do_not_change_the_step(objective: str) -> None:
     results = []
     for learner in (LearnerOptions(), LearnerOptions(10_000), LearnerOptions(30, head_chunk_size=5)):
@@ -308,7 +343,7 @@ def test_flash_attention_is_refused_before_its_package_is_asked_for(wrapped: boo
         ReplayGRPO(LoraPolicy(source) if wrapped else source, TIGHT, likes_a)
 
 
-@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])
 def test_sequences_of_several_policies_are_refused(objective: str) -> None:
     grpo = module(replay_objective=objective)
     grpo.configure_model()

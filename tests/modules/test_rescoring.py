@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from sparse_rl_lightning.advantages import group_advantages
 from sparse_rl_lightning.callbacks import (
     MIS,
     TIS,
@@ -158,7 +159,7 @@ def test_losses_and_learners(options: dict[str, Any]) -> None:
     check_equal(CORRECTIONS["paper"], {"steps_per_generation": 4, **options}, 4)
 
 
-@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed"])
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])
 def test_replay(objective: str) -> None:
     options = {"kind": ReplayGRPO, "replay_objective": objective, "steps_per_generation": 2}
     check_equal(CORRECTIONS["paper"], options, 2)
@@ -326,3 +327,26 @@ def test_a_run_resumed_within_the_first_step_has_all_log_probs(tmp_path: Path) -
     assert rollout.weights is not None
     assert (rollout.old_logprobs < 0)[rollout.completion_mask].all()
     assert (rollout.weights > 0)[rollout.completion_mask].all()
+
+
+def test_baseline_of_what_is_kept_leaves_rejected_rewards_out() -> None:
+    """The mean and deviation of a prompt are those of its samples that are kept, in whatever micro-batches they are."""
+    parts = {}
+    for baseline in ("all", "kept"):
+        recorder, grpo = Recorder(), module(steps_per_generation=4)
+        fit(grpo, 4, [SparsityAwareRejection(0.7, baseline=baseline), recorder])
+        parts[baseline] = recorder.scored[0].rollout
+    everything, kept = parts["all"], parts["kept"]
+    alive = kept.keep.any(dim=1)
+    assert torch.equal(everything.keep, kept.keep)
+    assert 0 < int((~alive).sum()) < len(kept)
+    torch.testing.assert_close(everything.advantages, group_advantages(everything.rewards, 4))
+    groups = zip(kept.rewards.view(-1, 4), alive.view(-1, 4), kept.advantages.view(-1, 4), strict=True)
+    for rewards, left, advantages in groups:
+        assert not advantages[~left].any()
+        own = rewards[left]
+        if len(own) > 1 and own.max() > own.min():
+            torch.testing.assert_close(advantages[left], (own - own.mean()) / (own.std() + 1e-6))
+        else:
+            assert not advantages.any()
+    assert not torch.equal(everything.advantages[alive], kept.advantages[alive])

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
 from sparse_rl_lightning.corrections import mask_sequences, mask_tokens, reject_sequences
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.records import Rollout
+
+Baseline = Literal["all", "kept"]
 
 
 class SparsityAwareRejection(CorrectionCallback):
     """Reject sequences with a token that the dense policy finds near-impossible, and tokens outside an interval.
 
     This is the first half of the correction of Sparse-RL (arXiv 2601.10079); ``ImportanceReweighting`` is the other.
-    Rejected samples stay in the advantages' baseline. The paper rejects sequences and nothing else::
+    Rejected samples stay in the advantages' baseline unless ``baseline`` says otherwise. The paper rejects sequences
+    and nothing else::
 
         - class_path: SparsityAwareRejection
 
@@ -35,6 +39,8 @@ class SparsityAwareRejection(CorrectionCallback):
         high: Ratio xi above which a token is left out, null for no bound.
         level: Level of the bounds: the xi of each ``token``, or of a whole sequence, as its product (``sequence``) or
             its ``geometric`` mean over the tokens.
+        baseline: Samples that make the mean and deviation of a prompt's advantages: ``all`` as in the paper, or those
+            of which something is ``kept``, so that bad samples that nothing is learned from do not make others good.
     """
 
     def __init__(
@@ -43,9 +49,11 @@ class SparsityAwareRejection(CorrectionCallback):
         low: float | None = None,
         high: float | None = None,
         level: Literal["token", "sequence", "geometric"] = "token",
+        baseline: Baseline = "all",
     ) -> None:
         super().__init__()
-        self.threshold, self.level = threshold, level
+        self.threshold, self.level, self.baseline = threshold, level, baseline
+        check_choice("baseline", baseline, Baseline, "SparsityAwareRejection")
         self.bounds = None if low is high is None else (low or 0.0, math.inf if high is None else high)
         if threshold is not None:
             reject_sequences(*NO_TOKENS, threshold)
@@ -54,8 +62,12 @@ class SparsityAwareRejection(CorrectionCallback):
         elif level != "token":
             raise UserError(f"level={level!r} needs a bound: give low or high.")
 
+    def needs_rescoring(self, module: RolloutModule) -> bool:
+        """Look at whole rollouts for baselines of what is kept: a prompt's samples are in several micro-batches."""
+        return self.baseline == "kept"
+
     def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
-        """Multiply ``keep`` by the mask of what remains."""
+        """Multiply ``keep`` by the mask of what remains, and compare what remains if the baseline is of that."""
         log_ratio, mask = self.log_ratio(part), part.completion_mask
         keep = mask if part.keep is None else part.keep
         if self.threshold is not None:
@@ -63,6 +75,9 @@ class SparsityAwareRejection(CorrectionCallback):
         if self.bounds is not None:
             keep = keep & self._within(log_ratio, mask)
         part.keep = keep
+        if self.baseline == "kept":
+            assert part.rewards is not None
+            part.advantages = module.advantages(torch.where(keep.any(dim=1), part.rewards, torch.nan))
 
     def _within(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """The mask (B, T) or (B, 1), bool, of what is inside the bounds."""
