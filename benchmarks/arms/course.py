@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,39 @@ from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
 
 SPLIT_EVERY = 5  # rollouts
+STEPS = {"clipped": "clip_ratio/region_mean", "ratios": "staleness_ratio/max", "grad_norms": "grad_norm"}
 
 
 class Course(RolloutCallback):
     """Greedy accuracy along the way under caches that are the same for every run, and what becomes of the tokens.
 
     Notes the accuracy on the first validation rows with the full cache and under every compressor, whatever the run
-    itself samples with; the parts of the mismatch; the share of tokens whose loss is left out or weighs nothing; and
-    the share that the clip of the staleness ratio stops. Written to ``course.json`` at the end of ``fit``.
+    itself samples with; the parts of the mismatch; the share of tokens whose loss is left out or weighs nothing; the
+    share that the clip of the staleness ratio stops; and of every step the largest such ratio and the gradient's norm.
+    Written to ``course.json`` at the end of ``fit``.
 
     Args:
         compressors: Told apart by their budgets.
         every_n_rollouts: Evaluate before the first rollout, after every n, and at the end.
         num_problems: Validation rows to solve.
+        problems_seed: Seed of other validation rows than the run's own, the same for runs of different seeds.
     """
 
-    def __init__(self, compressors: list[Compressor], every_n_rollouts: int = 20, num_problems: int = 256) -> None:
+    def __init__(
+        self,
+        compressors: list[Compressor],
+        every_n_rollouts: int = 20,
+        num_problems: int = 256,
+        problems_seed: int | None = None,
+    ) -> None:
         self.caches: dict[str, Compressor] = {"dense": FullKV(), **{str(c.budget): c for c in compressors}}
         self.every_n_rollouts = every_n_rollouts
         self.num_problems = num_problems
-        self.record: dict[str, Any] = {"evaluations": [], "splits": [], "unused": [], "clipped": [], "seconds": 0.0}
+        self.problems_seed = problems_seed
+        self.record: dict[str, Any] = {
+            "evaluations": [], "splits": [], "unused": [], "clipped": [], "ratios": [], "grad_norms": [],
+            "seconds": 0.0,
+        }  # fmt: skip
 
     def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
         """Evaluate, if it is time."""
@@ -57,8 +71,9 @@ class Course(RolloutCallback):
         self.record["seconds"] += time.perf_counter() - start
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Note the clip of this step."""
-        self.record["clipped"].append(float(trainer.callback_metrics["clip_ratio/region_mean"]))
+        """Note clip and ratio of this step, and the gradient's norm of the one before: it is logged after this."""
+        for name, metric in STEPS.items():
+            self.record[name].append(float(trainer.callback_metrics.get(metric, 0.0)))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate at the end, when the run has stopped its own clock."""
@@ -81,7 +96,10 @@ class Course(RolloutCallback):
 
     def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
         start = time.perf_counter()
-        rows = trainer.datamodule.val_rows()[: self.num_problems]
+        data = copy(trainer.datamodule)
+        if self.problems_seed is not None:
+            data.seed, data.num_val = self.problems_seed, self.num_problems
+        rows = data.val_rows()[: self.num_problems]
         prompts, found = module.generator.encode(rows), {}
         for name, cache in self.caches.items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)

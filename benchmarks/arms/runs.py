@@ -76,6 +76,7 @@ class Settings:
     steps: int
     every_n_rollouts: int = 20
     num_problems: int = 256
+    problems_seed: int | None = None  # of problems that do not depend on the run's seed
     threads: int = 2
     method: dict[str, Any] = field(default_factory=quickstarts_compressor)  # its budget is replaced
     options: dict[str, Any] = field(default_factory=dict)  # of the command line
@@ -130,6 +131,7 @@ class Run:
                 "compressors": [settings.compressor(budget) for budget in self.budgets],
                 "every_n_rollouts": settings.every_n_rollouts,
                 "num_problems": settings.num_problems,
+                "problems_seed": settings.problems_seed,
             },
         }
         model = {

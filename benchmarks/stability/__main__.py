@@ -1,18 +1,16 @@
 """The papers' claims at laptop scale: who collapses, what each correction brings, and what replay adds.
 
-    python -m benchmarks.stability [--seeds 0 1 2] [--jobs 2] [--steps 200] [--save docs]
+    python -m benchmarks.stability [--studies quiet main] [--seeds 10 11] [--jobs 2] [--save docs]
 
-Dense, naive, rejection only, reweighting only, Sparse-RL as in the paper and as in the authors' code, and replay, on a
-task that needs old tokens and on one that does not, under SnapKV; naive, Sparse-RL and replay under three budgets, and
-under R-KV. Every run is `sparse-rl fit` with a shipped configuration in a process of its own, in a folder below
---runs, from one warm-up per task. What is finished is not run again, what was interrupted goes on from its last
-checkpoint. Seeds come one after the other, so that an early end leaves whole ones.
+The protocol stands in docs/results.md. Every run is `sparse-rl fit` with a shipped configuration in a process of its
+own, in a folder below --runs, from one warm-up per task. What an interrupted run has is kept: it goes on from its last
+checkpoint. What a finished run came to is a line in --kept, a file of the repository, and a run that has one is not run
+again: delete the line to have it anew. Seeds come one after the other, so that an early end leaves whole ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import time
@@ -23,12 +21,12 @@ from pathlib import Path
 import torch
 
 from benchmarks import ROOT
-from benchmarks.arms.curves import ROUNDING, Found
 from benchmarks.arms.runs import CONFIGS, Run, run_in
-from benchmarks.common.pages import insert, machine, mark, say
+from benchmarks.common.pages import insert, mark, say
 from benchmarks.stability.pictures import pictures
-from benchmarks.stability.results import Results, overview, tables
-from benchmarks.stability.studies import SHORT, STUDIES, TASKS, Scale, Study, planned, warmed
+from benchmarks.stability.records import Archive
+from benchmarks.stability.results import Results, overview, rounding, tables
+from benchmarks.stability.studies import GROUPS, SHORT, TASKS, Study, planned, warmed
 
 PAGE = "results.md"
 
@@ -43,9 +41,9 @@ def warm_up(folder: Path, tasks: Collection[str]) -> None:
                 sys.exit(f"error: the warm-up stopped, see {folder / 'log.txt'}")
 
 
-def execute(runs: Sequence[Run], jobs: int) -> None:
+def execute(runs: Sequence[Run], archive: Archive, jobs: int) -> None:
     """Run what is not finished, ``jobs`` runs at once; print what is left and how long it will take."""
-    waiting = [run for run in runs if not run.is_finished]
+    waiting = [run for run in runs if archive.of(run) is None]
     say(f"{len(runs) - len(waiting)} of {len(runs)} runs were finished before")
     minutes: list[float] = []
 
@@ -61,7 +59,7 @@ def execute(runs: Sequence[Run], jobs: int) -> None:
             minutes.append(took)
             left = (len(waiting) - len(minutes)) * statistics.fmean(minutes) / jobs
             name = f"{run.settings.folder.name}/{run.folder.name}"
-            end = f"{took:.1f} min" if run.is_finished else f"stopped, see {run.folder / 'log.txt'}"
+            end = f"stopped, see {run.folder / 'log.txt'}" if archive.of(run) is None else f"{took:.1f} min"
             say(f"{len(minutes)}/{len(waiting)} {name}: {end}; about {left:.0f} min left")
     finally:  # Ctrl-C too: what waits is not begun
         pool.shutdown(cancel_futures=True)
@@ -71,29 +69,21 @@ def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
     """A line per arm and seed: accuracy with the full cache before and after."""
     return [
         f"{arm.label}, {f'budget {study.budgets[0]}, ' if arm.evicts else ''}seed {seed}: accuracy with the full cache "
-        f"{run.dense_before:.3f} before and {run.dense:.3f} after training, "
+        f"{run.dense_before:.3f} before and {run.record.evaluations[-1]['dense']:.3f} after training, "
         f"{'collapsed' if run.collapsed else 'not collapsed'}"
         for study in studies
         for arm in study.arms
-        for seed, run in results.of(study, arm, study.budgets[0]).items()
+        for seed, run in results.of(study, arm).items()
     ]
 
 
-def note(scale: Scale, found: Sequence[Found], planned: int, remark: str) -> str:
-    """How to read the tables."""
-    seeds = ", ".join(map(str, sorted({one.run.seed for one in found})))
-    k3 = [split.get(ROUNDING, math.nan) for one in found for split in one.course["splits"]]
-    rounding = [value for value in k3 if math.isfinite(value)]
-    rounded = f"at most {max(rounding):.1g} in any rollout measured" if rounding else "not measured"
+def note(results: Results, runs: Sequence[Run]) -> str:
+    """Which runs there are, and where they ran."""
+    found = [record for run in runs if (record := results.archive.of(run)) is not None]
+    machines = sorted({record.machine for record in found})
     return (
-        f"{machine('cpu')}. {len(found)} of {planned} runs, seeds {seeds}. {remark}".strip()
-        + f"\n\n{scale.steps} optimizer steps, two per rollout of 16 × 8 sequences, from the policies of "
-        f"`configs/warmup.yaml` and `configs/warmup_reduction.yaml`. Accuracies are greedy, on {scale.num_problems} "
-        "held-out problems at the end (standard error 0.03 from the problems alone). One seed or two stand as they "
-        "are; of more, the mean and after ± half the width of its 95 % interval (Student's t). k3, a geometric mean, "
-        "and P5 compare the compressed policy with the dense one in the last quarter of the rollouts; the k3 of "
-        f"rounding, from the sampler to its replay: {rounded}. Collapsed: less than a quarter of the accuracy with "
-        "the full cache is left. Minutes are those of training, on one core each."
+        f"{len(found)} of {len(runs)} runs. The k3 of rounding, from the sampler to its replay, is at most "
+        f"{rounding(results):.1g} in any of them. Machines: {'; '.join(machines) or 'none yet'}."
     )
 
 
@@ -115,34 +105,33 @@ def _marker(name: str) -> str:
 def main() -> None:
     """Run the study and print or save its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=Scale.steps, help="optimizer steps, two per rollout")
+    parser.add_argument("--studies", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the protocol's")
     parser.add_argument("--short", action="store_true", help="minutes, not hours: who collapses and who does not")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability", help="folder of the runs")
+    parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / "stability.jsonl")
     parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
     parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and its pictures")
-    parser.add_argument("--remark", default="", help="a sentence about the machine for the page")
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = args.runs.absolute()
-    scale = Scale(steps=min(args.steps, 100), every_n_rollouts=50) if args.short else Scale(steps=args.steps)
-    runs = planned(args.seeds, scale, folder, SHORT if args.short else STUDIES)
+    studies = SHORT if args.short else [study for name in args.studies for study in GROUPS[name]]
+    runs = planned(studies, folder, args.seeds)
+    results = Results(Archive(folder / "short.jsonl" if args.short else args.kept), folder)
     if not args.finished:
         folder.mkdir(parents=True, exist_ok=True)
         warm_up(folder, {run.settings.options["data.init_args.tasks"] for run in runs})
-        execute(runs, args.jobs)
-    found = [Found.read(run) for run in runs if run.is_finished]
-    if not found:
+        execute(runs, results.archive, args.jobs)
+    if not any(results.archive.of(run) for run in runs):
         sys.exit(f"error: no run of {len(runs)} is finished in {folder}: run without --finished")
-    results = Results(found)
     if args.short:
         lines = collapses(results, SHORT)
         print(*lines, sep="\n")
         if args.save:
             insert(args.save / PAGE, "\n".join(f"- {line}" for line in lines), _marker("short"))
         return
-    text = note(scale, found, len(runs), args.remark)
+    text = note(results, runs)
     print(text, *(f"## {name}\n\n{table}" for name, table in tables(results).items()), sep="\n\n")
     if args.save:
         save(results, args.save, text)

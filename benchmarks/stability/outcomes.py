@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.arms.curves import COMPRESSION, Found
+from benchmarks.stability.records import Record
 from sparse_rl_lightning.report.charts import smoothed
 
 ENOUGH = 3  # values for an interval
@@ -16,51 +16,40 @@ QUANTILES = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.
 """Of Student's t at 97.5 %, by the number of values; for more than ten that of ten is taken, which is a little wide."""
 
 
+LAST = 3  # evaluations that make the end
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run under one budget in numbers; shares unless said otherwise."""
+    """A finished run under one budget: greedy accuracies before and at the end, with both caches."""
 
-    dense: float  # greedy accuracy with the full cache at the end
-    sparse: float  # the same with the compressed cache
-    dense_before: float
-    sparse_before: float
-    saved: float  # of the KV tokens, at the end of a sequence
-    rejected: float  # sequences
-    clipped: float  # tokens whose gradient the clip of the staleness ratio stops
-    k3: float  # nats per token from the dense to the compressed policy, median of the last quarter of the rollouts
-    p05: float  # 5th percentile of the acceptance between the two, the same
-    minutes: float  # of training, without the evaluations of the comparison
+    record: Record
+    budget: int
+
+    @property
+    def dense(self) -> float:
+        """With the full cache at the end, mean of the last evaluations."""
+        return self.record.end("dense", LAST)
+
+    @property
+    def sparse(self) -> float:
+        """With the compressed cache."""
+        return self.record.end(str(self.budget), LAST)
+
+    @property
+    def dense_before(self) -> float:
+        """With the full cache before training."""
+        return self.record.evaluations[0]["dense"]
+
+    @property
+    def sparse_before(self) -> float:
+        """With the compressed cache before training."""
+        return self.record.evaluations[0][str(self.budget)]
 
     @property
     def collapsed(self) -> bool:
         """Whether training ruined the policy: with the full cache, less than a quarter of what it could is left."""
         return self.dense < COLLAPSED * self.dense_before
-
-    @classmethod
-    def of(cls, found: Found, budget: int) -> Outcome:
-        """Read off a finished run."""
-        evaluations, evicts = found.course["evaluations"], found.run.arm.evicts
-        splits = [row[COMPRESSION] for row in found.course["splits"]]
-        return cls(
-            dense=evaluations[-1]["dense"], sparse=evaluations[-1][str(budget)],
-            dense_before=evaluations[0]["dense"], sparse_before=evaluations[0][str(budget)],
-            saved=found.report["summary"]["kv_saving_final"],
-            rejected=_mean(found.column("rejection_rate")), clipped=_mean(found.course["clipped"]),
-            k3=_late_median(splits) if evicts else 0.0,
-            p05=_late_median(found.logged("acceptance/p05")) if evicts else 1.0,
-            minutes=found.minutes,
-        )  # fmt: skip
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return statistics.fmean(known) if known else math.nan
-
-
-def _late_median(values: Sequence[float]) -> float:
-    """Median of the last quarter, which bears a k3 without bounds; NaN where nothing was measured."""
-    late = values[-max(1, len(values) // 4) :]
-    return statistics.median(math.inf if math.isnan(value) else value for value in late) if late else math.nan
 
 
 def interval(values: Sequence[float]) -> float:

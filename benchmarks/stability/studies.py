@@ -1,4 +1,4 @@
-"""What ``benchmarks.stability`` runs: which arms on which task under which compressor, budgets and seeds."""
+"""What ``benchmarks.stability`` runs: which arms on which task under which compressor, recipe, budgets and seeds."""
 
 from __future__ import annotations
 
@@ -8,28 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms.runs import DENSE, NAIVE, REPLAY, Arm, Run, Settings
+from benchmarks.arms.runs import CAPPED, DENSE, NAIVE, REPLAY, Arm, Run, Settings
 
-PAPER, OFFICIAL = Arm("Sparse-RL (paper)", "sparse_rl_paper"), Arm("Sparse-RL (official)", "sparse_rl_official")
+DELTA = Arm("naive, δ = 2", "naive", options={"loss.delta": 2.0})
 REJECTION = Arm("rejection only", "naive", ("SparsityAwareRejection",))
-REWEIGHTING = Arm("reweighting only", "naive", ("ImportanceReweighting",))
-ALL = (DENSE, NAIVE, REJECTION, REWEIGHTING, PAPER, OFFICIAL, REPLAY)
-THREE = (NAIVE, PAPER, REPLAY)
+REWEIGHTING = Arm("reweighting only", "naive", (CAPPED,))
+SPARSE_RL = Arm("Sparse-RL", "naive", ("SparsityAwareRejection", CAPPED))
+OFFICIAL = Arm("Sparse-RL (official)", "sparse_rl_official")
+ALL = (DENSE, NAIVE, DELTA, REJECTION, REWEIGHTING, SPARSE_RL, OFFICIAL, REPLAY)
+FOUR = (DENSE, NAIVE, DELTA, SPARSE_RL)
 
 TASKS = {"sum": "warmup", "reduction": "warmup_reduction"}  # and the configuration that warms a policy up for it
-BUDGET = 26
-BUDGETS = (22, 26, 30)
+BUDGET = 34
 _SIZES = {"buffer": 4, "num_sinks": 0}
 METHODS: dict[str, dict[str, Any]] = {
-    "SnapKV": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 4, "kernel_size": 3}},
-    "SnapKV, coarse": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 8, "kernel_size": 5}},
-    "R-KV": {"class_path": "RKV", "init_args": _SIZES},
+    "SnapKV": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 8, "kernel_size": 5}},
+    "SnapKV, fine": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 4, "kernel_size": 3}},
 }
-HARSH = {  # only the answer is paid, and the learning rate stays: where something can collapse, it does so soon
-    "model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]',
-    "model.init_args.lr_scheduler.init_args.total_iters": "10000",
-}
-MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 4, "ceiling_prompts": 0}}
+MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 8, "ceiling_prompts": 0}}
+PROBLEMS, PROBLEMS_SEED = 1024, 1_000_000  # held-out problems, the same for every run
 
 
 def warmed(folder: Path, config: str) -> Path:
@@ -38,47 +35,72 @@ def warmed(folder: Path, config: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How large the study is."""
+class Recipe:
+    """How a run trains: the learning rate stays after a linear warm-up over the first rollouts."""
 
-    steps: int = 200  # optimizer steps, two per rollout
-    num_problems: int = 256
-    every_n_rollouts: int = 25
+    prompts: int = 16  # per rollout, 8 samples each
+    steps: int = 4  # optimizer steps per rollout
+    rate: float = 3e-4
+    rollouts: int = 240
+    warm_up: int = 10  # rollouts
+    every_n_rollouts: int = 20  # evaluations
+
+    def __str__(self) -> str:
+        return f"{self.prompts} x 8, {self.steps} steps, {self.rate:.0e}".replace("e-0", "e-")
+
+    def options(self) -> dict[str, str]:
+        """Of the command line."""
+        schedule = {"start_factor": 0.1, "end_factor": 1.0, "total_iters": self.warm_up * self.steps}
+        if not self.warm_up:
+            schedule = {"start_factor": 1.0, "end_factor": 1.0, "total_iters": 1}
+        return {
+            "data.init_args.prompts_per_rollout": str(self.prompts),
+            "data.init_args.num_train": "20000",
+            "model.init_args.steps_per_generation": str(self.steps),
+            "model.init_args.optimizer.init_args.lr": str(self.rate),
+            **{f"model.init_args.lr_scheduler.init_args.{name}": str(value) for name, value in schedule.items()},
+        }
 
 
 @dataclass(frozen=True)
 class Study:
-    """Arms on a task, under a compressor with each of the budgets."""
+    """Arms on a task, under a compressor with each of the budgets, by one recipe, in several seeds."""
 
     task: str
     method: str
     budgets: tuple[int, ...]
     arms: Sequence[Arm]
+    recipe: Recipe
+    seeds: tuple[int, ...]
     options: Mapping[str, str] = field(default_factory=dict)  # of the command line
 
     @property
     def place(self) -> str:
-        """Name of its folder, which studies of the same task under the same compressor share."""
-        return re.sub(r"[^a-z-]+", "-", f"{self.task}-{self.method.lower()}")
+        """Name of its folder, which studies with the same task, compressor and recipe share."""
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.task} {self.method} {self.recipe}".lower())
 
-    def runs(self, seed: int, scale: Scale, folder: Path) -> list[Run]:
+    def runs(self, seed: int, folder: Path) -> list[Run]:
         """Those of one seed; a run that two studies share is equal in both.
 
-        Other seeds see other prompts and are judged on other problems. Dense rollouts depend on no budget and are
-        judged under all of them.
+        Other seeds see other prompts, all are judged on the same problems.
         """
+        recipe = self.recipe
         settings = Settings(
             policy=str(warmed(folder, TASKS[self.task]).absolute()),
             folder=(folder / self.place).absolute(),
-            budgets=tuple(sorted({*BUDGETS, *self.budgets})),
-            steps=scale.steps,
-            every_n_rollouts=scale.every_n_rollouts,
-            num_problems=scale.num_problems,
+            budgets=self.budgets,
+            steps=recipe.rollouts * recipe.steps,
+            every_n_rollouts=recipe.every_n_rollouts,
+            num_problems=PROBLEMS,
+            problems_seed=PROBLEMS_SEED,
             threads=1,
             method=METHODS[self.method],
             callbacks=(MONITOR,),
-            options={**self.options, "data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed)},
-        )
+            options={
+                **recipe.options(), **self.options,
+                "data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed),
+            },
+        )  # fmt: skip
         return [
             Run(arm, budget if arm.evicts else None, seed, settings)
             for arm in self.arms
@@ -86,21 +108,29 @@ class Study:
         ]
 
 
-MAIN = tuple(Study(task, "SnapKV", (BUDGET,), ALL) for task in TASKS)
-ABLATION = Study("sum", "SnapKV", BUDGETS, THREE)
-RKV = Study("sum", "R-KV", (BUDGET,), THREE)
-STUDIES = (*MAIN, ABLATION, RKV)
+USUAL = Recipe()
+SEEDS, FEW = tuple(range(10, 16)), tuple(range(10, 13))
+MAIN = Study("sum", "SnapKV", (BUDGET,), ALL, USUAL, SEEDS)
+QUIET = tuple(
+    Study("sum", "SnapKV", (BUDGET,), (DENSE,), recipe, (0, 1, 2))
+    for recipe in (Recipe(16, 4, 3e-4), Recipe(16, 4, 2e-4), Recipe(16, 4, 1e-4), Recipe(32, 4, 2e-4))
+)  # fmt: skip
+GROUPS: dict[str, tuple[Study, ...]] = {"quiet": QUIET, "main": (MAIN,)}
 
-HARD = Study("sum", "SnapKV, coarse", (24,), (DENSE, NAIVE, REPLAY), HARSH)
-MILD = Study("sum", "SnapKV", (34,), (PAPER,), HARSH)
-SHORT = (HARD, MILD)
+_HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)
+_ANSWER = {"model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]'}
+PAPER = Arm("Sparse-RL (paper)", "sparse_rl_paper")
+HARD = Study("sum", "SnapKV", (24,), (DENSE, NAIVE, REPLAY), _HARSH, (0, 1, 2), _ANSWER)
+MILD = Study("sum", "SnapKV, fine", (34,), (PAPER,), _HARSH, (0, 1, 2), _ANSWER)
+SHORT = (HARD, MILD)  # only the answer is paid, the rate is high and stays: what can collapse does so in minutes
 
 
-def planned(seeds: Iterable[int], scale: Scale, folder: Path, studies: Sequence[Study] = STUDIES) -> list[Run]:
+def planned(studies: Iterable[Study], folder: Path, seeds: Iterable[int] | None = None) -> list[Run]:
     """Every run once, seed after seed, so that an early stop leaves whole seeds."""
     runs: dict[Path, Run] = {}
-    for seed in seeds:
-        for study in studies:
-            for run in study.runs(seed, scale, folder):
+    chosen = [(study, study.seeds if seeds is None else tuple(seeds)) for study in studies]
+    for seed in sorted({seed for _, own in chosen for seed in own}):
+        for study, own in chosen:
+            for run in study.runs(seed, folder) if seed in own else ():
                 runs.setdefault(run.folder, run)
     return list(runs.values())

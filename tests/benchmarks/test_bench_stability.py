@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -13,43 +15,68 @@ from typing import Any
 import pytest
 
 from benchmarks.arms import curves
+from benchmarks.arms.runs import DENSE
 from benchmarks.stability import __main__ as command
 from benchmarks.stability import outcomes, studies
+from benchmarks.stability.records import BINS, Archive, Record, binned, key_of
 from benchmarks.stability.results import Results, tables
+
+COURSE_SECONDS = 30.0
 
 
 def test_every_run_is_planned_once(tmp_path: Path) -> None:
-    runs = studies.planned([0, 1, 2], studies.Scale(), tmp_path)
-    assert len({run.folder for run in runs}) == len(runs) == 3 * (7 * 2 + 3 * 2 + 3)  # two more budgets, and R-KV
+    runs = studies.planned([studies.MAIN, *studies.QUIET], tmp_path)
+    seeds = len(studies.MAIN.seeds)
+    assert len({run.folder for run in runs}) == len(runs) == 8 * seeds + sum(len(one.seeds) for one in studies.QUIET)
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-    tasks = {run.settings.options["data.init_args.tasks"] for run in runs}
-    assert tasks == {"sum", "reduction"}
-    assert {run.settings.folder.name for run in runs} == {"sum-snapkv", "reduction-snapkv", "sum-r-kv"}
-    seeds = {(run.seed, run.settings.options["data.init_args.seed"]) for run in runs}
-    assert seeds == {(0, "1"), (1, "2"), (2, "3")}  # other prompts, other problems
+    assert len({key_of(run) for run in runs}) == len(runs)
+    own = [run for run in runs if run.seed in studies.MAIN.seeds]
+    assert {run.settings.options["data.init_args.seed"] for run in own} == {str(1 + s) for s in studies.MAIN.seeds}
+    assert {run.settings.problems_seed for run in runs} == {studies.PROBLEMS_SEED}  # other prompts, the same problems
 
 
-def found(run: Any) -> Any:
-    """A finished run in round numbers: naive falls, all others rise, the more the larger the seed."""
+def test_recipe_is_what_the_command_line_says(tmp_path: Path) -> None:
+    recipe = studies.Recipe(prompts=24, steps=2, rate=1e-4, rollouts=30, warm_up=5)
+    (run,) = studies.Study("sum", "SnapKV", (34,), (DENSE,), recipe, (7,)).runs(7, tmp_path)
+    command_line = run.command()
+    for option in (
+        "trainer.max_steps=60", "data.init_args.prompts_per_rollout=24", "model.init_args.steps_per_generation=2",
+        "model.init_args.optimizer.init_args.lr=0.0001", "model.init_args.lr_scheduler.init_args.total_iters=10",
+        "model.init_args.lr_scheduler.init_args.end_factor=1.0", "data.init_args.seed=8",
+        "model.init_args.sampling.seed=7",
+    ):  # fmt: skip
+        assert f"--{option}" in command_line
+    assert run.settings.folder.name == "sum-snapkv-24-x-8-2-steps-1e-4"
+
+
+def write(run: Any) -> None:
+    """The files of a finished run in round numbers: naive falls, all others rise, the more the larger the seed."""
     falls = run.arm.label == "naive"
-    ends = [0.2, 0.3, 0.04] if falls else [0.2, 0.3, 0.4 + 0.1 * (run.seed > 0)]
+    ends = [0.2, 0.3, *([0.04] * 3 if falls else [0.4 + 0.1 * (run.seed > 10)] * 3)]
+    evaluations = [
+        {"rollouts": 10 * i, "dense": value, **{str(budget): value / 2 for budget in run.budgets}}
+        for i, value in enumerate(ends)
+    ]
+    splits = [
+        {"rollouts": i, curves.COMPRESSION: k3, curves.ROUNDING: 1e-12} for i, k3 in enumerate([9.0] * 9 + [0.5] * 3)
+    ]
     course = {
-        "evaluations": [
-            {"rollouts": 10 * i, "dense": value, **{str(budget): value / 2 for budget in run.budgets}}
-            for i, value in enumerate(ends)
-        ],
-        "splits": [{"rollouts": i, curves.COMPRESSION: k3} for i, k3 in enumerate([9.0] * 9 + [0.5] * 3)],
-        "unused": [0.0], "clipped": [0.0, 0.02], "seconds": 30.0,
+        "evaluations": evaluations, "splits": splits, "unused": [0.0], "clipped": [0.0, 0.02],
+        "ratios": [1.0] * 79 + [50.0], "grad_norms": [0.5] * 60 + [2.0] * 20, "seconds": COURSE_SECONDS,
     }  # fmt: skip
-    history = [{"rollout": i, "reward": 1.0, "rejection_rate": 0.1} for i in range(40)]
+    run.folder.mkdir(parents=True)
     for version in (2, 10):  # the run was interrupted: its logger has two files, and the second repeats some steps
         place = run.folder / "runs" / "any" / f"version_{version}"
         place.mkdir(parents=True)
         steps = range(12) if version == 2 else range(8, 16)
         lines = "".join(f"{step},{version * 0.09 if step % 2 else ''}\n" for step in steps)
         (place / "metrics.csv").write_text(f"step,acceptance/p05\n{lines}", encoding="utf-8")
+    history = [
+        {"rollout": i, "reward": 1.0, "rejection_rate": 0.1, "completions/mean_length": 30.0 + i} for i in range(40)
+    ]
     summary = {"wall_time_seconds": 150.0, "kv_saving_final": 0.25}
-    return curves.Found(run, course, {"history": history, "summary": summary})
+    (run.folder / "course.json").write_text(json.dumps(course), encoding="utf-8")
+    (run.folder / "summary.json").write_text(json.dumps({"history": history, "summary": summary}), encoding="utf-8")
 
 
 def cells(text: str) -> dict[str, list[str]]:
@@ -58,42 +85,67 @@ def cells(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def test_page_says_what_was_found(tmp_path: Path) -> None:
-    runs = studies.planned([0, 1, 2], studies.Scale(), tmp_path)
-    results = Results([found(run) for run in runs if run.arm.label != "rejection only"])
+def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(studies.MAIN, seeds=(10, 11, 12))
+    for module in ("results", "pictures"):
+        monkeypatch.setattr(f"benchmarks.stability.{module}.MAIN", small)
+    runs = small.runs(10, tmp_path) + small.runs(11, tmp_path) + small.runs(12, tmp_path)
+    for run in runs:
+        if run.arm.label != "rejection only":
+            write(run)
+    kept = tmp_path / "kept.jsonl"
+    results = Results(Archive(kept), tmp_path)
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "results.md").write_text("before\n", encoding="utf-8")
     readme = tmp_path / "README.md"
     readme.write_text("<!-- written by benchmarks.stability: overview -->\nold\n<!-- until here -->\nrest", "utf-8")
-    command.save(results, docs, "note")
+    command.save(results, docs, command.note(results, runs))
     assert cells(readme.read_text(encoding="utf-8"))["naive"][:2] == ["0.04 ± 0.00", "0.02 ± 0.00"]
     assert "old" not in readme.read_text(encoding="utf-8")
     page = (docs / "results.md").read_text(encoding="utf-8")
     assert page.startswith("before\n")
     blocks = tables(results)
     assert all(text in page for text in blocks.values())
+    assert "21 of 24 runs" in page
+    assert "at most 1e-12" in page
 
-    main = cells(blocks["main, sum"])
+    main = cells(blocks["main"])
     # 0.4, 0.5 and 0.5 at the end; half of it compressed; t of three seeds is 4.303
     width = 4.303 * statistics.stdev([0.4, 0.5, 0.5]) / 3**0.5
     assert main["replay"] == [
-        f"0.47 ± {width:.2f}", f"0.23 ± {width / 2:.2f}", "25 ± 0 %", "10.0 ± 0.0 %", "0.01", "0.5", "0.90 ± 0.00",
-        "0 of 3", "2.0", "100%",
+        f"0.47 ± {width:.2f}", f"0.23 ± {width / 2:.2f}", "25 ± 0 %", "10.0 ± 0.0 %", "0.5", "0.90 ± 0.00",
+        "50", "25.0 ± 0.0 %", "0 of 3", "2.0", "100%",
     ]  # fmt: skip
     assert main["naive"][0] == "0.04 ± 0.00"
-    assert main["naive"][7] == "3 of 3"
+    assert main["naive"][8] == "3 of 3"
     assert main["naive"][-1] == "9%"
-    assert main["dense"][5:7] == ["0", "1.00 ± 0.00"]  # it evicts nothing
-    assert main["before training"][:2] == ["0.20 ± 0.00", "0.10 ± 0.00"]
+    assert main["dense"][4:6] == ["0", "1.00 ± 0.00"]  # it evicts nothing
+    assert main["before training"][:2] == ["0.20", "0.10"]
     assert "rejection only" not in main  # was not run
 
-    assert cells(blocks["corrections"])["Sparse-RL (paper)"][0].startswith("+42.7")  # 40, 50 and 50, less 4
-    assert cells(blocks["corrections"])["rejection only"] == ["–"] * 4
-    assert set(cells(blocks["replay"])["replay"]) == {"+0.0 ± 0.0"}
-    assert cells(blocks["budgets"])["naive"][-2:] == ["9% / 9% / 9%", "3 of 3 / 3 of 3 / 3 of 3"]
-    for name in ("results", "results-courses", "results-budgets"):
+    ahead = cells(blocks["leads"])
+    assert ahead["Sparse-RL"][0].startswith("+42.7")  # 40, 50 and 50, less 4
+    assert ahead["Sparse-RL"][2] == "+0.0 ± 0.0"
+    assert ahead["naive"][3].startswith("-21.3")  # 2 less 20, 25 and 25
+    for name in ("results", "results-courses"):
         assert (docs / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+    # the line is enough: the run's own files may be gone, and it is not run again
+    for run in runs:
+        for name in ("course.json", "summary.json") if run.is_finished else ():
+            (run.folder / name).unlink()
+    again = Results(Archive(kept), tmp_path)
+    assert tables(again) == blocks
+    assert [again.archive.of(run) is None for run in runs] == [run.arm.label == "rejection only" for run in runs]
+
+
+def test_curve_has_the_mean_or_the_largest_of_equal_parts() -> None:
+    assert binned([1.0, 2.0], max) == [1.0, 2.0]
+    values = [float(v) for v in range(10 * BINS)]
+    assert binned(values, max) == [10.0 * i + 9 for i in range(BINS)]
+    assert binned(values, statistics.fmean) == [10.0 * i + 4.5 for i in range(BINS)]
+    assert binned([], max) == []
 
 
 def test_one_and_two_seeds_have_no_interval() -> None:
@@ -104,7 +156,7 @@ def test_one_and_two_seeds_have_no_interval() -> None:
     assert mean([1.0, 2.0, 3.0]) == "2.00 ± 2.48"  # 4.303 / sqrt(3)
 
 
-def test_nothing_is_begun_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_begun_after_an_interruption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The second run has begun before the first one's end is heard of; it goes on until the others are called off."""
     begun: list[int] = []
     called_off = Event()
@@ -124,9 +176,13 @@ def test_nothing_is_begun_after_an_interruption(monkeypatch: pytest.MonkeyPatch)
                 called_off.wait()
             raise KeyboardInterrupt
 
+    class Empty:
+        def of(self, run: Any) -> Record | None:
+            return None
+
     monkeypatch.setattr(command, "ThreadPoolExecutor", Pool)
     with pytest.raises(KeyboardInterrupt):
-        command.execute([Interrupted() for _ in range(50)], jobs=1)
+        command.execute([Interrupted() for _ in range(50)], Empty(), jobs=1)
     assert len(begun) <= 2
 
 
