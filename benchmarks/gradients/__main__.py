@@ -1,0 +1,148 @@
+"""Where compressed rollouts push the policy: gradients of each correction beside the full cache's, at fixed weights.
+
+    python -m benchmarks.gradients [--chunks 16] [--jobs 2] [--save docs]
+
+Two runs of `sparse-rl fit` by the recipe of `benchmarks.stability` leave policies along their way: one with the full
+cache (warm, in the middle, late), one naive (at its best before accuracy halves, if it does). At each policy rollouts
+of the same prompts are drawn with the full cache and under every compressor, and the policy gradient of each variant is
+compared with the full cache's. What is measured is a line in --kept, a file of the repository, and is not measured
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import ROOT
+from benchmarks.arms.runs import DENSE, NAIVE, Arm, Run
+from benchmarks.common.pages import insert, machine, mark, say
+from benchmarks.gradients.agreement import cosine, estimate, length, noise, projection
+from benchmarks.gradients.measure import FULL, Samples, gram, measured
+from benchmarks.gradients.one_token import explosion_table
+from benchmarks.gradients.page import picture, tables
+from benchmarks.stability.__main__ import warm_up
+from benchmarks.stability.studies import MAIN, METHODS, warmed
+from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
+from sparse_rl_lightning.files import write_whole
+
+PAGE = "gradients.md"
+SNAPSHOTS = {"class_path": "benchmarks.gradients.snapshots.Snapshots", "init_args": {"every_n_rollouts": 20}}
+SEED = 20
+CASES: tuple[tuple[str, int], ...] = (("SnapKV", 34), ("SnapKV", 30), ("SnapKV", 26), ("R-KV", 30), ("R-KV", 26))
+
+
+def compressor(method: str, budget: int) -> Compressor:
+    """The compressor of a case, as in ``benchmarks.stability``."""
+    if method == "R-KV":
+        return RKV(budget=budget, buffer=4, num_sinks=0)
+    return SnapKV(budget=budget, **METHODS["SnapKV"]["init_args"])
+
+
+def training(arm: Arm, folder: Path) -> Run:
+    """The run that leaves policies."""
+    study = replace(MAIN, arms=(arm,), seeds=(SEED,))
+    (run,) = study.runs(SEED, folder)
+    return replace(run, settings=replace(run.settings, callbacks=(*run.settings.callbacks, SNAPSHOTS)))
+
+
+def chosen(folder: Path) -> dict[str, Path]:
+    """Policies by what they are; those of runs that are not finished are left out."""
+    found: dict[str, Path] = {}
+    dense, naive = training(DENSE, folder), training(NAIVE, folder)
+    if dense.is_finished:
+        last = MAIN.recipe.rollouts
+        places = {"warm": 0, "middle": last // 3, "late": last}
+        found |= {name: dense.folder / "policies" / f"{place:04d}" for name, place in places.items()}
+    if naive.is_finished:
+        rows = json.loads((naive.folder / "course.json").read_text(encoding="utf-8"))["evaluations"]
+        for best, later in pairwise(rows):
+            if later["dense"] < 0.5 * best["dense"]:
+                found["before a collapse"] = naive.folder / "policies" / f"{best['rollouts']:04d}"
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is measured at one policy."""
+
+    name: str
+    policy: str
+    samples: Samples
+    missing: tuple[tuple[str, int], ...]
+
+    def __call__(self) -> list[dict[str, Any]]:
+        """A line per case and variant."""
+        torch.set_num_threads(1)
+        full = measured(self.policy, FullKV(), self.samples)
+        return [line for case in self.missing for line in self._case(case, full.by_variant)]
+
+    def _case(self, case: tuple[str, int], full: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        own = measured(self.policy, compressor(*case), self.samples)
+        products = gram(full | own.by_variant)
+        for place, variant in enumerate((FULL, *own.by_variant)):
+            numbers = {
+                measure.__name__: asdict(estimate(measure, products, 0, place))
+                for measure in (cosine, length, projection, noise)
+            }
+            yield {
+                "weights": self.name, "method": case[0], "budget": case[1], "variant": variant, **numbers,
+                **own.statistics, "samples": asdict(self.samples), "machine": machine("cpu"),
+            }  # fmt: skip
+
+
+def jobs(policies: dict[str, Path], samples: Samples, kept: list[dict[str, Any]]) -> list[Job]:
+    """One per policy of which a case is missing."""
+    done = {(line["weights"], line["method"], line["budget"]) for line in kept}
+    missing = {name: tuple(case for case in CASES if (name, *case) not in done) for name in policies}
+    return [Job(name, str(policies[name]), samples, cases) for name, cases in missing.items() if cases]
+
+
+def main() -> None:
+    """Train, measure, and print or save the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunks", type=int, default=Samples.chunks, help="of 32 prompts with 8 samples each")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gradients", help="folder of the runs")
+    parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / "gradients.jsonl")
+    parser.add_argument("--finished", action="store_true", help="measure nothing: write what earlier calls have found")
+    parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and its picture")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = [json.loads(line) for line in args.kept.read_text().splitlines()] if args.kept.is_file() else []
+    if not args.finished:
+        folder = args.runs.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        warm_up(folder, {"sum"})
+        with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+            for ended in as_completed([pool.submit(training(arm, folder).execute) for arm in (DENSE, NAIVE)]):
+                say(f"a run ended: {ended.result()}")
+            found = {"warm": warmed(folder, "warmup")} | chosen(folder)
+            waiting = jobs(found, Samples(args.chunks), kept)
+            for done in as_completed([pool.submit(job) for job in waiting]):
+                kept += done.result()
+                write_whole(args.kept, "".join(f"{json.dumps(line)}\n" for line in kept))
+                say(f"{len(kept)} lines")
+    if not kept:
+        sys.exit("error: nothing is measured: run without --finished")
+    for name, text in {**tables(kept), "one token": explosion_table().untitled}.items():
+        print(f"## {name}\n\n{text}\n")
+        if args.save:
+            insert(args.save / PAGE, text, mark("benchmarks.gradients", name))
+    if args.save:
+        picture(kept, args.save / "gradients.png")
+
+
+if __name__ == "__main__":
+    main()

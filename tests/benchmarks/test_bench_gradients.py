@@ -1,0 +1,109 @@
+"""benchmarks.gradients: what agreement means, where one token leads, and that the measurement is of the real loss."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gradients import one_token
+from benchmarks.gradients.agreement import cosine, estimate, length, noise, projection
+from benchmarks.gradients.measure import FULL, Samples, gram, measured
+from benchmarks.gradients.page import picture, tables
+from benchmarks.gradients.variants import VARIANTS
+from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.modules.warmup import SupervisedWarmup
+from sparse_rl_lightning.policies import TinyPolicy
+
+
+def noisy(
+    angle: float, scale: float, spread: float, chunks: int = 24, size: int = 400
+) -> dict[str, list[torch.Tensor]]:
+    """Two gradients at a known angle, each chunk with noise of its own that both share."""
+    generator, size = torch.Generator().manual_seed(0), 400
+    a, b = torch.zeros(size), torch.zeros(size)
+    a[0], b[0], b[1] = 1.0, scale * math.cos(angle), scale * math.sin(angle)
+    shared = [spread * torch.randn(size, generator=generator) for _ in range(chunks)]
+    return {"a": [a + own for own in shared], "b": [b + own for own in shared]}
+
+
+@pytest.mark.parametrize(("angle", "scale"), [(0.0, 1.0), (0.8, 2.0), (1.2, 0.5)])
+def test_agreement_is_freed_of_shared_noise(angle: float, scale: float) -> None:
+    """Raw cosines of these gradients are near 1, whatever the angle: most of them is the noise that they share."""
+    found = noisy(angle, scale, spread=0.2)
+    raw = torch.nn.functional.cosine_similarity(*(torch.stack(one).mean(0) for one in found.values()), dim=0)
+    products = gram(found)
+    for measure, truth in ((cosine, math.cos(angle)), (length, scale), (projection, scale * math.cos(angle))):
+        own = estimate(measure, products, 0, 1)
+        assert abs(own.value - truth) < 2 * own.width + 1e-6
+        assert own.width < 0.5
+    if angle > 1:
+        assert raw > cosine(products[0, :, 0], products[0, :, 1], products[1, :, 1]) + 0.1
+
+
+def test_agreement_without_noise_is_exact() -> None:
+    products = gram(noisy(0.5, 3.0, spread=0.0))
+    assert estimate(cosine, products, 0, 1).value == pytest.approx(math.cos(0.5))
+    assert estimate(length, products, 0, 1).value == pytest.approx(3.0)
+    assert estimate(length, products, 0, 1).width == pytest.approx(0.0, abs=1e-9)
+    assert noise(products[0, :, 0], products[0, :, 1], products[1, :, 1]) == pytest.approx(1.0)
+
+
+def test_one_near_impossible_token_takes_the_step_and_every_cure_stops_it() -> None:
+    """The cause proposed for naive training's collapse, on a rollout made by hand (docs/gradients.md)."""
+    steps = {cure: one_token.followed(cure) for cure in ("none", "rejection", "weights", "Sparse-RL", "δ = 2")}
+    first = steps["none"][0].norm
+    assert steps["none"][0].ratio == 1.0  # nothing is wrong with the first step
+    assert max(step.norm for step in steps["none"]) > 50 * first
+    assert max(step.ratio for step in steps["none"]) > 1e3
+    assert steps["none"][-1].taught < one_token.LIKELY  # what was taught is taken back, and more
+    for cure in set(steps) - {"none"}:
+        assert max(step.norm for step in steps[cure]) < 2 * first, cure
+        assert steps[cure][-1].taught > 0.9, cure
+
+
+def test_start_of_the_hand_made_rollout_is_what_it_says() -> None:
+    logprobs = one_token.logits_of(one_token.start())[:, one_token.TOKEN]
+    torch.testing.assert_close(logprobs, torch.tensor([one_token.RARE, math.log(one_token.LIKELY)]).double())
+
+
+def likes_digits(prompts: Any, completions: list[str], **_: Any) -> list[float | None]:
+    """Of random weights no completion is right."""
+    return [sum(letter.isdigit() for letter in text) / 48 for text in completions]
+
+
+def test_gradients_are_those_of_the_losses(tmp_path: Path) -> None:
+    """With nothing evicted all variants but the official one's denominators are the full cache's gradient."""
+    module = SupervisedWarmup(TinyPolicy())
+    module.configure_model()
+    module.export(tmp_path / "policy")
+    samples = Samples(chunks=2, prompts=2, generations=4, parts=2)
+    policy = str(tmp_path / "policy")
+    full = measured(policy, FullKV(), samples, [likes_digits])
+    roomy = measured(policy, SnapKV(budget=200, buffer=8, window=4, kernel_size=3), samples, [likes_digits])
+    assert set(full.by_variant) == {FULL}
+    assert set(roomy.by_variant) == {variant.name for variant in VARIANTS}
+    for name, chunks in roomy.by_variant.items():
+        for own, other in zip(chunks, full.by_variant[FULL], strict=True):
+            assert other.norm() > 0
+            torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5 * float(other.norm()), msg=name)
+    assert roomy.statistics["rejected"] == 0
+
+
+def test_page_has_a_table_per_policy(tmp_path: Path) -> None:
+    number = {"value": 0.5, "width": 0.1}
+    lines = [
+        {"weights": weights, "method": "SnapKV", "budget": budget, "variant": variant, "cosine": number,
+         "length": number, "projection": number, "noise": number, "rejected": 0.02, "k3": 0.01, "ess": 0.9}
+        for weights in ("warm", "late") for budget in (30, 34)
+        for variant in (FULL, *(one.name for one in VARIANTS))
+    ]  # fmt: skip
+    found = tables(lines)
+    assert list(found) == ["rollouts", "warm", "late"]
+    assert "SnapKV 34: cosine | SnapKV 34: length | SnapKV 30: cosine" in found["warm"]
+    assert "| naive | 0.50 ± 0.10 |" in found["late"]
+    picture(lines, tmp_path / "gradients.png")
+    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
