@@ -2,13 +2,15 @@
 
     python -m benchmarks.compressors [--policy FOLDER] [--stories FOLDER] [--threads 2] [--save docs]
 
-sums: the quickstart's policy on held-out problems. stories: a small Llama on stories that it told itself. The texts
-were drawn with the full cache and go token by token through the compressed one, at budgets of 25, 50 and 75 % of
-their length; what is compared are the full distributions over the next token. ``--save`` writes the table between its
+sums, reductions, countdown: small policies on held-out problems of the kind they were trained on. stories: a small
+Llama on stories that it told itself. The texts were drawn with the full cache and go token by token through the
+compressed one, at budgets of 25, 50 and 75 % of their length, with the prompt open to eviction and with the prompt
+protected; what is compared are the full distributions over the next token. ``--save`` writes the tables between their
 markers in compressors.md and the picture beside it.
 
 Without --policy the quickstart's policy is taken from runs/quickstart/policy, where ``make bench-compressors`` puts it
-(``sparse-rl export``), and if there is none the one before training, runs/warmup/policy.
+(``sparse-rl export``), and if there is none the one before training, runs/warmup/policy. The other two come from
+configs/warmup_reduction.yaml and configs/warmup_countdown.yaml.
 """
 
 from __future__ import annotations
@@ -16,27 +18,40 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks import ROOT
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.compressors.methods import PYRAMID_BETA
 from benchmarks.compressors.pages import MARK, Results, picture, quality_table, verdict
 from benchmarks.compressors.quality import Task, measure
-from benchmarks.compressors.texts import QUICK, USUAL, Sizes, default_policy, default_stories, load, stories, sums, toy
+from benchmarks.compressors.texts import (
+    QUICK,
+    USUAL,
+    Sizes,
+    arithmetic,
+    default_policy,
+    default_stories,
+    load,
+    stories,
+    toy,
+)
 
 PAGE, PICTURE = "compressors.md", "compressors.png"
 BEGIN = mark("benchmarks.compressors")
-TASKS: dict[str, Callable[..., Task]] = {"sums": sums, "stories": stories}
+OPTIONS = {"sums": "--policy", **{name: f"--{name}" for name in ("reductions", "countdown", "stories")}}
 
 
 def tasks(args: argparse.Namespace, sizes: Sizes) -> dict[str, Task]:
     """Tasks whose models are there."""
     found: dict[str, Task] = {}
-    for (name, make), folder in zip(TASKS.items(), (args.policy, args.stories), strict=True):
+    for name, option in OPTIONS.items():
+        folder = getattr(args, option.strip("-"))
+        make = stories if name == "stories" else partial(arithmetic, name)
         if args.quick:
             found[name] = make(*toy(), sizes)
         elif (folder / "config.json").is_file():
@@ -44,7 +59,6 @@ def tasks(args: argparse.Namespace, sizes: Sizes) -> dict[str, Task]:
             source = "/".join(folder.absolute().parts[-2:])  # what is above is a matter of the machine
             found[name] = replace(make(*load(folder), sizes), source=source)
         else:
-            option = {"sums": "--policy", "stories": "--stories"}[name]
             say(f"{name}: skipped, there is no model in {folder}; give {option} FOLDER")
     return found
 
@@ -71,7 +85,8 @@ def note(found: dict[str, Task], remark: str) -> str:
         "count tokens behind the first eviction of a slot of budget + buffer, which are others at every budget. An "
         "event cuts one sequence in all layers and heads; all sequences are cut together. H2O's rate includes its "
         f"sums at every step, not the attention probabilities they need. {MARK} marks what is not better than "
-        "RandomEviction; where both fail altogether, and in the last digit, it means little."
+        "RandomEviction with the prompt as open or protected; where both fail altogether, and in the last digit, it "
+        "means little. Where a prompt and the window do not fit a budget there is nothing to protect."
     )
 
 
@@ -79,6 +94,8 @@ def main() -> None:
     """Measure, and print or save the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, default=default_policy(), help="the quickstart's policy")
+    parser.add_argument("--reductions", type=Path, default=ROOT / "runs" / "warmup_reduction" / "policy")
+    parser.add_argument("--countdown", type=Path, default=ROOT / "runs" / "warmup_countdown" / "policy")
     parser.add_argument("--stories", type=Path, default=default_stories(), help="a folder with stories260K")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="random weights, toy sizes: numbers without meaning")
@@ -91,11 +108,14 @@ def main() -> None:
     if not found:
         sys.exit("error: nothing to measure on")
     results: dict[str, Results] = {name: list(measure(task, say)) for name, task in found.items()}
-    table = quality_table(results, note(found, args.remark))
-    text = f"{table}\n\n{verdict(results)} All of it took {time.perf_counter() - start:.0f} s."
+    blocks = [
+        f"### {name.capitalize()}\n\n{quality_table(own).untitled}\n\n{verdict(own)}" for name, own in results.items()
+    ]
+    took = f"All of it took {time.perf_counter() - start:.0f} s."
+    text = "\n\n".join(["## Measured", note(found, args.remark), *blocks, took])
     print(text)
     if args.save:
-        image = f"![Every compressor at three budgets, beside random eviction]({PICTURE})"
+        image = f"![Every compressor at three budgets, with the prompt open and protected]({PICTURE})"
         insert(args.save / PAGE, f"{text}\n\n{image}", BEGIN)
         picture(results, args.save / PICTURE)
 

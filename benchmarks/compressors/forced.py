@@ -71,7 +71,7 @@ def forced_logits(
     model: PreTrainedModel,
     compressor: Compressor,
     texts: Tensor,
-    prompt_length: int,
+    prompt_lengths: Sequence[int],
     ids: Sequence[int] | None = None,
     seed: int = 0,
 ) -> Forced:
@@ -83,18 +83,22 @@ def forced_logits(
         model: The policy.
         compressor: What a full slot keeps.
         texts: (B, T) token ids; what pads a text on the right is decoded like the rest and changes nothing before it.
-        prompt_length: Tokens that are read at once; where they do not fit a slot, their compression is not timed.
+        prompt_lengths: Tokens of each that are read at once; where they do not fit a slot, their compression is not
+            timed.
         ids: Numbers of the sequences, default 0 to B - 1.
         seed: With the ids it fixes the lots of random eviction.
     """
     count, length = texts.shape
     num_layers = model.config.num_hidden_layers
     compression = TimedCompression(compressor, num_layers, Clock(num_layers=num_layers))
-    kept = torch.zeros(count, length, model.config.vocab_size)
+    most = length - min(prompt_lengths)
+    longest = max(prompt_lengths) + most  # texts with longer prompts go on with padding
+    kept = torch.zeros(count, longest, model.config.vocab_size)
 
     def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
         kept[slots, at] = logits
 
-    params = SamplingParams(max_completion_length=length - prompt_length, seed=seed)
-    force(model, texts, [prompt_length] * count, compression, params, note, ids)
-    return Forced(kept, compression.clock)
+    params = SamplingParams(max_completion_length=most, seed=seed)
+    padded = torch.nn.functional.pad(texts, (0, longest - length))
+    force(model, padded, prompt_lengths, compression, params, note, ids)
+    return Forced(kept[:, :length], compression.clock)

@@ -27,7 +27,7 @@ from sparse_rl_lightning.compressors import (
     TriAttention,
 )
 
-DENSE, FLOOR = "FullKV", "RandomEviction"
+DENSE, FLOOR, REDRAWN = "FullKV", "RandomEviction", "RandomEviction, drawn anew"
 PYRAMID_BETA = 2  # the paper's 20 would leave the last layer less than sinks and window
 
 
@@ -41,7 +41,7 @@ class SlotSizes:
 
 
 def compressors(
-    budget: int, sizes: SlotSizes, statistics: QueryStatistics, prompt_length: int
+    budget: int, sizes: SlotSizes, statistics: QueryStatistics, prompt_length: int = 0
 ) -> dict[str, Compressor]:
     """Every compressor by the name of its row, but for those that this budget is too small for.
 
@@ -49,9 +49,11 @@ def compressors(
         budget: Tokens kept per layer and KV head.
         sizes: Buffer, sinks and window.
         statistics: Of the policy's queries, for the methods that are calibrated.
-        prompt_length: Tokens of the longest prompt, which ``protect_prompt`` never evicts.
+        prompt_length: Tokens of the longest prompt, if prompts are never evicted; 0 if they may be.
     """
-    common: dict[str, Any] = {"budget": budget, **asdict(sizes)}
+    if budget < prompt_length + sizes.window:
+        return {DENSE: FullKV()}
+    common: dict[str, Any] = {"budget": budget, **asdict(sizes), "protect_prompt": prompt_length > 0}
 
     def make(kind: Callable[..., Compressor], **options: Any) -> Compressor:
         return kind(**common, **options)
@@ -60,6 +62,7 @@ def compressors(
     found = {
         DENSE: FullKV(),
         FLOOR: make(RandomEviction),
+        REDRAWN: make(RandomEviction, redraw=True),
         "StreamingLLM": make(StreamingLLM),
         "KNorm": make(KNorm),
         "KeyDiff": make(KeyDiff),
@@ -77,8 +80,6 @@ def compressors(
         "Combined SnapKV, one set per layer": Combined([make(SnapKV)], across_heads="max"),
         "Combined SnapKV and KeyDiff": Combined([make(SnapKV), make(KeyDiff)]),
     }
-    if budget < PYRAMID_BETA * (sizes.num_sinks + sizes.window):  # its last layer would keep less than these
-        del found["SnapKV, Pyramid"]
-    if budget >= prompt_length + sizes.window:
-        found["SnapKV, protected prompt"] = make(SnapKV, protect_prompt=True)
+    if budget < PYRAMID_BETA * (max(sizes.num_sinks, prompt_length) + sizes.window):
+        del found["SnapKV, Pyramid"]  # its last layer would keep less than these
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Task:
     model: PreTrainedModel
     texts: Tensor  # (B, T), right-padded
     lengths: Tensor  # (B,)
-    prompt_length: int
+    prompt_lengths: list[int]
     sizes: SlotSizes
     statistics: QueryStatistics  # of other texts
     problems: Problems | None = None
@@ -67,10 +67,11 @@ class Quality:
     perplexity: float
     events_per_second: float  # nan for the full cache
     accuracy: float  # nan where there are no problems
+    protected: bool = False  # whether the prompt is never evicted
 
 
 def measure(task: Task, progress: Callable[[str], None]) -> Iterator[Quality]:
-    """Every compressor at every budget, budgets outermost.
+    """Every compressor at every budget, with the prompt open to eviction and protected; budgets outermost.
 
     What counts are the tokens from the first eviction of a slot of ``budget + buffer`` on: before it there is nothing
     to compare.
@@ -79,22 +80,22 @@ def measure(task: Task, progress: Callable[[str], None]) -> Iterator[Quality]:
         task: What to measure on.
         progress: Told about every result.
     """
-    dense = forced_logits(task.model, FullKV(), task.texts, task.prompt_length).logits.log_softmax(dim=-1)
-    dense_accuracy = None
+    dense = forced_logits(task.model, FullKV(), task.texts, task.prompt_lengths).logits.log_softmax(dim=-1)
+    dense_accuracy = task.problems.accuracy(task.model, FullKV()) if task.problems else float("nan")
     index = torch.arange(task.texts.shape[1])
     for share in SHARES:
         budget = round(share * task.length)
         counts = (index > budget + task.sizes.buffer) & (index < task.lengths[:, None])
         assert counts.any(), "texts must be longer than the largest slot"
-        for name, compressor in compressors(budget, task.sizes, task.statistics, task.prompt_length).items():
-            if name == DENSE and dense_accuracy is not None:
+        for protected in (False, True):
+            length = max(task.prompt_lengths) if protected else 0
+            for name, compressor in compressors(budget, task.sizes, task.statistics, length).items():
                 accuracy = dense_accuracy
-            else:
-                accuracy = task.problems.accuracy(task.model, compressor) if task.problems else float("nan")
-            dense_accuracy = accuracy if name == DENSE else dense_accuracy
-            quality = _compare(task, name, compressor, budget, dense, counts, accuracy)
-            progress(f"{task.name}, {share:.0%}, {name}: acceptance {quality.acceptance:.3f}")
-            yield quality
+                if task.problems and name != DENSE:
+                    accuracy = task.problems.accuracy(task.model, compressor)
+                quality = _compare(task, name, compressor, budget, dense, counts, accuracy)
+                progress(f"{task.name}, {share:.0%}, {name}, {protected=}: acceptance {quality.acceptance:.3f}")
+                yield replace(quality, protected=protected)
 
 
 def _compare(
@@ -103,7 +104,7 @@ def _compare(
     if name == DENSE:
         theirs, speed = dense[counts], float("nan")
     else:
-        forced = forced_logits(task.model, compressor, task.texts, task.prompt_length)
+        forced = forced_logits(task.model, compressor, task.texts, task.prompt_lengths)
         theirs, speed = forced.logits[counts].log_softmax(dim=-1), forced.clock.events_per_second(compressor.buffer)
     own = dense[counts]
     accepted = torch.minimum(own, theirs).exp().sum(dim=-1).double()

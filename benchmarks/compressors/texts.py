@@ -1,4 +1,4 @@
-"""The two tasks: sums that the quickstart's policy solves, and stories that a small Llama tells."""
+"""The tasks: arithmetic that small policies solve, and stories that a small Llama tells."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +24,9 @@ from sparse_rl_lightning.rollout.prompts import encode_prompts
 
 TRAINED = ("runs/quickstart/policy", "runs/warmup/policy")  # the first that is there
 OPENINGS = ("Once upon a time", "One day", "Lily and Ben", "There was a little", "Tom and his dog", "The sun was")
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "sums": {"tasks": "sum"}, "reductions": {"tasks": "reduction"}, "countdown": {"tasks": "countdown", "num_terms": 3}
+}  # fmt: skip
 CALIBRATION_SEED = 1  # texts for calibration are drawn under another seed than those that are measured
 
 
@@ -63,9 +67,10 @@ def toy() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return testing.tiny_model(vocab_size=len(tokenizer), initializer_range=0.3, eos_token_id=None), tokenizer
 
 
-def sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> Task:
-    """Held-out problems of the quickstart, and the policy's sampled solutions of them."""
-    data = ArithmeticTasks(tasks="sum", num_terms=4, digits=2, num_train=sizes.num_problems, num_val=sizes.num_problems)
+def arithmetic(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> Task:
+    """Held-out problems of a kind that the policy was trained on, and its sampled solutions of them."""
+    count = sizes.num_problems
+    data = ArithmeticTasks(**PROBLEMS[name], num_train=count, num_val=count)
     own, other = (
         encode_prompts(tokenizer, [r["prompt"] for r in rows]) for rows in (data.val_rows(), data.train_rows())
     )
@@ -74,7 +79,8 @@ def sums(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sizes: Size
     sampler = RolloutSampler(model, FullKV(), end_token_ids=end)
     rollout, calibration = sampler.generate(own, params), sampler.generate(other, params)
     return Task(
-        "sums", model, rollout.sequences, _lengths(rollout), len(own[0]), SlotSizes(buffer=4, num_sinks=1, window=4),
+        name, model, rollout.sequences, _lengths(rollout), list(map(len, own)),
+        SlotSizes(buffer=4, num_sinks=1, window=4),
         gather_statistics(model, calibration.sequences, _lengths(calibration)),
         Problems(data.val_rows(), tokenizer, params.max_completion_length),
     )  # fmt: skip
@@ -88,7 +94,7 @@ def stories(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sizes: S
     lengths = torch.full((sizes.num_stories,), sizes.story_length)
     slot = SlotSizes(buffer=sizes.story_length // 16, num_sinks=4, window=sizes.story_length // 32)
     statistics = gather_statistics(model, other, lengths[: len(other)])
-    return Task("stories", model, texts, lengths[: len(texts)], longest, slot, statistics)
+    return Task("stories", model, texts, lengths[: len(texts)], [longest] * len(texts), slot, statistics)
 
 
 def _told(model: PreTrainedModel, openings: Sequence[list[int]], sizes: Sizes, seed: int) -> torch.Tensor:

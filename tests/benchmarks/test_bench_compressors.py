@@ -40,7 +40,7 @@ def test_given_texts_see_what_a_rollout_sees(model: Any, compressor: Compressor)
     """A rollout's own texts, fed again, get the log-probabilities that the sampler noted."""
     params = SamplingParams(num_generations=1, max_completion_length=30, seed=3)
     rollout = RolloutSampler(model, compressor).generate([[5, 6, 7, 8], [9, 8, 7, 6], [1, 2, 3, 4]], params)
-    given = forced.forced_logits(model, compressor, rollout.sequences, 4, seed=3)
+    given = forced.forced_logits(model, compressor, rollout.sequences, [4] * 3, seed=3)
     own = given.logits.log_softmax(-1).gather(-1, rollout.sequences[..., None]).squeeze(-1)
     mask = rollout.completion_mask
     assert mask[:, 4:34].all()
@@ -53,31 +53,51 @@ def test_given_texts_see_what_a_rollout_sees(model: Any, compressor: Compressor)
 
 def test_full_cache_is_the_model(model: Any) -> None:
     texts = torch.randint(2, 128, (2, 20))
-    given = forced.forced_logits(model, FullKV(), texts, 5)
+    given = forced.forced_logits(model, FullKV(), texts, [5, 5])
     want = model(texts).logits[:, 4:-1]  # index t speaks of token t
     torch.testing.assert_close(given.logits[:, 5:], want, atol=1e-4, rtol=1e-4)
 
 
 def test_every_shipped_compressor_is_measured(model: Any) -> None:
     statistics = gather_statistics(model, torch.randint(2, 128, (2, 20)), torch.tensor([20, 20]))
-    made = methods.compressors(32, methods.SlotSizes(8, 1, 4), statistics, 8)
-    assert set(compressors.__all__) - SEEN_BY_NAME == {type(c).__name__ for c in made.values()}
+    for prompt_length in (0, 8):
+        made = methods.compressors(32, methods.SlotSizes(8, 1, 4), statistics, prompt_length)
+        assert set(compressors.__all__) - SEEN_BY_NAME == {type(c).__name__ for c in made.values()}
+        assert {c.protect_prompt for name, c in made.items() if name != "FullKV"} == {prompt_length > 0}
+    assert list(methods.compressors(10, methods.SlotSizes(8, 1, 4), statistics, 8)) == ["FullKV"]
 
 
-def measured(method: str, budget: int, value: float) -> Any:
-    return quality.Quality(method, budget, value, value, value, 10 - value, 100.0, math.nan)
+def test_texts_with_prompts_of_different_lengths(model: Any) -> None:
+    """What is forced for one text does not depend on how long the prompts of the others are."""
+    texts = torch.randint(2, 128, (3, 24))
+    both = forced.forced_logits(model, SnapKV(**SIZES, protect_prompt=True), texts, [3, 6, 4]).logits
+    for row, prompt in enumerate((3, 6, 4)):
+        own = forced.forced_logits(model, SnapKV(**SIZES, protect_prompt=True), texts[row : row + 1], [prompt]).logits
+        assert not own[0, :prompt].any()
+        torch.testing.assert_close(both[row, 6:], own[0, 6:], atol=1e-5, rtol=1e-5)
+
+
+def measured(method: str, budget: int, value: float, protected: bool) -> Any:
+    return quality.Quality(method, budget, value, value, value, 10 - value, 100.0, math.nan, protected)
 
 
 def test_numbers_below_random_are_marked() -> None:
+    """Each beside random eviction with the prompt as open or protected as its own."""
     rows = {"FullKV": 1.0, "RandomEviction": 0.5, "Better": 0.6, "Equal": 0.5, "Worse": 0.4}
-    found = {"stories": [measured(name, budget, value) for budget in (4, 8, 12) for name, value in rows.items()]}
-    cells = {row[0]: row[1:] for row in pages.quality_table(found, "").rows}
+    found = [measured(name, budget, value, False) for budget in (4, 8, 12) for name, value in rows.items()]
+    better = {name: 0.55 if name == "RandomEviction" else value + 0.1 for name, value in rows.items()}
+    found += [measured(name, budget, value, True) for budget in (8, 12) for name, value in better.items()]
+    found += [measured("FullKV", 4, 1.0, True)]  # nothing to protect
+    cells = {row[0]: row[1:] for row in pages.quality_table(found).rows}
     assert cells["Better"][0] == "9.40 / 9.40 / 9.40"  # perplexity: less is better
     assert cells["Worse"][0] == "9.60↓ / 9.60↓ / 9.60↓"
-    assert cells["Equal"][2] == "0.500↓ / 0.500↓ / 0.500↓"
-    assert cells["RandomEviction"][2] == "0.500 / 0.500 / 0.500"
-    assert cells["Worse"][4] == "100 / 100 / 100"  # speed is no quality
-    assert "Equal (in 12 of 12), Worse (in 12 of 12)." in pages.verdict(found)
+    assert cells["Worse"][1] == "– / 9.50↓ / 9.50↓"
+    assert cells["Equal"][4] == "0.500↓ / 0.500↓ / 0.500↓"
+    assert cells["Equal"][5] == "– / 0.600 / 0.600"
+    assert cells["RandomEviction"][4] == "0.500 / 0.500 / 0.500"
+    assert cells["Worse"][8] == "100 / 100 / 100"  # speed is no quality
+    said = pages.verdict(found)
+    assert "Equal (12 of 12), Worse (12 of 12). With the prompt protected: Worse (8 of 8)." in said
 
 
 def test_page_is_replaced_between_its_markers(tmp_path: Path) -> None:
@@ -92,16 +112,17 @@ def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["compressors.py", "--quick", "--threads", "1", "--save", str(tmp_path)])
     command.main()
     page = (tmp_path / "compressors.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert len({line.count("|") for line in rows}) == 1
-    dense = next(line for line in rows if line.startswith("| FullKV"))
-    assert dense.count("1.000 / 1.000 / 1.000") == 5  # acceptance, its tail and the favorite
+    dense = [line for line in page.splitlines() if line.startswith("| FullKV")]
+    assert len(dense) == 4  # a table per task: acceptance, its tail and, of texts, the favorite
+    assert [line.count(" 1.000 / 1.000 / 1.000 ") for line in dense] == [2, 2, 2, 3]
+    assert dense[0].count(" – / 1.000 / 1.000 ") == 2  # the least budget has no room for a protected prompt
     assert f"torch {torch.__version__}" in page
     assert (tmp_path / "compressors.png").stat().st_size > 20_000
 
 
 def test_missing_models_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    arguments = ["--policy", str(tmp_path / "a"), "--stories", str(tmp_path / "b")]
+    names = {"--policy": "a", "--stories": "b", "--reductions": "c", "--countdown": "d"}
+    arguments = [word for option, name in names.items() for word in (option, str(tmp_path / name))]
     monkeypatch.setattr(sys, "argv", ["compressors.py", *arguments])
     with pytest.raises(SystemExit, match="nothing to measure on"):
         command.main()
