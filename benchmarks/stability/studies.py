@@ -113,7 +113,9 @@ SEEDS, FEW = tuple(range(10, 16)), tuple(range(10, 13))
 MAIN = Study("sum", "SnapKV", (BUDGET,), ALL, USUAL, SEEDS)
 QUIET = tuple(
     Study("sum", "SnapKV", (BUDGET,), (DENSE,), recipe, (0, 1, 2))
-    for recipe in (Recipe(16, 4, 3e-4), Recipe(16, 4, 2e-4), Recipe(16, 4, 1e-4), Recipe(32, 4, 2e-4))
+    for recipe in (
+        Recipe(16, 4, 3e-4), Recipe(16, 4, 2e-4), Recipe(16, 4, 1e-4), Recipe(32, 4, 3e-4), Recipe(32, 4, 2e-4)
+    )
 )  # fmt: skip
 GROUPS: dict[str, tuple[Study, ...]] = {"quiet": QUIET, "main": (MAIN,)}
 

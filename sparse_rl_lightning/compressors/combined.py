@@ -19,7 +19,7 @@ from sparse_rl_lightning.records import LayerState, StateUpdate
 Normalization = Literal["rank", "standard", "none"]
 """Ways to make scores of different heads or methods comparable: ranks, mean 0 and deviation 1, or not at all."""
 
-_SIZES = (
+SIZES = (
     "buffer", "num_sinks", "window", "compress_prompt", "budget_rule", "protect_prompt", "protect_token_ids",
 )  # fmt: skip
 
@@ -65,7 +65,7 @@ class Combined(Compressor):
             )
         for place, weight in enumerate(weights):
             check_number(f"weights[{place}]", weight, above=0, owner=name)
-        super().__init__(compressors[0].schedule, **{size: getattr(compressors[0], size) for size in _SIZES})
+        super().__init__(compressors[0].schedule, **{size: getattr(compressors[0], size) for size in SIZES})
         self._parts = list(compressors)
         self.needs_attention |= any(part.needs_attention for part in compressors)
         self.needs_hidden_states |= any(part.needs_hidden_states for part in compressors)
@@ -136,7 +136,7 @@ class Combined(Compressor):
 
     def __repr__(self) -> str:
         hidden = ("_", "needs_")  # derived from the parts, which show their budget and sizes
-        own = {n: v for n, v in vars(self).items() if n not in ("schedule", *_SIZES) and not n.startswith(hidden)}
+        own = {n: v for n, v in vars(self).items() if n not in ("schedule", *SIZES) and not n.startswith(hidden)}
         arguments = ", ".join(f"{name}={value!r}" for name, value in {"compressors": self._parts, **own}.items())
         return f"{type(self).__name__}({arguments})"
 
@@ -156,7 +156,7 @@ def _check_part(name: str, first: Compressor, part: Compressor) -> None:
 
 def _sizes(part: Compressor) -> dict[str, str]:
     """The sizes of a method as a user gave them."""
-    return {"budget": repr(part.schedule.plain)} | {size: repr(getattr(part, size)) for size in _SIZES}
+    return {"budget": repr(part.schedule.plain)} | {size: repr(getattr(part, size)) for size in SIZES}
 
 
 def _own(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:

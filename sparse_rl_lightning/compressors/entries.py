@@ -52,5 +52,6 @@ def standardized(scores: Tensor, valid: Tensor) -> Tensor:
     number = counted.sum(dim=-1, keepdim=True).clamp(min=1)
     finite = scores.masked_fill(~counted, 0.0)
     centered = (finite - finite.sum(dim=-1, keepdim=True) / number).masked_fill(~counted, 0.0)
-    deviation = (centered.square().sum(dim=-1, keepdim=True) / number).sqrt()
-    return torch.where(counted, centered / deviation.clamp(min=1e-6), scores)
+    variance = centered.square().sum(dim=-1, keepdim=True) / number
+    deviation = variance.clamp(min=1e-12).sqrt()  # before the root, whose slope at 0 is infinite
+    return torch.where(counted, centered / deviation, scores)

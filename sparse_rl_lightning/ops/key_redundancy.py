@@ -111,4 +111,4 @@ def _last_similar(unit: Tensor, valid: Tensor, threshold: float) -> tuple[Tensor
     return index, cosine
 
 
-register("key_redundancy", reference)
+register("key_redundancy", reference, differentiable=True)

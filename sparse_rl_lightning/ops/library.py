@@ -27,6 +27,8 @@ LIBRARIES = {"cpu": "_C", "cuda": "_cuda"}
 NATIVE_DTYPES = {"cpu": {torch.float32, torch.bfloat16}, "cuda": {torch.float32, torch.bfloat16, torch.float16, FLOAT8}}
 REFERENCES: dict[str, Callable[..., None]] = {}
 """The PyTorch reference of each op, with its arguments checked, without gradients and autocast."""
+DIFFERENTIABLE: dict[str, Callable[..., None]] = {}
+"""The same of the ops that scores are made of, with gradients."""
 
 
 def schema_hash() -> str:
@@ -34,8 +36,17 @@ def schema_hash() -> str:
     return hashlib.sha256(repr(sorted(SCHEMAS.items())).encode()).hexdigest()[:12]
 
 
-def register(name: str, reference: Callable[..., None]) -> None:
-    """Define one op of :data:`SCHEMAS` with its reference for all devices and its (empty) fake."""
+def register(name: str, reference: Callable[..., None], differentiable: bool = False) -> None:
+    """Define one op of :data:`SCHEMAS` with its reference for all devices and its (empty) fake.
+
+    A ``differentiable`` reference runs in place of any kernel where an argument requires gradient, which it then passes
+    on from its result to its arguments.
+    """
+
+    def with_gradient(*args: Any) -> None:
+        check_arguments(name, args)
+        with torch.autocast(args[0].device.type, enabled=False):
+            reference(*args)
 
     def run(*args: Any) -> None:
         check_arguments(name, args)
@@ -44,6 +55,8 @@ def register(name: str, reference: Callable[..., None]) -> None:
             reference(*args)
 
     REFERENCES[name] = run
+    if differentiable:
+        DIFFERENTIABLE[name] = with_gradient
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, " ".join(SCHEMAS[name].split()))
     torch.library.impl(qualified, "default", func=run)
@@ -56,6 +69,9 @@ def call(name: str, like: torch.Tensor, *args: Any) -> None:
     The kernels check their arguments themselves, and faster; Python checks again only after an error, for a clearer
     message.
     """
+    if name in DIFFERENTIABLE and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        DIFFERENTIABLE[name](*args)
+        return
     op = getattr(torch.ops.sparse_rl, name).default
     if torch.compiler.is_compiling() or like.is_meta:
         op(*args)

@@ -176,4 +176,4 @@ def group_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return logits.view(slots, heads, group, num_queries, num_entries)
 
 
-register("window_importance", reference)
+register("window_importance", reference, differentiable=True)

@@ -146,7 +146,10 @@ class Scheduler:
             longest = size.capacities[0]  # a full cache may be left over from a longer rollout
         full = g.num_layers * size.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
         finished = [group.finished[sample] for group in groups for sample in range(len(group.keys))]
-        return assemble(finished, self.cache.pool_bytes, full, self.prefill_peak_bytes)
+        rollout = assemble(finished, self.cache.pool_bytes, full, self.prefill_peak_bytes)
+        own = [(prompt_key(self.params.seed, group.prompt), key) for group in groups for key in group.keys]
+        (rollout.keys,) = upload([own], rollout.sequences.device)
+        return rollout
 
     @property
     def progress(self) -> Progress:

@@ -1,0 +1,102 @@
+"""Drawn: what to evict is drawn by chance, likelier the lower its score, so that eviction can be learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.combined import SIZES
+from sparse_rl_lightning.compressors.entries import newest_position, standardized
+from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.ops.evict import pinned_entries
+from sparse_rl_lightning.ops.keyed_random import hash_uniform
+from sparse_rl_lightning.records import LayerState, StateUpdate
+
+
+class Drawn(Compressor):
+    """Draw the entries to evict one after the other, each with a probability that falls with its score.
+
+    With logits a = -score / temperature over the entries that may go, the ordered draw without replacement has
+    Plackett-Luce probabilities; it is made all at once by Gumbel top-k (Kool et al., arXiv 1903.06059) with keyed
+    numbers, so it is the same in any batch and slot. Every set of entries can be evicted, which is what makes eviction
+    an action that a policy gradient can credit (Neural Garbage Collection, arXiv 2604.18002). There the kept entries
+    are drawn in order; here the evicted ones, which are fewer: the order among those that stay is no action.
+
+    Args:
+        compressor: Method whose scores are drawn from; budget, buffer and all other sizes are its.
+        temperature: Divisor of the scores, in standard deviations of a head's scores; 0 evicts the lowest scores, as
+            the method alone does.
+
+    Raises:
+        ValueError: If the temperature is negative, or the method never evicts.
+    """
+
+    def __init__(self, compressor: Compressor, temperature: float = 0.3) -> None:
+        check_number("temperature", temperature, least=0, owner="Drawn")
+        if not compressor.evicts:
+            raise UserError(f"Drawn: {compressor} never evicts, so there is nothing to draw. Give a method that does.")
+        super().__init__(compressor.schedule, **{size: getattr(compressor, size) for size in SIZES})
+        self._inner = compressor
+        self.temperature = temperature
+        self.needs_attention = compressor.needs_attention
+        self.needs_hidden_states = compressor.needs_hidden_states
+        self.needs_output_norms = compressor.needs_output_norms
+
+    def _set_budget(self, budget: int | LengthSchedule) -> None:
+        super()._set_budget(budget)
+        if hasattr(self, "_inner"):  # not yet in __init__, where it gives the budget
+            self._inner._set_budget(budget)
+
+    @property
+    def num_queries(self) -> int:
+        """As many as the method asks for."""
+        return self._inner.num_queries
+
+    @property
+    def state_fields(self) -> tuple[str, ...]:
+        """The method's."""
+        return self._inner.state_fields
+
+    def head_state_fields(self, head_dim: int) -> dict[str, int]:
+        """The method's."""
+        return self._inner.head_state_fields(head_dim)
+
+    def update_state(self, update: StateUpdate) -> None:
+        """Let the method update its running numbers."""
+        self._inner.update_state(update)
+
+    def score(self, layer: LayerState) -> Tensor:
+        """Minus the perturbed logits (S, H, N): the lowest go first. Without temperature the method's own scores."""
+        given = self._inner._shaped_score(layer)
+        if self.temperature == 0:
+            return given
+        perturbed = log_exponential(layer) - self._logits(given, layer)
+        return perturbed.masked_fill(given.isnan() & layer.valid, torch.nan)
+
+    def logits(self, layer: LayerState) -> Tensor:
+        """Logits (S, H, N), float32, of going next, -inf for what may not go; with gradient if the method's scores are.
+
+        The probability that the next entry drawn is i is softmax(logits)_i over the entries not drawn yet.
+        """
+        return self._logits(self._inner._shaped_score(layer), layer)
+
+    def _logits(self, given: Tensor, layer: LayerState) -> Tensor:
+        scores = self._protected(given.to(torch.float32), layer)
+        pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
+        free = layer.valid & ~pinned & (scores < torch.inf)
+        return (-standardized(scores, free) / self.temperature).masked_fill(~free, -torch.inf)
+
+    def __repr__(self) -> str:
+        return f"Drawn(compressor={self._inner!r}, temperature={self.temperature})"
+
+
+def log_exponential(layer: LayerState) -> Tensor:
+    """The logarithm (S, H, N) of an exponential number of each entry at this event: minus a Gumbel number."""
+    heads = torch.arange(layer.positions.shape[1], device=layer.positions.device)
+    newest = newest_position(layer)[:, None, None]
+    # the key is the prompt's until its samples begin; the 0 keeps these numbers apart from random eviction's
+    keys = layer.sequence_keys[:, None, None]
+    uniform = hash_uniform(keys, newest, layer.layer_index, heads[:, None], 0, layer.positions)
+    return torch.log1p(-uniform).neg().log()

@@ -1,0 +1,102 @@
+"""LearnedEvictionGRPO: what to evict is drawn, and credited with what became of the sequence."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from sparse_rl_lightning.callbacks.calls import correct
+from sparse_rl_lightning.compressors import Drawn
+from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.evictions import EvictionDraws
+from sparse_rl_lightning.learner.loss import Denominators
+from sparse_rl_lightning.losses import eviction_loss
+from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
+from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
+from sparse_rl_lightning.replay.draws import draw_statistics
+
+
+class LearnedEvictionGRPO(ReplayGRPO):
+    """GRPO under replay in which evictions are actions too: drawn by the sampler, credited with the advantage.
+
+    The compressor is a :class:`~sparse_rl_lightning.compressors.Drawn`, which draws what to evict from another method's
+    scores. The learner replays the evictions and recomputes those scores with gradient, so that keys, queries and
+    whatever else they are made of learn to be worth keeping when they are needed (Neural Garbage Collection, arXiv
+    2604.18002). The loss is that of ``ReplayGRPO`` with ``replay_objective: sparse``, plus the same objective of the
+    draws: each head's draw at each compression has its own ratio, clip, and the sequence's advantage.
+
+    Draws at the end of a prompt are the same for all its samples, whose advantages add up to zero: nothing is learned
+    from them. ``compress_prompt: false`` leaves prompts to the first draws of each sample.
+
+    Args:
+        policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here.
+        compressor: Drawn evictions of a method whose scores have a gradient: SnapKV, R-KV, TOVA, KeyDiff, and
+            combinations of them that are not ranked.
+        eviction_weight: Factor of the draws' term; 0 learns tokens alone.
+        **kwargs: Arguments of :class:`SparseGRPO`.
+
+    Raises:
+        ValueError: If the compressor draws nothing or has no gradient, or an option does not go with it.
+    """
+
+    def __init__(self, policy: Any, compressor: Drawn, *args: Any, eviction_weight: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(policy, compressor, *args, replay_objective="sparse", **kwargs)
+        check_number("eviction_weight", eviction_weight, least=0, owner="LearnedEvictionGRPO")
+        if not isinstance(compressor, Drawn) or compressor.temperature == 0:
+            raise UserError(
+                f"LearnedEvictionGRPO learns from evictions that were drawn, and {compressor} draws none. Wrap it: "
+                "compressor: {class_path: Drawn, init_args: {compressor: {...}, temperature: 0.3}}."
+            )
+        if compressor.state_fields or compressor.head_state_fields(1):
+            raise UserError(
+                f"LearnedEvictionGRPO recomputes scores from keys, values and recent queries, but {compressor} keeps "
+                "running numbers over the steps. Use SnapKV, RKV, TOVA or KeyDiff."
+            )
+        options = self.learner.options
+        if options.gradient_checkpointing or options.packs:
+            raise UserError(
+                "LearnedEvictionGRPO reads queries and keys out of whole forward passes: set "
+                "model.learner.gradient_checkpointing to false and model.learner.micro_batch_tokens to null."
+            )
+        self.drawn = compressor
+        self.eviction_weight = eviction_weight
+
+    @torch.no_grad()
+    def rescore(self, scored: ScoredRollout) -> None:
+        """Compute log-probs of tokens and draws of the policy before the update, and the order of the draws."""
+        start, rollout = time.perf_counter(), scored.rollout
+        if self._reference:
+            self._score_by_reference(rollout)
+        with eval_mode(self.policy):
+            found = [self._statistics(part) for part in rollout.parts(self.steps_per_generation)]
+        rollout.old_logprobs = torch.cat([logprobs for logprobs, _, _ in found])
+        rollout.draws = EvictionDraws.cat([draws for _, _, draws in found])
+        correct(self, rollout)
+        scored.seconds["rescoring"] = time.perf_counter() - start
+
+    def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
+        """The loss of the tokens, and ``eviction_weight`` times that of the draws."""
+        logprobs, entropy, draws = self._statistics(part)
+        assert part.draws is not None
+        assert part.advantages is not None
+        if not draws.logprobs.requires_grad and (part.draws.steps >= 0).any():
+            raise UserError(f"LearnedEvictionGRPO: the scores of {self.drawn} have no gradient. Use SnapKV or KeyDiff.")
+        output, loss = self.loss(part, logprobs, denominators), self.loss
+        term = eviction_loss(
+            draws.logprobs, part.draws.logprobs, part.draws.steps, part.advantages, loss.mask(part),
+            loss_type=loss.loss_type, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta,
+            denominator=loss.denominator, max_completion_length=denominators.max_completion_length,
+            num_items=denominators.everything,
+        )  # fmt: skip
+        metrics = {**output.metrics, **term.metrics, "entropy": entropy[part.completion_mask].mean().detach()}
+        return LossOutput(output.loss + self.eviction_weight * term.loss, metrics)
+
+    def _statistics(self, part: Rollout) -> tuple[torch.Tensor, torch.Tensor, EvictionDraws]:
+        options = self.learner.options
+        return draw_statistics(
+            self.policy, part, self.drawn, part.draws, temperature=self.learner.temperature,
+            chunk_size=options.head_chunk_size, head_in_float32=options.head_in_float32,
+        )  # fmt: skip

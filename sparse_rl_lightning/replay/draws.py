@@ -1,0 +1,189 @@
+"""Log-probabilities of drawn evictions, recomputed by the learner with gradient while it replays them.
+
+A rollout under :class:`~sparse_rl_lightning.compressors.Drawn` has made two kinds of choices: tokens, and at every
+compression of a sequence, in every layer and head, which entries to evict. The record says which went when; the
+entries and queries that the scores were made of are those of the replay itself. What is left is the order in which
+the evicted were drawn: it follows from the keyed numbers and the scores of the policy before the update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.compressors.drawn import Drawn, log_exponential
+from sparse_rl_lightning.evictions import NEVER, EvictionDraws
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.records import LayerState, Rollout
+from sparse_rl_lightning.replay.death_attention import death_attention
+from sparse_rl_lightning.replay.hooks import attention_implementation, register
+
+DRAWS = "sparse_rl_replay_draws"
+NOWHERE = -1e30
+"""Logit of an entry that cannot be drawn."""
+
+
+def ordered_logprob(logits: Tensor, order: Tensor) -> Tensor:
+    """Log-probability (...) of drawing entries one after the other without replacement (Plackett-Luce).
+
+    Args:
+        logits: Logits (..., N), -inf for entries that cannot be drawn.
+        order: Indices (..., M) of the entries in the order they were drawn, -1 behind the last.
+    """
+    drawn, there = order >= 0, logits.clamp(min=NOWHERE)  # finite, so that gradients are
+    own = there.gather(-1, order.clamp(min=0)).masked_fill(~drawn, NOWHERE)
+    at = torch.zeros_like(logits, dtype=torch.int32).scatter_add(-1, order.clamp(min=0), drawn.to(torch.int32))
+    rest = there.masked_fill(at > 0, NOWHERE).logsumexp(dim=-1, keepdim=True)
+    # what is left at each draw: those never drawn, those drawn later, and the one drawn
+    left = torch.cat([rest, own.flip(-1)], dim=-1).logcumsumexp(dim=-1)[..., 1:].flip(-1)
+    return torch.where(drawn, own - left, 0.0).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class Events:
+    """The compressions of some sequences."""
+
+    rows: Tensor  # (S,) sequence of each
+    steps: Tensor  # (S,) tokens fed before it: the first query that no longer sees what went
+
+    @classmethod
+    def of(cls, death: Tensor) -> Self:
+        """From deaths (L, B, H, T): every step at which something of a sequence died, in order."""
+        died = death.permute(1, 0, 2, 3).flatten(1)  # (B, L x H x T)
+        length = death.shape[-1]
+        at = torch.zeros(len(died), length + 1, dtype=torch.bool, device=death.device)
+        at.scatter_(1, torch.where(died == NEVER, length, died).clamp(max=length).long(), True)
+        rows, steps = at[:, :length].nonzero(as_tuple=True)
+        return cls(rows, steps)
+
+
+@dataclass
+class _Watch:
+    """What the attention of a replay hands on: the log-probabilities of every layer's draws."""
+
+    compressor: Drawn
+    rollout: Rollout
+    death: Tensor  # (L, B, H, T)
+    events: Events
+    known: Tensor | None  # (S, L, H, M) positions in the order drawn
+    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: (S, H), and the order (S, H, M)
+
+    def see(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        """Score the events of a layer from its queries, keys and values (B, ., T, D), rotated."""
+        if not len(self.events.rows):
+            self.found.append((query.new_zeros(0, key.shape[1]), self.death.new_zeros(0, key.shape[1], 0)))
+            return
+        state, died = self._state(layer, query, key, value, scale)
+        logits = self.compressor.logits(state)
+        if self.known is None:
+            order = _drawn_order(logits.detach(), died, state)
+        else:
+            order = _entries_of(self.known[:, layer], state)
+        positions = state.positions.gather(-1, order.clamp(min=0)).masked_fill(order < 0, -1)
+        self.found.append((ordered_logprob(logits, order), positions.to(torch.int32)))
+
+    def _state(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[LayerState, Tensor]:
+        """What the compressor saw at every event, in the form of slots, and which entries (S, H, N) it evicted."""
+        rows, steps, own = self.events.rows, self.events.steps, self.compressor
+        death = self.death[layer][rows]  # (S, H, T)
+        index = torch.arange(death.shape[-1], device=death.device)
+        alive = (index < steps[:, None, None]) & (death >= steps[:, None, None])
+        width = int(alive.sum(dim=-1).max())
+        positions = (~alive).to(torch.int8).argsort(dim=-1, stable=True)[..., :width]  # the living first, in order
+        valid = alive.gather(-1, positions)
+        heads = torch.arange(death.shape[1], device=death.device)
+        keys, values = (t[rows[:, None, None], heads[:, None], positions] for t in (key, value))
+        places = steps[:, None] - 1 - torch.arange(own.num_queries, device=death.device)  # newest first
+        queries = query[rows].gather(
+            2, places.clamp(min=0)[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        )
+        prompts, numbers = self.rollout.prompt_lengths[rows], self.rollout.keys
+        assert numbers is not None
+        state = LayerState(
+            keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
+            token_ids=self.rollout.sequences[rows[:, None, None], positions], prompt_lengths=prompts, queries=queries,
+            query_positions=places.clamp(min=-1),
+            # a prompt is compressed before its samples begin
+            sequence_keys=torch.where(steps == prompts, numbers[rows, 0], numbers[rows, 1]),
+            prompt_keys=numbers[rows, 0], layer_index=layer, scale=scale,
+            inv_freq=key.new_zeros(0), attention_scaling=1.0,
+        )  # fmt: skip
+        return state, valid & (death.gather(-1, positions) == steps[:, None, None])
+
+
+def _drawn_order(logits: Tensor, died: Tensor, state: LayerState) -> Tensor:
+    """Indices (S, H, M) of what died, first drawn first, -1 behind the last."""
+    perturbed = (logits - log_exponential(state)).masked_fill(~died, -torch.inf)
+    count = died.sum(dim=-1, keepdim=True)
+    order = perturbed.argsort(dim=-1, descending=True, stable=True)[..., : int(count.max())]
+    return order.masked_fill(torch.arange(order.shape[-1], device=order.device) >= count, -1)
+
+
+def _entries_of(positions: Tensor, state: LayerState) -> Tensor:
+    """Indices (S, H, M) among the entries of the tokens at these positions, -1 stays."""
+    ordered = state.positions.masked_fill(~state.valid, torch.iinfo(torch.int64).max)
+    found = torch.searchsorted(ordered.contiguous(), positions.clamp(min=0).long().contiguous())
+    return found.masked_fill(positions < 0, -1)
+
+
+def _attend(watch: _Watch, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    watch.see(layer, query, key, value, scale)
+    return death_attention(query, key, value, watch.death[layer], scale)
+
+
+register(DRAWS, "draws", _attend)
+
+
+def draw_statistics(
+    model: PreTrainedModel, rollout: Rollout, compressor: Drawn, draws: EvictionDraws | None = None,
+    **head: Any,
+) -> tuple[Tensor, Tensor, EvictionDraws]:  # fmt: skip
+    """Replayed log-probs and entropies (B, T) of the tokens, and the log-probs of the drawn evictions, with gradient.
+
+    Args:
+        model: Policy; with the sampler's weights the token log-probs equal ``rollout.sampler_logprobs``.
+        rollout: Sequences with their evictions and keys.
+        compressor: What drew them.
+        draws: The same draws under the policy before the update, whose order counts; None finds the order, which asks
+            for that very policy.
+        **head: Arguments of :func:`~sparse_rl_lightning.logprobs.sequence_logprobs`.
+
+    Raises:
+        ValueError: If there is nothing to replay.
+    """
+    assert rollout.evictions is not None
+    death = rollout.evictions.death
+    events = Events.of(death)
+    place = _places(events)
+    known = None if draws is None else draws.order[events.rows, place]
+    watch = _Watch(compressor, rollout, death, events, known)
+    with attention_implementation(model, DRAWS):
+        logprobs, entropy = sequence_logprobs(model, rollout.sequences, rollout.completion_mask, draws=watch, **head)
+    most = int(place.max()) + 1 if len(place) else 0
+    return logprobs, entropy, _collected(watch, place, len(rollout), most if draws is None else draws.steps.shape[1])
+
+
+def _places(events: Events) -> Tensor:
+    """The number (S,) of each event among those of its sequence."""
+    index = torch.arange(len(events.rows), device=events.rows.device)
+    first = torch.searchsorted(events.rows.contiguous(), events.rows.contiguous())
+    return index - first
+
+
+def _collected(watch: _Watch, place: Tensor, count: int, events: int) -> EvictionDraws:
+    """By sequence and event, with room for so many events."""
+    rows, layers = watch.events.rows, len(watch.found)
+    logprobs = torch.stack([own for own, _ in watch.found], dim=1)  # (S, L, H)
+    most = max(order.shape[-1] for _, order in watch.found)
+    orders = [torch.nn.functional.pad(order, (0, most - order.shape[-1]), value=-1) for _, order in watch.found]
+    heads = logprobs.shape[-1]
+    steps = rows.new_full((count, events), -1)
+    steps[rows, place] = watch.events.steps
+    order = torch.full((count, events, layers, heads, most), -1, dtype=torch.int32, device=rows.device)
+    order[rows, place] = torch.stack(orders, dim=1)
+    own = logprobs.new_zeros(count, events, layers, heads)
+    return EvictionDraws(steps, order, own.index_put((rows, place), logprobs))
