@@ -42,14 +42,22 @@ Beside them there are two keys of the whole process: `seed_everything` (default 
 of torch (default: torch's own choice). A class of yours is named by its import path and has its own keys."""
 
 COMPRESSORS = [getattr(compressors, name) for name in compressors.__all__ if name != "QueryStatistics"]
-METHODS = [c for c in COMPRESSORS if c not in (compressors.Compressor, compressors.Combined)]
+WRAPPERS = [compressors.Combined, compressors.Drawn]
+METHODS = [c for c in COMPRESSORS if c not in (compressors.Compressor, *WRAPPERS)]
 
 GROUPS: list[Group] = [
     (
         "Modules",
-        "`model.class_path`. [Replay](replay.md), [DistillSparse](sparrow.md#distillsparse) and "
-        "[evaluation](evaluation.md) have pages or sections of their own.",
-        [modules.SparseGRPO, modules.ReplayGRPO, modules.DistillSparse, modules.Evaluation, modules.SupervisedWarmup],
+        "`model.class_path`. [Replay](replay.md), [learned evictions](replay.md#evictions-that-are-learned), "
+        "[DistillSparse](sparrow.md#distillsparse) and [evaluation](evaluation.md) have pages or sections.",
+        [
+            modules.SparseGRPO,
+            modules.ReplayGRPO,
+            modules.LearnedEvictionGRPO,
+            modules.DistillSparse,
+            modules.Evaluation,
+            modules.SupervisedWarmup,
+        ],
     ),
     (
         "Parts of a module",
@@ -69,7 +77,7 @@ GROUPS: list[Group] = [
         "listed under a method come on top. [Compressors](compressors.md) has formulas and measurements.",
         [compressors.Compressor, *METHODS],
     ),
-    ("Combining compressors", "It takes other compressors and has the sizes of these.", [compressors.Combined]),
+    ("Around compressors", "They take other compressors and have the sizes of these.", WRAPPERS),
     (
         "Budget rules",
         "`budget_rule` of a compressor or retriever.",

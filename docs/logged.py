@@ -26,7 +26,12 @@ UPDATE: list[Row] = [
     ("grad_norm", "norm", "length of the gradient before it is clipped, of the last step that was not skipped"),
     ("skipped_steps", "count", "optimizer steps so far that were skipped for a gradient that is not finite"),
 ]
-REPLAY: list[Row] = [("time/replay", "seconds", "replayed log-probs (`ReplayGRPO`, `DistillSparse`)")]
+REPLAY: list[Row] = [
+    ("time/replay", "seconds", "replayed log-probs (`ReplayGRPO`, `DistillSparse`)"),
+    ("draws/logprob", "nats", "log-probability of a head's drawn evictions at an event, mean (`LearnedEvictionGRPO`)"),
+    ("draws/ratio_max", "ratio", "largest ratio of a draw's probability now to that before the update"),
+    ("draws/clip_ratio", "share", "draws whose gradient the clip of that ratio stops"),
+]
 DISTILL: list[Row] = [
     ("distill/loss", "", "loss of the adapter's steps"),
     ("distill/kl", "nats/token", "KL(sparse || dense) of the adapter's steps, k3"),

@@ -16,6 +16,7 @@ from sparse_rl_lightning.compressors import (
     TOVA,
     Combined,
     Compressor,
+    Drawn,
     ExpectedAttention,
     FullKV,
     KNorm,
@@ -46,7 +47,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place
 SHIPPED = [
     getattr(compressors, name)
     for name in compressors.__all__
-    if name not in ("Compressor", "FullKV", "QueryStatistics", "Combined")
+    if name not in ("Compressor", "FullKV", "QueryStatistics", "Combined", "Drawn")
 ]
 CASES = [(cls, options) for cls in SHIPPED for options in OPTIONS.get(cls.__name__, [{}])]
 WRAPPED = [
@@ -59,6 +60,8 @@ WRAPPED = [
     KNorm(**SMALL, protect_token_ids=[9]),
     Combined([method(26, 4, window=4, protect_prompt=True) for method in (KNorm, TOVA)], across_heads="max"),
     SnapKV(**SMALL, budget_rule=Adaptive()),
+    Drawn(SnapKV(**SMALL)),
+    Drawn(H2O(**SMALL, budget_rule=Adaptive()), temperature=0.0),
     Combined([H2O(**SMALL, budget_rule=Pyramid(1.5)), TOVA(**SMALL, budget_rule=Pyramid(1.5))]),
 ]
 

@@ -36,7 +36,11 @@ END_OF_TURN = "<|im_end|>"
 SPARROW = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
 ARMS = ("dense", "naive", "replay", "sparse_rl_official", "sparse_rl_paper")
 CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
-MODULES = {"replay": "ReplayGRPO", "distill": "DistillSparse"}  # of the other arms: SparseGRPO
+MODULES = {
+    "replay": "ReplayGRPO",
+    "distill": "DistillSparse",
+    "learned_eviction": "LearnedEvictionGRPO",
+}  # of the other arms: SparseGRPO
 MAX_SETTINGS = 45  # class names not counted
 MAX_RECIPE_SETTINGS = 40
 MAX_LINES = 520  # of all files together

@@ -20,6 +20,7 @@ from sparse_rl_lightning.compressors import (
     TOVA,
     Combined,
     Compressor,
+    Drawn,
     ExpectedAttention,
     FullKV,
     KeyDiff,
@@ -57,11 +58,11 @@ def methods(statistics: Any, **sizes: Any) -> list[Compressor]:
         Combined([SnapKV(**sizes), H2O(**sizes)], [3, 1]), Combined([KNorm(**sizes), TOVA(**sizes)]),
         KeyDiff(**sizes, protect_token_ids=[7]), SnapKV(**snap), LagKV(**snap, lag_size=4),
         SnapKV(**{**sizes, "budget_rule": Uniform()}), KNorm(**{**sizes, "budget_rule": Pyramid(1.5)}),
-        KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}),
+        KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}), Drawn(KeyDiff(**sizes)),
     ]  # fmt: skip
 
 
-NUMBER = 25
+NUMBER = 26
 every_method = pytest.mark.parametrize("index", range(NUMBER))
 
 
@@ -102,7 +103,8 @@ def assert_same(a: Rollout, b: Rollout) -> None:
 def test_all_of_them_are_here(statistics: Any) -> None:
     def parts(method: Compressor) -> list[Any]:
         rule = method.budget_rule
-        inner = [part for own in getattr(method, "_parts", []) for part in parts(own)]
+        within = [*getattr(method, "_parts", []), getattr(method, "_inner", None)]
+        inner = [part for own in within if own is not None for part in parts(own)]
         return [method, rule, getattr(rule, "layers", rule), *inner]
 
     used = {type(part).__name__ for method in methods(statistics, **SMALL) for part in parts(method)}
