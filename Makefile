@@ -104,7 +104,7 @@ bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logit
 bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all corrections on one task, into docs/; an hour or two
 	$(BIN)/python -m benchmarks.arms --save docs $(ARMS)
 
-# RUNS="--seeds 0 1 --steps 100" and the like; what is finished below runs/stability is not run again
+# RUNS="--studies main --seeds 10" and the like; a run that has a line in benchmarks/results/stability.jsonl is not run again
 bench-stability: $(INSTALLED) ## the papers' claims at laptop scale, into docs/results.md; some hours
 	$(BIN)/python -m benchmarks.stability --save docs $(RUNS)
 

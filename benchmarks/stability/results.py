@@ -12,7 +12,7 @@ from benchmarks.arms.runs import DENSE, NAIVE, Arm
 from benchmarks.common.tables import Table
 from benchmarks.stability.outcomes import Outcome, geometric, mean
 from benchmarks.stability.records import SPIKE, Archive
-from benchmarks.stability.studies import ALL, MAIN, QUIET, SPARSE_RL, Study
+from benchmarks.stability.studies import ALL, MAIN, QUIET, SPARSE_RL, STEPS, Study
 
 MISSING = "–"
 COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
@@ -105,6 +105,22 @@ def quiet_table(results: Results, studies: Sequence[Study] = QUIET) -> Table:
     return table
 
 
+def steps_table(results: Results, studies: Sequence[Study] = STEPS) -> Table:
+    """Arms by optimizer steps per rollout and learning rate: accuracy with the full cache, and how many collapsed."""
+    names = [f"{study.recipe.steps} x {study.recipe.rate:.0e}".replace("e-0", "e-") for study in studies]
+    table = Table("", ["", *names])
+    for arm in studies[0].arms:
+        cells = []
+        for study in studies:
+            own = list(results.of(study, arm).values())
+            collapsed = sum(run.collapsed for run in own)
+            cells.append(
+                COLUMNS["full cache"](own) + (f", {collapsed} collapsed" if collapsed else "") if own else MISSING
+            )
+        table.add(arm.label, *cells)
+    return table
+
+
 def overview(results: Results) -> Table:
     """Arms of the main comparison in three columns: what the README shows."""
     table = Table("", ["", *BRIEFLY])
@@ -122,5 +138,8 @@ def rounding(results: Results) -> float:
 
 def tables(results: Results) -> dict[str, str]:
     """Every block of the page by its name."""
-    blocks = {"how quiet": quiet_table(results), "main": arms_table(results, MAIN), "leads": leads(results, MAIN)}
+    blocks = {
+        "how quiet": quiet_table(results), "main": arms_table(results, MAIN), "leads": leads(results, MAIN),
+        "steps and rates": steps_table(results),
+    }  # fmt: skip
     return {name: table.untitled for name, table in blocks.items()}

@@ -40,7 +40,7 @@ class Recipe:
 
     prompts: int = 16  # per rollout, 8 samples each
     steps: int = 4  # optimizer steps per rollout
-    rate: float = 3e-4
+    rate: float = 2e-4
     rollouts: int = 240
     warm_up: int = 10  # rollouts
     every_n_rollouts: int = 20  # evaluations
@@ -117,7 +117,12 @@ QUIET = tuple(
         Recipe(16, 4, 3e-4), Recipe(16, 4, 2e-4), Recipe(16, 4, 1e-4), Recipe(32, 4, 3e-4), Recipe(32, 4, 2e-4)
     )
 )  # fmt: skip
-GROUPS: dict[str, tuple[Study, ...]] = {"quiet": QUIET, "main": (MAIN,)}
+STEPS = tuple(
+    Study("sum", "SnapKV", (BUDGET,), FOUR, Recipe(steps=steps, rate=rate), FEW)
+    for steps in (1, 2, 4)
+    for rate in (2e-4, 3e-4)
+)
+GROUPS: dict[str, tuple[Study, ...]] = {"quiet": QUIET, "main": (MAIN,), "steps": STEPS}
 
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)
 _ANSWER = {"model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]'}
