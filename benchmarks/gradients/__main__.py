@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,27 +25,19 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.arms.runs import DENSE, NAIVE, Arm, Run
-from benchmarks.common.pages import insert, machine, mark, say
-from benchmarks.gradients.agreement import cosine, estimate, length, noise, projection
-from benchmarks.gradients.measure import FULL, Samples, gram, measured
+from benchmarks.common.pages import insert, mark, say
+from benchmarks.gradients.jobs import CASES, Job
+from benchmarks.gradients.measure import Samples
 from benchmarks.gradients.one_token import explosion_table
-from benchmarks.gradients.page import picture, tables
+from benchmarks.gradients.page import ORDER, overview, picture, tables
 from benchmarks.stability.__main__ import warm_up
-from benchmarks.stability.studies import MAIN, METHODS, warmed
-from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
+from benchmarks.stability.studies import MAIN, warmed
 from sparse_rl_lightning.files import write_whole
 
 PAGE = "gradients.md"
 SNAPSHOTS = {"class_path": "benchmarks.gradients.snapshots.Snapshots", "init_args": {"every_n_rollouts": 20}}
 SEED = 20
-CASES: tuple[tuple[str, int], ...] = (("SnapKV", 34), ("SnapKV", 30), ("SnapKV", 26), ("R-KV", 30), ("R-KV", 26))
-
-
-def compressor(method: str, budget: int) -> Compressor:
-    """The compressor of a case, as in ``benchmarks.stability``."""
-    if method == "R-KV":
-        return RKV(budget=budget, buffer=4, num_sinks=0)
-    return SnapKV(budget=budget, **METHODS["SnapKV"]["init_args"])
+ALONG_DENSE, ALONG_NAIVE = ORDER[1:3], ORDER[3:]  # policies that the two runs leave; the first is the warm-up's
 
 
 def training(arm: Arm, folder: Path) -> Run:
@@ -62,44 +53,15 @@ def chosen(folder: Path) -> dict[str, Path]:
     dense, naive = training(DENSE, folder), training(NAIVE, folder)
     if dense.is_finished:
         last = MAIN.recipe.rollouts
-        places = {"warm": 0, "middle": last // 3, "late": last}
-        found |= {name: dense.folder / "policies" / f"{place:04d}" for name, place in places.items()}
+        places = zip(ALONG_DENSE, (last // 3, last), strict=True)
+        found |= {name: dense.folder / "policies" / f"{place:04d}" for name, place in places}
     if naive.is_finished:
         rows = json.loads((naive.folder / "course.json").read_text(encoding="utf-8"))["evaluations"]
         for best, later in pairwise(rows):
             if later["dense"] < 0.5 * best["dense"]:
-                found["before a collapse"] = naive.folder / "policies" / f"{best['rollouts']:04d}"
+                found[ALONG_NAIVE[0]] = naive.folder / "policies" / f"{best['rollouts']:04d}"
                 break
     return found
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that is measured at one policy."""
-
-    name: str
-    policy: str
-    samples: Samples
-    missing: tuple[tuple[str, int], ...]
-
-    def __call__(self) -> list[dict[str, Any]]:
-        """A line per case and variant."""
-        torch.set_num_threads(1)
-        full = measured(self.policy, FullKV(), self.samples)
-        return [line for case in self.missing for line in self._case(case, full.by_variant)]
-
-    def _case(self, case: tuple[str, int], full: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        own = measured(self.policy, compressor(*case), self.samples)
-        products = gram(full | own.by_variant)
-        for place, variant in enumerate((FULL, *own.by_variant)):
-            numbers = {
-                measure.__name__: asdict(estimate(measure, products, 0, place))
-                for measure in (cosine, length, projection, noise)
-            }
-            yield {
-                "weights": self.name, "method": case[0], "budget": case[1], "variant": variant, **numbers,
-                **own.statistics, "samples": asdict(self.samples), "machine": machine("cpu"),
-            }  # fmt: skip
 
 
 def jobs(policies: dict[str, Path], samples: Samples, kept: list[dict[str, Any]]) -> list[Job]:
@@ -112,6 +74,7 @@ def jobs(policies: dict[str, Path], samples: Samples, kept: list[dict[str, Any]]
 def main() -> None:
     """Train, measure, and print or save the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", nargs="+", choices=ORDER, default=ORDER, help="policies to measure at")
     parser.add_argument("--chunks", type=int, default=Samples.chunks, help="of 32 prompts with 8 samples each")
     parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gradients", help="folder of the runs")
@@ -125,10 +88,13 @@ def main() -> None:
         folder = args.runs.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         warm_up(folder, {"sum"})
+        left = ((DENSE, ALONG_DENSE), (NAIVE, ALONG_NAIVE))
+        arms = [arm for arm, names in left if set(names) & set(args.weights)]
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-            for ended in as_completed([pool.submit(training(arm, folder).execute) for arm in (DENSE, NAIVE)]):
+            for ended in as_completed([pool.submit(training(arm, folder).execute) for arm in arms]):
                 say(f"a run ended: {ended.result()}")
             found = {"warm": warmed(folder, "warmup")} | chosen(folder)
+            found = {name: path for name, path in found.items() if name in args.weights}
             waiting = jobs(found, Samples(args.chunks), kept)
             for done in as_completed([pool.submit(job) for job in waiting]):
                 kept += done.result()
@@ -140,6 +106,9 @@ def main() -> None:
         print(f"## {name}\n\n{text}\n")
         if args.save:
             insert(args.save / PAGE, text, mark("benchmarks.gradients", name))
+    readme, mine = args.save.parent / "README.md" if args.save else Path(), mark("benchmarks.gradients", "overview")
+    if readme.is_file() and mine in readme.read_text(encoding="utf-8"):
+        insert(readme, overview(kept).untitled, mine)
     if args.save:
         picture(kept, args.save / "gradients.png")
 
