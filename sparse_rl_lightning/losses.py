@@ -82,7 +82,7 @@ def policy_loss(
         num_items: Number of items in the whole optimization step, None for those in this batch.
 
     Returns:
-        The loss, a zero attached to the graph when nothing is kept; and metrics over all of ``mask``:
+        The loss, a zero attached to the graph when nothing is kept; and metrics, over all of ``mask`` but the last:
         ``clip_ratio/{low,high,region}_mean`` (tokens, or sequences, whose gradient the clip stops) and
         ``kept_fraction``.
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.common.tables import Table
 from benchmarks.compressors.methods import DENSE, FLOOR
@@ -145,10 +146,10 @@ def picture(results: dict[str, Results], path: Path) -> None:
 
 
 def _best_last(results: dict[str, Results]) -> list[str]:
-    """Rows from the bottom up: by the mean acceptance over all tasks and budgets, the prompt open to eviction."""
+    """Rows from the bottom up: by the mean acceptance at each task's largest budget, the prompt open to eviction."""
     found = [quality for own in results.values() for quality in only(own, False)]
     names = [name for name in methods(found) if name != DENSE]
     top = {task: max(quality.budget for quality in own) for task, own in results.items()}
     tops = [q for task, own in results.items() for q in only(own, False) if q.budget == top[task]]
-    score = {name: sum(q.acceptance for q in tops if q.method == name) for name in names}
+    score = {name: fmean(q.acceptance for q in tops if q.method == name) for name in names}
     return sorted(names, key=score.__getitem__)

@@ -29,7 +29,8 @@ class Estimate:
     width: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ± {self.width:.2f}"
+        known = math.isfinite(self.value) and math.isfinite(self.width)
+        return f"{self.value:.2f} ± {self.width:.2f}" if known else "–"  # noise left no length to divide by
 
 
 def crossed(products: Tensor) -> Tensor:

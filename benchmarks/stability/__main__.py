@@ -106,7 +106,7 @@ def main() -> None:
     """Run the study and print or save its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--studies", nargs="+", choices=list(GROUPS), default=list(GROUPS))
-    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the protocol's")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of the protocol's, default all")
     parser.add_argument("--short", action="store_true", help="minutes, not hours: who collapses and who does not")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability", help="folder of the runs")
@@ -117,6 +117,9 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = args.runs.absolute()
     studies = SHORT if args.short else [study for name in args.studies for study in GROUPS[name]]
+    unknown = set(args.seeds or ()) - {seed for study in studies for seed in study.seeds}
+    if unknown:
+        parser.error(f"--seeds: no study chosen has the seeds {sorted(unknown)}")
     runs = planned(studies, folder, args.seeds)
     results = Results(Archive(folder / "short.jsonl" if args.short else args.kept), folder)
     if not args.finished:

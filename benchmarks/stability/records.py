@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -11,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
 from benchmarks.arms.curves import COMPRESSION, ROUNDING, Found
 from benchmarks.arms.runs import Run
 from benchmarks.common.pages import machine
@@ -25,6 +27,7 @@ class Record:
     """A finished run in numbers; the key is the folder of its study and its own."""
 
     key: str
+    settings: str  # a hash of the command line, so that no record of other settings counts
     machine: str
     evaluations: list[dict[str, float]]  # greedy accuracies, "dense" and by budget, over the rollouts
     curves: dict[str, list[float]]  # over equal parts of the run
@@ -51,7 +54,8 @@ class Record:
             "largest_norm": binned(course["grad_norms"], max),
         }
         return cls(
-            key_of(found.run), machine("cpu"), course["evaluations"], curves,
+            key_of(found.run), settings_of(found.run), machine("cpu"), course["evaluations"],
+            curves,
             p05=late_median(found.logged("acceptance/p05")) if evicts else 1.0,
             k3=late_median([row[COMPRESSION] for row in splits]) if evicts else 0.0,
             rounding=max((row[ROUNDING] for row in splits if math.isfinite(row.get(ROUNDING, math.nan))), default=0.0),
@@ -80,6 +84,8 @@ class Archive:
     def of(self, run: Run) -> Record | None:
         """The run's record, from its own files where it has just ended."""
         known = self.records.get(key_of(run))
+        if known is not None and known.settings != settings_of(run):
+            known = None
         if known is None and run.is_finished:
             known = self.records[key_of(run)] = rounded(Record.of(Found.read(run)))
             self._write()
@@ -93,6 +99,15 @@ class Archive:
 def key_of(run: Run) -> str:
     """Names of the study's folder and of the run's."""
     return f"{run.settings.folder.name}/{run.folder.name}"
+
+
+def settings_of(run: Run) -> str:
+    """Twelve characters that change with what a run is told, but for where it runs and what it is resumed from."""
+    places = (str(ROOT), str(run.settings.folder.parent))
+    words = [word for word in run.command()[1:] if not word.startswith("--ckpt_path")]
+    for place in sorted(places, key=len, reverse=True):
+        words = [word.replace(place, "") for word in words]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
 
 def binned(values: Sequence[float], middle: Callable[[Sequence[float]], float]) -> list[float]:

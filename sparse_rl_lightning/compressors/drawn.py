@@ -24,6 +24,9 @@ class Drawn(Compressor):
     an action that a policy gradient can credit (Neural Garbage Collection, arXiv 2604.18002). There the kept entries
     are drawn in order; here the evicted ones, which are fewer: the order among those that stay is no action.
 
+    Every head draws for itself, even where the method gives a token the same score in all heads of a layer (TOVA,
+    ``Combined`` with ``across_heads``).
+
     Args:
         compressor: Method whose scores are drawn from; budget, buffer and all other sizes are its.
         temperature: Divisor of the scores, in standard deviations of a head's scores; 0 evicts the lowest scores, as
@@ -82,6 +85,17 @@ class Drawn(Compressor):
         """
         return self._logits(self._inner._shaped_score(layer), layer)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the scores pass gradient on to keys, values or recent queries, and are made of nothing else."""
+        if self.state_fields or self.head_state_fields(2):
+            return False
+        try:
+            with torch.enable_grad():
+                return self.logits(_probe(self)).requires_grad
+        except (RuntimeError, IndexError):  # a shape that needs the model's rotary frequencies
+            return False
+
     def _logits(self, given: Tensor, layer: LayerState) -> Tensor:
         scores = self._protected(given.to(torch.float32), layer)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
@@ -100,3 +114,18 @@ def log_exponential(layer: LayerState) -> Tensor:
     keys = layer.sequence_keys[:, None, None]
     uniform = hash_uniform(keys, newest, layer.layer_index, heads[:, None], 0, layer.positions)
     return torch.log1p(-uniform).neg().log()
+
+
+def _probe(compressor: Drawn) -> LayerState:
+    """A slot (1, 1, N) whose keys, values and queries have gradient, and which has no rotary frequencies."""
+    count, queries = compressor.num_sinks + compressor.window + 8, compressor.num_queries
+    shape, every = (1, 1, count), torch.arange(count)
+    keys, values = (torch.linspace(-1.0, 1.0, 2 * count).view(*shape, 2).requires_grad_() for _ in range(2))
+    return LayerState(
+        keys=keys, values=values, valid=torch.ones(shape, dtype=torch.bool), positions=every.view(shape),
+        lengths=torch.full((1, 1), count), token_ids=torch.zeros(shape, dtype=torch.int64),
+        prompt_lengths=torch.zeros(1, dtype=torch.int64), queries=torch.ones(1, 1, queries, 2, requires_grad=True),
+        query_positions=(count - 1 - torch.arange(queries))[None], sequence_keys=torch.zeros(1, dtype=torch.int64),
+        prompt_keys=torch.zeros(1, dtype=torch.int64), layer_index=0, scale=1.0, inv_freq=torch.zeros(0),
+        attention_scaling=1.0,
+    )  # fmt: skip

@@ -28,8 +28,9 @@ class LearnedEvictionGRPO(ReplayGRPO):
     2604.18002). The loss is that of ``ReplayGRPO`` with ``replay_objective: sparse``, plus the same objective of the
     draws: each head's draw at each compression has its own ratio, clip, and the sequence's advantage.
 
-    Draws at the end of a prompt are the same for all its samples, whose advantages add up to zero: nothing is learned
-    from them. ``compress_prompt: false`` leaves prompts to the first draws of each sample.
+    A draw at the end of a prompt is the same for all its samples, which are compared with each other alone, so it gets
+    no credit; nor does one at a sequence's very end, which nothing sees. ``compress_prompt: false`` leaves prompts to
+    the first draws of each sample.
 
     Args:
         policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here.
@@ -50,10 +51,16 @@ class LearnedEvictionGRPO(ReplayGRPO):
                 f"LearnedEvictionGRPO learns from evictions that were drawn, and {compressor} draws none. Wrap it: "
                 "compressor: {class_path: Drawn, init_args: {compressor: {...}, temperature: 0.3}}."
             )
-        if compressor.state_fields or compressor.head_state_fields(1):
+        if not compressor.has_gradient:
             raise UserError(
-                f"LearnedEvictionGRPO recomputes scores from keys, values and recent queries, but {compressor} keeps "
-                "running numbers over the steps. Use SnapKV, RKV, TOVA or KeyDiff."
+                "LearnedEvictionGRPO recomputes scores, with gradient, from keys, values and recent queries alone, "
+                f"which those of {compressor} are not made of. Use SnapKV, RKV, TOVA, KeyDiff or KNorm, or Combined of "
+                "them with normalization: standard."
+            )
+        if compressor.budget_rule.splits_heads:
+            raise UserError(
+                f"LearnedEvictionGRPO: budget_rule={compressor.budget_rule!r} lets the draws of all heads decide how "
+                "many each evicts, and no probability is known for that. Use the default, or Pyramid."
             )
         options = self.learner.options
         if options.gradient_checkpointing or options.packs:
@@ -80,13 +87,11 @@ class LearnedEvictionGRPO(ReplayGRPO):
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The loss of the tokens, and ``eviction_weight`` times that of the draws."""
         logprobs, entropy, draws = self._statistics(part)
-        assert part.draws is not None
         assert part.advantages is not None
-        if not draws.logprobs.requires_grad and (part.draws.steps >= 0).any():
-            raise UserError(f"LearnedEvictionGRPO: the scores of {self.drawn} have no gradient. Use SnapKV or KeyDiff.")
+        before = draws if part.draws is None else part.draws  # a rehearsal has none
         output, loss = self.loss(part, logprobs, denominators), self.loss
         term = eviction_loss(
-            draws.logprobs, part.draws.logprobs, part.draws.steps, part.advantages, loss.mask(part),
+            draws.logprobs, before.logprobs.detach(), _credited(part, before), part.advantages, loss.mask(part),
             loss_type=loss.loss_type, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta,
             denominator=loss.denominator, max_completion_length=denominators.max_completion_length,
             num_items=denominators.everything,
@@ -100,3 +105,9 @@ class LearnedEvictionGRPO(ReplayGRPO):
             self.policy, part, self.drawn, part.draws, temperature=self.learner.temperature,
             chunk_size=options.head_chunk_size, head_in_float32=options.head_in_float32,
         )  # fmt: skip
+
+
+def _credited(part: Rollout, draws: EvictionDraws) -> torch.Tensor:
+    """The steps (B, E) of draws that the sequence's own choices and rewards depend on, -1 for the others."""
+    first, last = part.prompt_lengths[:, None], (part.prompt_lengths + part.completion_lengths - 1)[:, None]
+    return draws.steps.where((draws.steps > first) & (draws.steps < last), -1)

@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors.drawn import Drawn, log_exponential
-from sparse_rl_lightning.evictions import NEVER, EvictionDraws
+from sparse_rl_lightning.evictions import EvictionDraws, EvictionRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.replay.death_attention import death_attention
 from sparse_rl_lightning.replay.hooks import attention_implementation, register
+from sparse_rl_lightning.replay.logprobs import replayable
 
 DRAWS = "sparse_rl_replay_draws"
 NOWHERE = -1e30
@@ -34,7 +35,7 @@ def ordered_logprob(logits: Tensor, order: Tensor) -> Tensor:
         logits: Logits (..., N), -inf for entries that cannot be drawn.
         order: Indices (..., M) of the entries in the order they were drawn, -1 behind the last.
     """
-    drawn, there = order >= 0, logits.clamp(min=NOWHERE)  # finite, so that gradients are
+    drawn, there = order >= 0, logits.clamp(NOWHERE, -NOWHERE)  # finite, so that gradients are
     own = there.gather(-1, order.clamp(min=0)).masked_fill(~drawn, NOWHERE)
     at = torch.zeros_like(logits, dtype=torch.int32).scatter_add(-1, order.clamp(min=0), drawn.to(torch.int32))
     rest = there.masked_fill(at > 0, NOWHERE).logsumexp(dim=-1, keepdim=True)
@@ -51,13 +52,10 @@ class Events:
     steps: Tensor  # (S,) tokens fed before it: the first query that no longer sees what went
 
     @classmethod
-    def of(cls, death: Tensor) -> Self:
-        """From deaths (L, B, H, T): every step at which something of a sequence died, in order."""
-        died = death.permute(1, 0, 2, 3).flatten(1)  # (B, L x H x T)
-        length = death.shape[-1]
-        at = torch.zeros(len(died), length + 1, dtype=torch.bool, device=death.device)
-        at.scatter_(1, torch.where(died == NEVER, length, died).clamp(max=length).long(), True)
-        rows, steps = at[:, :length].nonzero(as_tuple=True)
+    def of(cls, record: EvictionRecord) -> Self:
+        """Every step at which something of a sequence died, in order."""
+        count = torch.arange(len(record.num_steps), device=record.num_steps.device)
+        rows, steps = count.repeat_interleave(record.num_steps), record.steps.long()
         return cls(rows, steps)
 
 
@@ -98,9 +96,8 @@ class _Watch:
         heads = torch.arange(death.shape[1], device=death.device)
         keys, values = (t[rows[:, None, None], heads[:, None], positions] for t in (key, value))
         places = steps[:, None] - 1 - torch.arange(own.num_queries, device=death.device)  # newest first
-        queries = query[rows].gather(
-            2, places.clamp(min=0)[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-        )
+        groups = torch.arange(query.shape[1], device=death.device)
+        queries = query[rows[:, None, None], groups[:, None], places.clamp(min=0)[:, None]]
         prompts, numbers = self.rollout.prompt_lengths[rows], self.rollout.keys
         assert numbers is not None
         state = LayerState(
@@ -155,9 +152,8 @@ def draw_statistics(
     Raises:
         ValueError: If there is nothing to replay.
     """
-    assert rollout.evictions is not None
-    death = rollout.evictions.death
-    events = Events.of(death)
+    evictions = replayable(model, rollout)
+    death, events = evictions.death, Events.of(evictions)
     place = _places(events)
     known = None if draws is None else draws.order[events.rows, place]
     watch = _Watch(compressor, rollout, death, events, known)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.geometry import check_window
-from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.records import EvictionRecord, Rollout
 from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
 
 
@@ -46,6 +46,20 @@ def replay_statistics(
 
     Arguments and errors are those of :func:`replay_logprobs`, chunks and precision those of ``sequence_logprobs``.
     """
+    evictions = replayable(model, rollout)
+    with attention_implementation(model, REPLAY):
+        return sequence_logprobs(
+            model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
+            death=evictions.death,
+        )  # fmt: skip
+
+
+def replayable(model: PreTrainedModel, rollout: Rollout) -> EvictionRecord:
+    """The record of a rollout's evictions, if they can be replayed.
+
+    Raises:
+        ValueError: For the reasons of :func:`replay_logprobs`.
+    """
     if rollout.evictions is None:
         raise UserError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
     rows = drawn_by_several(rollout).nonzero().flatten().tolist()
@@ -55,11 +69,7 @@ def replay_statistics(
             "them. Replay the others, rollout[indices], or switch partial rollouts off."
         )
     check_window(model, rollout.sequences.shape[1])
-    with attention_implementation(model, REPLAY):
-        return sequence_logprobs(
-            model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
-            death=rollout.evictions.death,
-        )  # fmt: skip
+    return rollout.evictions
 
 
 def drawn_by_several(rollout: Rollout) -> Tensor:

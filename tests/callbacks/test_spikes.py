@@ -15,24 +15,25 @@ from tests.tiny_grpo import fit, module
 
 def test_spike_is_a_multiple_of_the_median_and_told_of_once_in_a_while() -> None:
     watch = SpikeWatch(factor=20.0, window=50, least=10)
-    told = [watch.see(norm, None, None) for norm in [1000.0, *[0.1, 0.2] * 10]]
+    told = [watch.see(norm) for norm in [1000.0, *[0.1, 0.2] * 10]]
     assert told == [None] * 21  # the first steps are judged by nothing
-    assert watch.see(3.9, 5.0, 0.2) is None
-    found = watch.see(71.0, 1.2e4, 0.93)
-    assert found is not None
-    assert "is 355 times as long as usual (71)" in found
-    assert "largest staleness ratio is 1.2e+04, and ten tokens carry 93% of it" in found
-    assert "model.loss.delta to 2" in found
-    assert [watch.see(71.0, 1.2e4, 0.93) for _ in range(15)] == [None] * 15  # counted, not told
+    assert watch.see(3.9) is None
+    assert watch.see(71.0) == pytest.approx(355)
+    assert [watch.see(71.0) for _ in range(15)] == [None] * 15  # counted, not told
     assert watch.spikes == 16
     again = SpikeWatch(**watch.state())
     assert again == SpikeWatch(20.0, 50, 10, watch.norms, watch.silent, watch.spikes)
 
 
-def test_spike_of_fresh_tokens_has_another_cause() -> None:
-    assert "delta" not in cause(1.3, 0.1)
-    assert "only 1.3, and ten tokens carry 10% of it" in cause(1.3, 0.1)
-    assert cause(None, None).startswith("Look at rewards")
+def test_cause_is_few_tokens_only_if_they_are_moved_far_and_carry_the_step() -> None:
+    found = cause(1.2e4, 0.93, can_bound=True)
+    assert found.startswith("Its largest staleness ratio is 1.2e+04, and ten tokens carry 93% of it: tokens that")
+    assert "Set model.loss.delta to 2, reject" in found
+    assert "delta" not in cause(1.2e4, 0.93, can_bound=False)  # is set already, or cispo has none
+    for ratio, share in ((1.3, 0.93), (1.2e4, 0.1)):  # fresh, or bounded so that they carry nothing
+        assert "Look at rewards" in cause(ratio, share, can_bound=True)
+        assert "delta" not in cause(ratio, share, can_bound=True)
+    assert cause(0.0, 0.0, can_bound=True).startswith("Look at rewards")
 
 
 def test_share_of_ten_tokens_is_that_of_the_derivative() -> None:
@@ -64,7 +65,7 @@ class Stale(RolloutCallback):
 def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
     guard = StepGuard()
     with pytest.warns(UserWarning, match=r"optimizer step 13 is .* times as long .*staleness ratio is 1.6e\+05.*delta"):
-        trainer = fit(module(lr=1e-4), 14, [guard, Stale()])
+        trainer = fit(module(lr=1e-4, steps_per_generation=2), 14, [guard, Stale()], accumulate_grad_batches=2)
     assert guard.watch is not None
     assert guard.watch.spikes == 2
     assert float(trainer.callback_metrics["staleness_ratio/max"]) > 1e5

@@ -180,8 +180,8 @@ def test_too_many_rejections_are_warned_about() -> None:
     with pytest.warns(UserWarning, match="TailGuard") as record:
         trainer = fit(sharp(), 4, guarded("warn", [Reject()], target=0.0, window=3, patience=1))
     assert told(record) == [
-        "TailGuard: 50.0% of the sequences of 3 rollouts were rejected, more than 10.0%. Raise the budget, or reject "
-        "more strictly."
+        "TailGuard: 50.0% of the sequences of 3 rollouts were rejected, more than 10.0%. Raise the budget, or learn "
+        "from the rejected too (ReplayGRPO, replay_objective rejected or sparse)."
     ]
     assert float(trainer.callback_metrics["guard/rejection_rate"]) == 0.5
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
-from sparse_rl_lightning.callbacks import SparsityAwareRejection
-from sparse_rl_lightning.compressors import H2O, RKV, Drawn, KeyDiff, KNorm, SnapKV
+from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.callbacks import DryRun, SparsityAwareRejection
+from sparse_rl_lightning.compressors import (
+    H2O,
+    RKV,
+    Combined,
+    Compressor,
+    Drawn,
+    ExpectedAttention,
+    KeyDiff,
+    KNorm,
+    RandomEviction,
+    SnapKV,
+    StreamingLLM,
+)
 from sparse_rl_lightning.losses import eviction_loss, policy_loss
 from sparse_rl_lightning.modules import LearnedEvictionGRPO, LearnerOptions, ReplayGRPO
 from sparse_rl_lightning.records import Rollout
@@ -54,7 +68,12 @@ def test_loss_is_that_of_tokens_and_draws(weight: float, loss_type: str) -> None
     ratio = (draws.logprobs - rollout.draws.logprobs).exp()
     assert (ratio - 1).abs().max() > 0.01
     side = rollout.advantages[:, None, None, None]
-    terms = torch.minimum(ratio * side, ratio.clamp(0.8, 1.2) * side) * (rollout.draws.steps >= 0)[..., None, None]
+    steps, ends = rollout.draws.steps, rollout.prompt_lengths + rollout.completion_lengths - 1
+    # not the draws at a prompt's end, which its samples share, nor at the very end, which nothing sees
+    credited = (steps > rollout.prompt_lengths[:, None]) & (steps < ends[:, None])
+    assert (steps == rollout.prompt_lengths[:, None]).any()
+    assert credited.sum() > 10
+    terms = torch.minimum(ratio * side, ratio.clamp(0.8, 1.2) * side) * credited[..., None, None]
     per_sequence = terms.sum(dim=(1, 2, 3))
     divided = {
         "grpo": (per_sequence / mask.sum(dim=1)).mean(), "dapo": per_sequence.sum() / mask.sum(),
@@ -134,7 +153,17 @@ def test_a_draw_is_clipped_like_a_token() -> None:
     [
         ({"compressor": RKV(**SIZES)}, "draws none. Wrap it"),
         ({"compressor": Drawn(RKV(**SIZES), temperature=0.0)}, "draws none. Wrap it"),
-        ({"compressor": Drawn(H2O(**SIZES))}, "keeps running numbers"),
+        *(
+            ({"compressor": Drawn(method)}, "recomputes scores, with gradient, .* normalization: standard")
+            for method in (
+                H2O(**SIZES),
+                RandomEviction(**SIZES),
+                StreamingLLM(**SIZES),
+                Combined([KeyDiff(**SIZES)]),
+                ExpectedAttention(**SIZES),
+            )
+        ),
+        ({"compressor": Drawn(KeyDiff(**SIZES, budget_rule=Adaptive()))}, "no probability is known for that"),
         ({"learner": LearnerOptions(gradient_checkpointing=True)}, "gradient_checkpointing to false"),
         ({"learner": LearnerOptions(micro_batch_tokens=100)}, "micro_batch_tokens to null"),
         ({"eviction_weight": -1.0}, "eviction_weight"),
@@ -145,7 +174,18 @@ def test_what_cannot_be_learned_is_refused(options: dict[str, Any], match: str) 
         module(**KIND | options)
 
 
-def test_norms_of_keys_have_a_gradient_too() -> None:
-    grpo = loaded(**KIND | {"compressor": Drawn(KNorm(**SIZES), temperature=0.5)})
+def test_a_rehearsal_before_training_passes() -> None:
+    """Of the largest update, whose made-up sequences have no draws."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trainer = fit(module(**KIND), 1, [DryRun(enabled=True)])
+    assert trainer.global_step == 1
+
+
+@pytest.mark.parametrize(
+    "method", [KNorm(**SIZES), Combined([SnapKV(**SIZES), KeyDiff(**SIZES)], normalization="standard")], ids=repr
+)
+def test_other_scores_have_a_gradient_too(method: Compressor) -> None:
+    grpo = loaded(**KIND | {"compressor": Drawn(method, temperature=0.5)})
     rollout = part_of(grpo)
     grpo.micro_batch_loss(rollout, grpo.denominators(rollout)).loss.backward()

@@ -19,6 +19,7 @@ from sparse_rl_lightning.records import Rollout, Rows
 from tests.tiny_grpo import fit, likes_a, loaded, module, weights
 
 STEPS, ROLLOUTS, GROUP = 4, 3, 4
+THRESHOLD, CAP = 0.7, 1.5
 OPTIONS: dict[str, Any] = {
     "steps_per_generation": STEPS,
     "compressor": RKV(budget=6, buffer=2, num_sinks=0, window=2),
@@ -43,7 +44,7 @@ def logprobs_of(policy: PreTrainedModel, rollout: Rollout) -> Tensor:
     return torch.nn.functional.pad(own, (1, 0))
 
 
-def plain_loop(grpo: SparseGRPO, rows: list[Rows], corrects: bool, cap: float = 1.5) -> list[float]:
+def plain_loop(grpo: SparseGRPO, rows: list[Rows], corrects: bool) -> list[float]:
     """Train on the library's samples with nothing else of the library; returns the largest ratio of every step."""
     policy, largest = grpo.policy, []
     optimizer = grpo.optimizer_factory(policy.parameters())
@@ -58,7 +59,9 @@ def plain_loop(grpo: SparseGRPO, rows: list[Rows], corrects: bool, cap: float = 
         xi = torch.where(mask, old - rollout.sampler_logprobs, 0.0).exp()
         keep, factor = mask, torch.ones_like(old)
         if corrects:
-            keep, factor = mask & ~(xi < 1e-4).any(dim=1, keepdim=True), xi.clamp(max=cap)
+            lost = (torch.where(mask, xi, 1.0) < THRESHOLD).any(dim=1, keepdim=True)
+            assert 0 < int(lost.sum()) < len(lost)
+            keep, factor = mask & ~lost, xi.clamp(max=CAP)
         for part in grpo.plan(len(own)).order(index, grpo.generator.sampling.seed, old.device).chunk(STEPS):
             ratio = (logprobs_of(policy, rollout[part]) - old[part]).exp()
             one = torch.minimum(ratio * advantages[part, None], ratio.clamp(0.8, 1.2) * advantages[part, None])
@@ -67,13 +70,13 @@ def plain_loop(grpo: SparseGRPO, rows: list[Rows], corrects: bool, cap: float = 
             (-per_sequence.mean()).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-            largest.append(float(ratio.detach()[keep[part]].max()))
+            largest.append(float(ratio.detach().where(keep[part], 0.0).max()))
     return largest
 
 
 @pytest.mark.parametrize("corrects", [False, True])
 def test_weights_are_those_of_a_plain_loop(corrects: bool) -> None:
-    prompts, callbacks = Prompts(), [SparsityAwareRejection(), ImportanceReweighting(clip_max=1.5)]
+    prompts, callbacks = Prompts(), [SparsityAwareRejection(THRESHOLD), ImportanceReweighting(clip_max=CAP)]
     trained = module(**OPTIONS)
     used = [prompts, *(callbacks if corrects else [])]
     fit(trained, steps=STEPS * ROLLOUTS, callbacks=used, gradient_clip_val=1.0)

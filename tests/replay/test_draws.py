@@ -23,10 +23,10 @@ SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 2}
 METHODS: dict[str, Compressor] = {
     "SnapKV": SnapKV(**SIZES, kernel_size=3), "RKV": RKV(**SIZES), "TOVA": TOVA(**SIZES), "KeyDiff": KeyDiff(**SIZES),
     "original": SnapKV(**SIZES, variant="original", pooling="avg", group_reduction="mean"),
-    "protected": SnapKV(**SIZES | {"budget": 16}, protect_prompt=True),
+    "protected": SnapKV(**SIZES | {"budget": 25}, protect_prompt=True),
     "both": Combined([SnapKV(**SIZES), KeyDiff(**SIZES)], normalization="standard"),
 }  # fmt: skip
-PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], [11, 12, 13]]
+PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], [11, 12, 13], list(range(3, 23))]
 PARAMS = SamplingParams(num_generations=3, max_completion_length=24, seed=5)
 
 
@@ -113,6 +113,8 @@ def test_the_learner_finds_what_was_drawn(name: str, monkeypatch: pytest.MonkeyP
                     assert sorted(order) == went
                     count += len(went)
     assert count == int((death != NEVER).sum()) > 100
+    at_prompts = found.steps == rollout.prompt_lengths[:, None]
+    assert at_prompts.any() == (name != "protected")  # by the key that the samples of a prompt share
     again = draw_statistics(policy, rollout, compressor, found)[2]
     torch.testing.assert_close(again.logprobs, found.logprobs, atol=1e-5, rtol=1e-5)
     assert torch.equal(again.order, found.order)

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutModule
@@ -40,7 +40,8 @@ class SparsityAwareRejection(CorrectionCallback):
         level: Level of the bounds: the xi of each ``token``, or of a whole sequence, as its product (``sequence``) or
             its ``geometric`` mean over the tokens.
         baseline: Samples that make the mean and deviation of a prompt's advantages: ``all`` as in the paper, or those
-            of which something is ``kept``, so that bad samples that nothing is learned from do not make others good.
+            of which this and earlier callbacks leave something (``kept``), so that bad samples that nothing is learned
+            from do not make others good.
     """
 
     def __init__(
@@ -61,6 +62,16 @@ class SparsityAwareRejection(CorrectionCallback):
             self._within(*NO_TOKENS)
         elif level != "token":
             raise UserError(f"level={level!r} needs a bound: give low or high.")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse baselines that a sparse term, which learns from the rejected too, would not have."""
+        super().setup(trainer, pl_module, stage)
+        objective = getattr(pl_module, "replay_objective", None)
+        if self.baseline == "kept" and objective in ("mixed", "rejected"):
+            raise UserError(
+                f"SparsityAwareRejection: baseline='kept' leaves rejected sequences without an advantage, and "
+                f"replay_objective={objective!r} learns from them. Set baseline to all."
+            )
 
     def needs_rescoring(self, module: RolloutModule) -> bool:
         """Look at whole rollouts for baselines of what is kept: a prompt's samples are in several micro-batches."""

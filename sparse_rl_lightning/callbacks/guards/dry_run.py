@@ -250,7 +250,8 @@ class WorstCase:
             replay_logprobs=zeros if self.module.keeps_evictions else None,
             evictions=EvictionRecord.from_dense(alive) if self.module.keeps_evictions else None,
             advantages=torch.ones(shape[:1], device=device),
-            keep=mask,
+            # what rejection takes away costs most where it is replayed
+            keep=mask & (getattr(self.module, "replay_objective", None) != "rejected"),
             weights=zeros + 1,
             weight_reference=zeros + 1,
         )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-LARGE_RATIO = 10.0
-"""Staleness ratio beyond which a token has been moved further than any clip means to allow."""
+LARGE_RATIO, LARGE_SHARE = 10.0, 0.5
+"""Staleness ratio, and share of ten tokens, from which few tokens moved far are taken for the cause."""
 
 
 @dataclass
@@ -27,14 +27,8 @@ class SpikeWatch:
     silent: int = 0  # steps until the next warning
     spikes: int = 0  # since the start of the run
 
-    def see(self, norm: float, ratio: float | None, heaviest: float | None) -> str | None:
-        """Add a step's norm; returns what to warn of, if it is a spike and none was told of lately.
-
-        Args:
-            norm: Norm of the gradient before clipping.
-            ratio: Largest staleness ratio of the step's tokens, if known.
-            heaviest: Share of the loss's derivative that its ten heaviest tokens have, if known.
-        """
+    def see(self, norm: float) -> float | None:
+        """Add a step's norm before clipping; returns its multiple of the usual one if that is to be told of."""
         usual = median(self.norms) if len(self.norms) >= self.least else 0.0
         self.norms = [*self.norms, norm][-self.window :]
         self.silent = max(0, self.silent - 1)
@@ -44,26 +38,31 @@ class SpikeWatch:
         if self.silent:
             return None
         self.silent = self.window
-        return f"is {norm / usual:,.0f} times as long as usual ({norm:.3g}). {cause(ratio, heaviest)}"
+        return norm / usual
 
     def state(self) -> dict[str, Any]:
         """Plain numbers for a checkpoint."""
         return {"norms": list(self.norms), "silent": self.silent, "spikes": self.spikes}
 
 
-def cause(ratio: float | None, heaviest: float | None) -> str:
-    """A sentence on what the step is made of, and one on what helps."""
-    share = "" if heaviest is None else f", and ten tokens carry {heaviest:.0%} of it"
-    if ratio is None or ratio < LARGE_RATIO:
-        known = "" if ratio is None else f" Its largest staleness ratio is only {ratio:.2g}{share}."
+def cause(ratio: float, share: float, can_bound: bool) -> str:
+    """A sentence on what a long step is made of, and one on what helps.
+
+    Args:
+        ratio: Largest staleness ratio of its tokens, 0 if not known.
+        share: Share of the policy term's derivative that ten tokens of a micro-batch have, 0 if not known.
+        can_bound: Whether ``loss.delta`` is open to be set.
+    """
+    known = f"Its largest staleness ratio is {ratio:.2g}, and ten tokens carry {share:.0%} of it" if ratio else ""
+    if ratio < LARGE_RATIO or share < LARGE_SHARE:
         return (
-            f"{known} Look at rewards and completions of this rollout; a lower learning rate or gradient_clip_val "
-            "keeps single steps short."
-        ).strip()
+            f"{known}{'. ' if known else ''}Look at rewards and completions of this rollout; a lower learning rate or "
+            "gradient_clip_val keeps single steps short."
+        )
+    bound = "Set model.loss.delta to 2, reject" if can_bound else "Reject"
     return (
-        f"Its largest staleness ratio is {ratio:.2g}{share}: tokens that the policy before the rollout's first step "
-        "found near-impossible, and that steps on the same rollout have moved. With a negative advantage nothing "
-        "bounds them, and clipping leaves a step that is theirs alone. Set model.loss.delta to 2, reject such "
-        "sequences (SparsityAwareRejection), or take fewer optimizer steps per rollout (steps_per_generation, "
-        "num_iterations)."
+        f"{known}: tokens that the policy before the rollout's first step found unlikely, and that steps on the same "
+        "rollout have moved. With a negative advantage nothing bounds them, and clipping leaves a step that is theirs "
+        f"alone. {bound} such sequences (SparsityAwareRejection), or take fewer optimizer steps per rollout "
+        "(steps_per_generation, num_iterations)."
     )

@@ -13,10 +13,13 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
-from sparse_rl_lightning.callbacks.guards.spikes import SpikeWatch
+from sparse_rl_lightning.callbacks.guards.spikes import SpikeWatch, cause
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder
+
+BEHIND = ("staleness_ratio/max", "top10_token_share")
+"""Numbers of every micro-batch that tell what a long step is made of."""
 
 
 class StepGuard(Callback):
@@ -49,6 +52,7 @@ class StepGuard(Callback):
         self.in_a_row = 0
         self._skips_now = False
         self._norm: float | None = None
+        self._worst: dict[str, float] = {}  # of the step so far
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Remove bad gradients: an optimizer passes over weights without any."""
@@ -67,6 +71,9 @@ class StepGuard(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count at the end of an optimizer step."""
+        for name in BEHIND:  # of every micro-batch of the step
+            value = float(trainer.callback_metrics.get(name, 0.0))
+            self._worst[name] = max(value, self._worst.get(name, 0.0))
         if trainer.fit_loop._should_accumulate():
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -80,8 +87,11 @@ class StepGuard(Callback):
         self.skipped += self._skips_now
         pl_module.log("skipped_steps", float(self.skipped))
         if self._norm is not None:
-            pl_module.log(getattr(pl_module, "grad_norm_key", "grad_norm"), float(self._norm))  # any module may have it
-            self._look_for_spike(trainer, float(self._norm))
+            key = getattr(pl_module, "grad_norm_key", "grad_norm")  # any module may have the guard
+            pl_module.log(key, float(self._norm))
+            if key == "grad_norm":  # an adapter's steps are of another size
+                self._look_for_spike(trainer, pl_module, float(self._norm))
+        self._worst = {}
         if self._skips_now:
             self._tell(trainer, pl_module)
         self._skips_now = False
@@ -97,13 +107,19 @@ class StepGuard(Callback):
         if self.watch is not None:
             self.watch = replace(self.watch, **state_dict.get("watch", {}))
 
-    def _look_for_spike(self, trainer: Trainer, norm: float) -> None:
-        if self.watch is None:
+    def _look_for_spike(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
+        found = None if self.watch is None else self.watch.see(norm)
+        if found is None:  # on all ranks alike
             return
-        known = [trainer.callback_metrics.get(name) for name in ("staleness_ratio/max", "top10_token_share")]
-        found = self.watch.see(norm, *(None if value is None else float(value) for value in known))
-        if found:
-            warn_of_run(trainer, f"The gradient of optimizer step {trainer.global_step} {found}")
+        worst = torch.tensor([self._worst.get(name, 0.0) for name in BEHIND], device=module.device)
+        ratio, share = trainer.strategy.reduce(worst, reduce_op="max").tolist()
+        loss = getattr(module, "loss", None)  # any module may have the guard
+        can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
+        warn_of_run(
+            trainer,
+            f"The gradient of optimizer step {trainer.global_step} is {found:,.0f} times as long as usual "
+            f"({norm:.3g}). {cause(ratio, share, can_bound)}",
+        )
 
     def _tell(self, trainer: Trainer, module: LightningModule) -> None:
         said = f"The gradient of optimizer step {trainer.global_step} is not finite: the step is skipped"

@@ -26,7 +26,7 @@ SIGNS = ("tail", "rejection", "rise", "length")
 HARMLESS = 0.05
 """Share of rejected sequences up to which no rise counts."""
 ADVICE = {
-    "rise": "Raise the budget, or learn from the rejected too (ReplayGRPO with replay_objective: rejected or sparse).",
+    "rejection": "Raise the budget, or learn from the rejected too (ReplayGRPO, replay_objective rejected or sparse).",
     "other": "Raise the budget, or reject more strictly.",
 }
 
@@ -102,7 +102,7 @@ class TailWatch:
         return [name for name, count in self.strikes.items() if count >= self.limits.patience]
 
     def start_over(self) -> None:
-        """Restart after a reaction: old observations no longer count, except for the longest responses so far."""
+        """Restart after a reaction: of old observations only the longest responses and the fewest rejections count."""
         self.lengths, self.rejections = [], []
         self.strikes = dict.fromkeys(self.strikes, 0)
 
@@ -295,7 +295,7 @@ class TailGuard(RolloutCallback):
         elif new := [sign for sign in alarms if sign not in self._told]:
             self._told += new
             done = f" The budget was raised {self.num_raises} times already." if self.mode == "raise" else ""
-            advice = ADVICE["rise"] if "rise" in new else ADVICE["other"]
+            advice = ADVICE["rejection"] if {"rise", "rejection"} & set(new) else ADVICE["other"]
             warn_of_run(module.trainer, f"TailGuard: {self._describe(new)}{done} {advice}")
 
     def _describe(self, alarms: list[str]) -> str:

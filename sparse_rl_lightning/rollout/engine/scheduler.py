@@ -147,7 +147,8 @@ class Scheduler:
         full = g.num_layers * size.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
         finished = [group.finished[sample] for group in groups for sample in range(len(group.keys))]
         rollout = assemble(finished, self.cache.pool_bytes, full, self.prefill_peak_bytes)
-        own = [(prompt_key(self.params.seed, group.prompt), key) for group in groups for key in group.keys]
+        shared = [prompt_key(self.params.seed, group.prompt) for group in groups]
+        own = [(key, sample) for key, group in zip(shared, groups, strict=True) for sample in group.keys]
         (rollout.keys,) = upload([own], rollout.sequences.device)
         return rollout
 
