@@ -89,7 +89,7 @@ def picture(lines: Sequence[Line], path: Path) -> None:
 
     names = weights_of(lines)
     with rc_context(STYLE):
-        figure = Figure(figsize=(3.2 * len(names) + 0.6, 5.6), layout="constrained", facecolor="white")
+        figure = Figure(figsize=(max(7.5, 3.2 * len(names) + 0.6), 5.6), layout="constrained", facecolor="white")
         axes = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="row")
         for column, name in enumerate(names):
             for row, what in enumerate(("cosine", "length")):
