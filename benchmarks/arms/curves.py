@@ -60,7 +60,7 @@ class Found:
     @cached_property
     def _log(self) -> list[dict[str, str]]:
         """Every line of the logger's files; read once, because many tables ask."""
-        files = sorted(self.run.folder.glob("runs/*/version_*/metrics.csv"), key=lambda p: int(p.parent.name[8:]))
+        files = sorted(self.run.folder.rglob("version_*/metrics.csv"), key=lambda p: int(p.parent.name[8:]))
         return [row for path in files for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
 
     def split(self) -> tuple[list[float], list[float]]:

@@ -89,6 +89,7 @@ def courses(results: Results) -> Any:
         ax.set_xlabel("rollout")
         if scale == "log":
             ax.set_yscale("log")
+            ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e+0", "e"))
         else:
             ax.set_ylim(bottom=0.0)
     handles = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
