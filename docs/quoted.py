@@ -44,14 +44,13 @@ def budgets_table() -> str:
 
 def compressors_table() -> str:
     """Some compressors by accuracy, tail and cost, from the budgets where they differ most."""
-    found = {row["–"]: row for row in measured("compressors.md")}
+    sums, stories = ({row["–"]: row for row in measured("compressors.md", task)} for task in ("Sums", "Stories"))
     head = ("compressor", "sums, 50 %", "sums, 75 %", "stories, tail at 50 %", "events per second, stories at 50 %")
-    tail, speed = "stories: acceptance, 5th percentile", "stories: events/s"
     rows: list[tuple[str, ...]] = []
     for name in COMPARED:
-        row = found[name]
-        accuracies = [_at(percent, row["sums: greedy accuracy"]) for percent in (50, 75)]
-        rows.append((name, *accuracies, _at(50, row[tail]), _at(50, row[speed])))
+        accuracies = [_at(percent, sums[name]["greedy accuracy"]) for percent in (50, 75)]
+        row = stories[name]
+        rows.append((name, *accuracies, _at(50, row["acceptance, 5th percentile"]), _at(50, row["events/s"])))
     return Table("", head, rows=rows).untitled
 
 
