@@ -44,7 +44,7 @@ def test_heads_outside_the_pool_are_skipped(device: str, name: str, value: int, 
         assert (case.pools.lengths[:, 1] <= case.pools.capacities[:, 1]).all()  # or what fits is taken
         return
     assert same_pools(case.pools, before)
-    if result is not None:
+    if result is not None and name != "append":  # whose result are the queries, rotated without a look at the pool
         assert (result == NOTHING.get(name, 0)).all()
 
 
