@@ -63,3 +63,9 @@ def insert(page: Path, block: str, begin: str) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     before = page.read_text(encoding="utf-8") if page.exists() else ""
     page.write_text(replaced(before, begin, block), encoding="utf-8")
+
+
+def insert_if_marked(page: Path, block: str, begin: str) -> None:
+    """The same where the page has a place for the block; any other page is left alone."""
+    if page.is_file() and begin in page.read_text(encoding="utf-8"):
+        insert(page, block, begin)

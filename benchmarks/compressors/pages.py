@@ -72,13 +72,6 @@ def by_budget(results: Results, method: str) -> list[Quality | None]:
     return [own.get(budget) for budget in budgets]
 
 
-def over_dense(results: Results, place: int) -> Callable[[Quality], float]:
-    """Perplexity over the full cache's on the same tokens, which are others at every budget."""
-    dense = by_budget(results, DENSE)[place]
-    assert dense is not None
-    return lambda found: found.perplexity / dense.perplexity
-
-
 def quality_table(results: Results) -> Table:
     """Methods of a task by measures, three budgets in a cell, each with and without the prompt protected."""
     kinds = {False: "", True: ", prompt protected"}

@@ -23,16 +23,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import ROOT
 from benchmarks.arms.runs import DENSE, NAIVE, Arm, Run
-from benchmarks.common.pages import insert, mark, say
+from benchmarks.common import kept
+from benchmarks.common.pages import insert, insert_if_marked, mark, say
 from benchmarks.gradients.jobs import CASES, Job
 from benchmarks.gradients.measure import Samples
 from benchmarks.gradients.one_token import explosion_table
 from benchmarks.gradients.page import ORDER, overview, picture, tables
 from benchmarks.stability.__main__ import warm_up
 from benchmarks.stability.studies import MAIN, warmed
-from sparse_rl_lightning.files import write_whole
 
 PAGE = "gradients.md"
 SNAPSHOTS = {"class_path": "benchmarks.gradients.snapshots.Snapshots", "init_args": {"every_n_rollouts": 20}}
@@ -64,9 +63,9 @@ def chosen(folder: Path) -> dict[str, Path]:
     return found
 
 
-def jobs(policies: dict[str, Path], samples: Samples, kept: list[dict[str, Any]]) -> list[Job]:
+def jobs(policies: dict[str, Path], samples: Samples, lines: list[dict[str, Any]]) -> list[Job]:
     """One per policy of which a case is missing."""
-    done = {(line["weights"], line["method"], line["budget"]) for line in kept}
+    done = {(line["weights"], line["method"], line["budget"]) for line in lines}
     missing = {name: tuple(case for case in CASES if (name, *case) not in done) for name in policies}
     return [Job(name, str(policies[name]), samples, cases) for name, cases in missing.items() if cases]
 
@@ -76,14 +75,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=ORDER, default=ORDER, help="policies to measure at")
     parser.add_argument("--chunks", type=int, default=Samples.chunks, help="of 32 prompts with 8 samples each")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "gradients", help="folder of the runs")
-    parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / "gradients.jsonl")
-    parser.add_argument("--finished", action="store_true", help="measure nothing: write what earlier calls have found")
-    parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and its picture")
+    kept.add_options(parser, "gradients", PAGE)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    kept = [json.loads(line) for line in args.kept.read_text().splitlines()] if args.kept.is_file() else []
+    lines = kept.read(args.kept)
     if not args.finished:
         folder = args.runs.absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,22 +90,22 @@ def main() -> None:
                 say(f"a run ended: {ended.result()}")
             found = {"warm": warmed(folder, "warmup")} | chosen(folder)
             found = {name: path for name, path in found.items() if name in args.weights}
-            waiting = jobs(found, Samples(args.chunks), kept)
+            waiting = jobs(found, Samples(args.chunks), lines)
             for done in as_completed([pool.submit(job) for job in waiting]):
-                kept += done.result()
-                write_whole(args.kept, "".join(f"{json.dumps(line)}\n" for line in kept))
-                say(f"{len(kept)} lines")
-    if not kept:
+                lines += done.result()
+                kept.write(args.kept, lines)
+                say(f"{len(lines)} lines")
+    if not lines:
         sys.exit("error: nothing is measured: run without --finished")
-    for name, text in {**tables(kept), "one token": explosion_table().untitled}.items():
+    for name, text in {**tables(lines), "one token": explosion_table().untitled}.items():
         print(f"## {name}\n\n{text}\n")
         if args.save:
             insert(args.save / PAGE, text, mark("benchmarks.gradients", name))
-    readme, mine = args.save.parent / "README.md" if args.save else Path(), mark("benchmarks.gradients", "overview")
-    if readme.is_file() and mine in readme.read_text(encoding="utf-8"):
-        insert(readme, overview(kept).untitled, mine)
     if args.save:
-        picture(kept, args.save / "gradients.png")
+        insert_if_marked(
+            args.save.parent / "README.md", overview(lines).untitled, mark("benchmarks.gradients", "overview")
+        )
+        picture(lines, args.save / "gradients.png")
 
 
 if __name__ == "__main__":

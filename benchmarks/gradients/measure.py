@@ -78,14 +78,13 @@ def of_chunk(
     module: SparseGRPO, rollout: Rollout, variants: tuple[Variant, ...], parts: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Every variant's gradient of a rollout, the mean over its equal parts."""
-    weights = [weight for weight in module.policy.parameters() if weight.requires_grad]
     dense = tuple(variant for variant in variants if not variant.replays)
     sums: dict[str, Tensor] = {}
     for part in rollout.parts(parts):
         logprobs, _ = module.learner.dense(module.policy, part)
-        found = dict(zip(dense, gradients(dense, part, logprobs, weights), strict=True))
+        found = dict(zip(dense, gradients(module, dense, part, logprobs), strict=True))
         if REPLAY in variants:
-            found[REPLAY] = gradients((REPLAY,), part, module.replayed(part)[0], weights)[0]
+            found[REPLAY] = gradients(module, (REPLAY,), part, module.replayed(part)[0])[0]
         for variant, gradient in found.items():
             sums[variant.name] = sums.get(variant.name, 0) + gradient / parts
     yield from sums.items()

@@ -1,25 +1,18 @@
-"""What each correction makes of a rollout's gradient: tokens left out, factors, and the policy that is trained."""
+"""What each correction makes of a rollout's gradient, by the callbacks that training has, and the policy trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.corrections import (
-    consistency_log_ratio,
-    importance_weights,
-    mask_tokens,
-    normalize_weights,
-    reject_sequences,
-)
+from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
 from sparse_rl_lightning.learner.loss import GRPOLoss
+from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.records import Rollout
-
-Correct = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""From log xi (B, T) and the completion mask (B, T) to tokens kept (B, T) and weights (B, T), None for 1."""
 
 
 @dataclass(frozen=True)
@@ -27,63 +20,45 @@ class Variant:
     """A correction, as the loss sees it; ``replays`` trains the sampler's own policy instead of the dense one."""
 
     name: str
-    correct: Correct
+    callbacks: tuple[CorrectionCallback, ...] = ()
     loss: GRPOLoss = field(default_factory=GRPOLoss)
     replays: bool = False
 
-    def apply(self, part: Rollout, logprobs: Tensor) -> Tensor:
+    def apply(self, module: SparseGRPO, part: Rollout, logprobs: Tensor) -> Tensor:
         """The loss () of a micro-batch at the very policy that drew it: every staleness ratio is 1."""
-        old = logprobs.detach()
-        assert part.old_logprobs is not None
-        mask = part.completion_mask
-        keep, weights = self.correct(consistency_log_ratio(part.old_logprobs, part.sampler_logprobs, mask), mask)
-        own = replace(part, old_logprobs=old, keep=keep, weights=weights)
+        own = replace(part, keep=part.completion_mask, weights=None, weight_reference=None, replay_logprobs=None)
+        for callback in self.callbacks:
+            callback.correct(None, module, own)  # type: ignore[arg-type]  # no number of these is of the whole rollout
+        own.old_logprobs = logprobs.detach()
         return self.loss(own, logprobs, self.loss.denominators(own)).loss
 
 
-def _naive(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, None]:
-    return mask, None
-
-
-def _rejection(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, None]:
-    return mask & reject_sequences(log_ratio, mask)[:, None], None
-
-
-def _weights(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return mask, importance_weights(log_ratio, mask, clip_max=1.5)
-
-
-def _sparse_rl(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return _rejection(log_ratio, mask)[0], importance_weights(log_ratio, mask, clip_max=1.5)
-
-
-def _unbounded(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return _rejection(log_ratio, mask)[0], importance_weights(log_ratio, mask)
-
-
-def _official(log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    keep = _rejection(log_ratio, mask)[0] & mask_tokens(log_ratio, mask, 0.5, 1.5)
-    weights = importance_weights(log_ratio, mask, "token_mask", clip_min=0.5, clip_max=1.5)
-    return keep, normalize_weights(weights, importance_weights(log_ratio, mask, clip_max=1.5), mask)
-
-
-NAIVE = Variant("naive", _naive)
-REPLAY = Variant("replay", _naive, replays=True)
+NAIVE, REPLAY = Variant("naive"), Variant("replay", replays=True)
+CAPPED = ImportanceReweighting(clip_max=1.5)
 VARIANTS = (
     NAIVE,
-    Variant("rejection only", _rejection),
-    Variant("reweighting only, ξ ≤ 1.5", _weights),
-    Variant("Sparse-RL, ξ ≤ 1.5", _sparse_rl),
-    Variant("Sparse-RL, unbounded ξ", _unbounded),
-    Variant("Sparse-RL (official)", _official, GRPOLoss(denominator="kept_tokens")),
+    Variant("rejection only", (SparsityAwareRejection(),)),
+    Variant("reweighting only, ξ ≤ 1.5", (CAPPED,)),
+    Variant("Sparse-RL, ξ ≤ 1.5", (SparsityAwareRejection(), CAPPED)),
+    Variant("Sparse-RL, unbounded ξ", (SparsityAwareRejection(), ImportanceReweighting())),
+    Variant(
+        "Sparse-RL (official)",  # as in configs/sparse_rl_official.yaml
+        (
+            SparsityAwareRejection(low=0.5, high=1.5),
+            ImportanceReweighting("token_mask", 0.5, 1.5, normalize="micro_batch", normalize_clip_max=1.5),
+        ),
+        GRPOLoss(denominator="kept_tokens", kl_on="kept"),
+    ),
     REPLAY,
 )
 
 
-def gradients(variants: tuple[Variant, ...], part: Rollout, logprobs: Tensor, weights: list[Tensor]) -> list[Tensor]:
+def gradients(module: SparseGRPO, variants: Sequence[Variant], part: Rollout, logprobs: Tensor) -> list[Tensor]:
     """The gradient (number of weights,) of every variant, from one forward pass."""
+    weights = [weight for weight in module.policy.parameters() if weight.requires_grad]
     found = []
     for variant in variants:
-        own = torch.autograd.grad(variant.apply(part, logprobs), weights, retain_graph=variant is not variants[-1])
+        loss = variant.apply(module, part, logprobs)
+        own = torch.autograd.grad(loss, weights, retain_graph=variant is not variants[-1])
         found.append(torch.cat([gradient.flatten() for gradient in own]))
     return found

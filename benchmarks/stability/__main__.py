@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import ROOT
 from benchmarks.arms.runs import CONFIGS, Run, run_in
-from benchmarks.common.pages import insert, mark, say
+from benchmarks.common import kept
+from benchmarks.common.pages import insert, insert_if_marked, mark, say
 from benchmarks.stability.pictures import pictures
 from benchmarks.stability.records import Archive
 from benchmarks.stability.results import Results, overview, rounding, tables
@@ -68,7 +68,7 @@ def execute(runs: Sequence[Run], archive: Archive, jobs: int) -> None:
 def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
     """A line per arm and seed: accuracy with the full cache before and after."""
     return [
-        f"{arm.label}, {f'budget {study.budgets[0]}, ' if arm.evicts else ''}seed {seed}: accuracy with the full cache "
+        f"{arm.label}, {f'budget {study.budget}, ' if arm.evicts else ''}seed {seed}: accuracy with the full cache "
         f"{run.dense_before:.3f} before and {run.record.evaluations[-1]['dense']:.3f} after training, "
         f"{'collapsed' if run.collapsed else 'not collapsed'}"
         for study in studies
@@ -93,9 +93,7 @@ def save(results: Results, folder: Path, text: str) -> None:
     for name, table in tables(results).items():
         insert(folder / PAGE, table, _marker(name))
     pictures(results, folder)
-    readme = folder.parent / "README.md"
-    if readme.is_file() and _marker("overview") in readme.read_text(encoding="utf-8"):
-        insert(readme, overview(results).untitled, _marker("overview"))
+    insert_if_marked(folder.parent / "README.md", overview(results).untitled, _marker("overview"))
 
 
 def _marker(name: str) -> str:
@@ -108,11 +106,7 @@ def main() -> None:
     parser.add_argument("--studies", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--seeds", type=int, nargs="+", help="of the protocol's, default all")
     parser.add_argument("--short", action="store_true", help="minutes, not hours: who collapses and who does not")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "stability", help="folder of the runs")
-    parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / "stability.jsonl")
-    parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
-    parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and its pictures")
+    kept.add_options(parser, "stability", PAGE)
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = args.runs.absolute()

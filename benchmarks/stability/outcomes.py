@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.stability.records import Record
-from sparse_rl_lightning.report.charts import smoothed
 
 ENOUGH = 3  # values for an interval
 COLLAPSED = 0.25  # of the accuracy before training
 QUANTILES = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=2))
 """Of Student's t at 97.5 %, by the number of values; for more than ten that of ten is taken, which is a little wide."""
-
-
 LAST = 3  # evaluations that make the end
 
 
@@ -72,7 +69,6 @@ def geometric(values: Sequence[float]) -> str:
 
 
 def curve_band(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
-    """Mean, least and largest of curves, point by point, as far as the shortest goes; long ones are smoothed."""
-    smooth = [smoothed(curve, 1 + len(curve) // 24) if len(curve) > 24 else curve for curve in curves]
-    points = list(zip(*smooth, strict=False))
+    """Mean, least and largest of curves, point by point, as far as the shortest goes."""
+    points = list(zip(*curves, strict=False))
     return [statistics.fmean(p) for p in points], [min(p) for p in points], [max(p) for p in points]

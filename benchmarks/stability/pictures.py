@@ -45,7 +45,7 @@ def ends(results: Results) -> Any:
     for place, arm in enumerate(ALL):
         own = list(results.of(MAIN, arm).values())
         _row(ax, len(ALL) - 1 - place, [run.dense for run in own], [run.sparse for run in own], COLORS[arm.label])
-    ax.set_xlabel(f"greedy accuracy after training (SnapKV, budget {MAIN.budgets[0]})")
+    ax.set_xlabel(f"greedy accuracy after training (SnapKV, budget {MAIN.budget})")
     ax.set_xlim(left=0.0)
     ax.set_yticks(range(len(labels)), labels[::-1])
     handles = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,8 +14,8 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.arms.curves import COMPRESSION, ROUNDING, Found
 from benchmarks.arms.runs import Run
+from benchmarks.common import kept
 from benchmarks.common.pages import machine
-from sparse_rl_lightning.files import write_whole
 
 BINS = 24  # points of a curve
 SPIKE = 1.0  # a gradient's norm that the quickstart's clip cuts
@@ -78,8 +77,7 @@ class Archive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.records = {one["key"]: Record(**one) for one in map(json.loads, lines)}
+        self.records = {one["key"]: Record(**one) for one in kept.read(path)}
 
     def of(self, run: Run) -> Record | None:
         """The run's record, from its own files where it has just ended."""
@@ -92,8 +90,7 @@ class Archive:
         return known
 
     def _write(self) -> None:
-        lines = [json.dumps(asdict(self.records[key])) for key in sorted(self.records)]
-        write_whole(self.path, "".join(f"{line}\n" for line in lines))
+        kept.write(self.path, (asdict(self.records[key]) for key in sorted(self.records)))
 
 
 def key_of(run: Run) -> str:

@@ -29,8 +29,6 @@ COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
 }
 BRIEFLY = ("full cache", "compressed cache", "sequences rejected")
 Outcomes = dict[int, Outcome]  # by seed
-Measure = Callable[[Outcome], float]
-CACHES: dict[str, Measure] = {"full cache": lambda run: run.dense, "compressed cache": lambda run: run.sparse}
 
 
 @dataclass(frozen=True)
@@ -40,16 +38,11 @@ class Results:
     archive: Archive
     folder: Path  # of the runs
 
-    def of(self, study: Study, arm: Arm, budget: int | None = None) -> Outcomes:
-        """Outcomes of an arm by seed, under the study's first budget unless another is given."""
-        found = {}
-        for seed in study.seeds:
-            for run in study.runs(seed, self.folder):
-                if run.arm == arm and run.budget in (None, budget or study.budgets[0]):
-                    record = self.archive.of(run)
-                    if record is not None:
-                        found[seed] = Outcome(record, budget or study.budgets[0])
-        return found
+    def of(self, study: Study, arm: Arm) -> Outcomes:
+        """Outcomes of an arm by seed."""
+        runs = {seed: run for seed in study.seeds for run in study.runs(seed, self.folder) if run.arm == arm}
+        records = {seed: self.archive.of(run) for seed, run in runs.items()}
+        return {seed: Outcome(record, study.budget) for seed, record in records.items() if record is not None}
 
 
 def arms_table(results: Results, study: Study) -> Table:
@@ -73,7 +66,7 @@ def kept(own: Outcomes, dense: Outcomes) -> str:
     return f"{sum(own[seed].dense for seed in seeds) / total:.0%}" if total else MISSING
 
 
-def difference(own: Outcomes, other: Outcomes, of: Measure) -> str:
+def difference(own: Outcomes, other: Outcomes, of: Callable[[Outcome], float]) -> str:
     """Points of accuracy by which an arm is ahead of another, paired by seed."""
     points = [100 * (of(own[seed]) - of(other[seed])) for seed in sorted(own.keys() & other.keys())]
     return mean(points, 1, signed=True) if points else MISSING
@@ -86,8 +79,8 @@ def leads(results: Results, study: Study) -> Table:
     for arm in study.arms:
         own = results.of(study, arm)
         if own:
-            full = [difference(own, results.of(study, other), CACHES["full cache"]) for other in others]
-            table.add(arm.label, *full, difference(own, results.of(study, DENSE), CACHES["compressed cache"]))
+            full = [difference(own, results.of(study, other), lambda run: run.dense) for other in others]
+            table.add(arm.label, *full, difference(own, results.of(study, DENSE), lambda run: run.sparse))
     return table
 
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks.stability`` runs: which arms on which task under which compressor, recipe, budgets and seeds."""
+"""What ``benchmarks.stability`` runs: which arms on which task under which compressor, recipe, budget and seeds."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Study:
-    """Arms on a task, under a compressor with each of the budgets, by one recipe, in several seeds."""
+    """Arms on a task, under a compressor, by one recipe, in several seeds."""
 
     task: str
     method: str
-    budgets: tuple[int, ...]
+    budget: int
     arms: Sequence[Arm]
     recipe: Recipe
     seeds: tuple[int, ...]
@@ -88,7 +88,7 @@ class Study:
         settings = Settings(
             policy=str(warmed(folder, TASKS[self.task]).absolute()),
             folder=(folder / self.place).absolute(),
-            budgets=self.budgets,
+            budgets=(self.budget,),
             steps=recipe.rollouts * recipe.steps,
             every_n_rollouts=recipe.every_n_rollouts,
             num_problems=PROBLEMS,
@@ -101,24 +101,20 @@ class Study:
                 "data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed),
             },
         )  # fmt: skip
-        return [
-            Run(arm, budget if arm.evicts else None, seed, settings)
-            for arm in self.arms
-            for budget in (self.budgets if arm.evicts else self.budgets[:1])
-        ]
+        return [Run(arm, self.budget if arm.evicts else None, seed, settings) for arm in self.arms]
 
 
 USUAL = Recipe()
 SEEDS, FEW = tuple(range(10, 16)), tuple(range(10, 13))
-MAIN = Study("sum", "SnapKV", (BUDGET,), ALL, USUAL, SEEDS)
+MAIN = Study("sum", "SnapKV", BUDGET, ALL, USUAL, SEEDS)
 QUIET = tuple(
-    Study("sum", "SnapKV", (BUDGET,), (DENSE,), recipe, (0, 1, 2))
+    Study("sum", "SnapKV", BUDGET, (DENSE,), recipe, (0, 1, 2))
     for recipe in (
         Recipe(16, 4, 3e-4), Recipe(16, 4, 2e-4), Recipe(16, 4, 1e-4), Recipe(32, 4, 3e-4), Recipe(32, 4, 2e-4)
     )
 )  # fmt: skip
 STEPS = tuple(
-    Study("sum", "SnapKV", (BUDGET,), FOUR, Recipe(steps=steps, rate=rate), FEW)
+    Study("sum", "SnapKV", BUDGET, FOUR, Recipe(steps=steps, rate=rate), FEW)
     for steps in (1, 2, 4)
     for rate in (2e-4, 3e-4)
 )
@@ -127,8 +123,8 @@ GROUPS: dict[str, tuple[Study, ...]] = {"quiet": QUIET, "main": (MAIN,), "steps"
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)
 _ANSWER = {"model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]'}
 PAPER = Arm("Sparse-RL (paper)", "sparse_rl_paper")
-HARD = Study("sum", "SnapKV", (24,), (DENSE, NAIVE, REPLAY), _HARSH, (0, 1, 2), _ANSWER)
-MILD = Study("sum", "SnapKV, fine", (34,), (PAPER,), _HARSH, (0, 1, 2), _ANSWER)
+HARD = Study("sum", "SnapKV", 24, (DENSE, NAIVE, REPLAY), _HARSH, (0, 1, 2), _ANSWER)
+MILD = Study("sum", "SnapKV, fine", 34, (PAPER,), _HARSH, (0, 1, 2), _ANSWER)
 SHORT = (HARD, MILD)  # only the answer is paid, the rate is high and stays: what can collapse does so in minutes
 
 

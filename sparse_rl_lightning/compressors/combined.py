@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.entries import newest_queries, normalized_ranks, standardized
+from sparse_rl_lightning.compressors.entries import normalized_ranks, standardized
+from sparse_rl_lightning.compressors.wrapped import SIZES, Wrapped
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.ops.entries import HeadReduction, shared_scores
-from sparse_rl_lightning.records import LayerState, StateUpdate
+from sparse_rl_lightning.records import LayerState
 
 Normalization = Literal["rank", "standard", "none"]
 """Ways to make scores of different heads or methods comparable: ranks, mean 0 and deviation 1, or not at all."""
 
-SIZES = (
-    "buffer", "num_sinks", "window", "compress_prompt", "budget_rule", "protect_prompt", "protect_token_ids",
-)  # fmt: skip
 
-
-class Combined(Compressor):
+class Combined(Wrapped):
     """Keep what several methods value, or keep the same tokens in all KV heads of a layer, or both.
 
     The scores of each method are made comparable within each head, then added with their weights. ``across_heads``
@@ -65,41 +59,10 @@ class Combined(Compressor):
             )
         for place, weight in enumerate(weights):
             check_number(f"weights[{place}]", weight, above=0, owner=name)
-        super().__init__(compressors[0].schedule, **{size: getattr(compressors[0], size) for size in SIZES})
-        self._parts = list(compressors)
-        self.needs_attention |= any(part.needs_attention for part in compressors)
-        self.needs_hidden_states |= any(part.needs_hidden_states for part in compressors)
-        self.needs_output_norms |= any(part.needs_output_norms for part in compressors)
+        super().__init__(compressors)
         self.weights = weights
         self.normalization: Normalization = normalization
         self.across_heads: HeadReduction | None = across_heads
-
-    def _set_budget(self, budget: int | LengthSchedule) -> None:
-        super()._set_budget(budget)
-        for part in getattr(self, "_parts", ()):  # none yet in __init__, where they give the budget
-            part._set_budget(budget)
-
-    @property
-    def num_queries(self) -> int:
-        """Largest number that a part asks for."""
-        return max(part.num_queries for part in self._parts)
-
-    @property
-    def state_fields(self) -> tuple[str, ...]:
-        """Names of all parts, numbered."""
-        return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
-
-    def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """Names of all parts, numbered."""
-        parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
-        return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
-
-    def update_state(self, update: StateUpdate) -> None:
-        """Let every part that has running numbers update its own."""
-        for index, part in enumerate(self._parts):
-            state, head_state = _own(update.state, index), _own(update.head_state, index)
-            if state or head_state:
-                part.update_state(replace(update, state=state, head_state=head_state))
 
     def score(self, layer: LayerState) -> Tensor:
         """The weighted sum (S, H, N), with ``across_heads`` the same for a token in every head."""
@@ -116,23 +79,6 @@ class Combined(Compressor):
         for mask in unranked:
             total = total.masked_fill(mask & layer.valid, torch.nan)
         return total
-
-    def part_scores(self, layer: LayerState) -> list[Tensor]:
-        """Scores (S, H, N) of each part, +inf for protected tokens."""
-        return [part._protected(part._shaped_score(own), own) for part, own in self._views(layer)]
-
-    def _views(self, layer: LayerState) -> list[tuple[Compressor, LayerState]]:
-        """Each part with what it sees: its own running numbers and as many queries as it asks for."""
-        views = []
-        for index, part in enumerate(self._parts):
-            own = replace(layer, state=_own(layer.state, index), head_state=_own(layer.head_state, index))
-            views.append((part, newest_queries(own, part.num_queries)))
-        return views
-
-    def _refuse_nan(self, scores: Tensor, layer: LayerState) -> None:
-        for part, own in self._views(layer):
-            part._refuse_nan(part._shaped_score(own), own)
-        super()._refuse_nan(scores, layer)
 
     def __repr__(self) -> str:
         hidden = ("_", "needs_")  # derived from the parts, which show their budget and sizes
@@ -157,9 +103,3 @@ def _check_part(name: str, first: Compressor, part: Compressor) -> None:
 def _sizes(part: Compressor) -> dict[str, str]:
     """The sizes of a method as a user gave them."""
     return {"budget": repr(part.schedule.plain)} | {size: repr(getattr(part, size)) for size in SIZES}
-
-
-def _own(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Numbers of one part, under its own names."""
-    prefix = f"{index}."
-    return {name.removeprefix(prefix): own for name, own in numbers.items() if name.startswith(prefix)}

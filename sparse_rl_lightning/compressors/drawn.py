@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.combined import SIZES
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
+from sparse_rl_lightning.compressors.wrapped import Wrapped
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.ops.keyed_random import hash_uniform
-from sparse_rl_lightning.records import LayerState, StateUpdate
+from sparse_rl_lightning.records import LayerState
 
 
-class Drawn(Compressor):
+class Drawn(Wrapped):
     """Draw the entries to evict one after the other, each with a probability that falls with its score.
 
     With logits a = -score / temperature over the entries that may go, the ordered draw without replacement has
@@ -40,39 +39,12 @@ class Drawn(Compressor):
         check_number("temperature", temperature, least=0, owner="Drawn")
         if not compressor.evicts:
             raise UserError(f"Drawn: {compressor} never evicts, so there is nothing to draw. Give a method that does.")
-        super().__init__(compressor.schedule, **{size: getattr(compressor, size) for size in SIZES})
-        self._inner = compressor
+        super().__init__([compressor])
         self.temperature = temperature
-        self.needs_attention = compressor.needs_attention
-        self.needs_hidden_states = compressor.needs_hidden_states
-        self.needs_output_norms = compressor.needs_output_norms
-
-    def _set_budget(self, budget: int | LengthSchedule) -> None:
-        super()._set_budget(budget)
-        if hasattr(self, "_inner"):  # not yet in __init__, where it gives the budget
-            self._inner._set_budget(budget)
-
-    @property
-    def num_queries(self) -> int:
-        """As many as the method asks for."""
-        return self._inner.num_queries
-
-    @property
-    def state_fields(self) -> tuple[str, ...]:
-        """The method's."""
-        return self._inner.state_fields
-
-    def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """The method's."""
-        return self._inner.head_state_fields(head_dim)
-
-    def update_state(self, update: StateUpdate) -> None:
-        """Let the method update its running numbers."""
-        self._inner.update_state(update)
 
     def score(self, layer: LayerState) -> Tensor:
         """Minus the perturbed logits (S, H, N): the lowest go first. Without temperature the method's own scores."""
-        given = self._inner._shaped_score(layer)
+        (given,) = self.part_scores(layer)
         if self.temperature == 0:
             return given
         perturbed = log_exponential(layer) - self._logits(given, layer)
@@ -83,7 +55,8 @@ class Drawn(Compressor):
 
         The probability that the next entry drawn is i is softmax(logits)_i over the entries not drawn yet.
         """
-        return self._logits(self._inner._shaped_score(layer), layer)
+        (given,) = self.part_scores(layer)
+        return self._logits(given, layer)
 
     @property
     def has_gradient(self) -> bool:
@@ -97,13 +70,13 @@ class Drawn(Compressor):
             return False
 
     def _logits(self, given: Tensor, layer: LayerState) -> Tensor:
-        scores = self._protected(given.to(torch.float32), layer)
+        scores = given.to(torch.float32)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
         free = layer.valid & ~pinned & (scores < torch.inf)
         return (-standardized(scores, free) / self.temperature).masked_fill(~free, -torch.inf)
 
     def __repr__(self) -> str:
-        return f"Drawn(compressor={self._inner!r}, temperature={self.temperature})"
+        return f"Drawn(compressor={self._parts[0]!r}, temperature={self.temperature})"
 
 
 def log_exponential(layer: LayerState) -> Tensor:

@@ -79,8 +79,8 @@ class SparseGRPO(PolicyModule):
     )  # fmt: skip
     resumed_parts = ("sparse_rl",)
 
-    keeps_evictions = False
-    """Whether the loss reads the record of evictions."""
+    keeps_evictions = learns_from_rejected = False
+    """Whether the loss reads the record of evictions; whether sequences that are rejected as a whole train under it."""
 
     def __init__(
         self,

@@ -45,15 +45,10 @@ def register(name: str, reference: Callable[..., None], differentiable: bool = F
 
     def with_gradient(*args: Any) -> None:
         check_arguments(name, args)
-        with torch.autocast(args[0].device.type, enabled=False):
+        with torch.autocast(args[0].device.type, enabled=False):  # it would round sums to bf16
             reference(*args)
 
-    def run(*args: Any) -> None:
-        check_arguments(name, args)
-        # autocast would round sums to bf16
-        with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
-            reference(*args)
-
+    run = torch.no_grad()(with_gradient)
     REFERENCES[name] = run
     if differentiable:
         DIFFERENTIABLE[name] = with_gradient

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -50,13 +51,15 @@ class Events:
 
     rows: Tensor  # (S,) sequence of each
     steps: Tensor  # (S,) tokens fed before it: the first query that no longer sees what went
+    places: Tensor  # (S,) number of each among those of its sequence
 
     @classmethod
     def of(cls, record: EvictionRecord) -> Self:
         """Every step at which something of a sequence died, in order."""
-        count = torch.arange(len(record.num_steps), device=record.num_steps.device)
-        rows, steps = count.repeat_interleave(record.num_steps), record.steps.long()
-        return cls(rows, steps)
+        sequences = torch.arange(len(record.num_steps), device=record.num_steps.device)
+        rows = sequences.repeat_interleave(record.num_steps)
+        starts = record.num_steps.cumsum(0) - record.num_steps
+        return cls(rows, record.steps.long(), torch.arange(len(rows), device=rows.device) - starts[rows])
 
 
 @dataclass
@@ -154,28 +157,20 @@ def draw_statistics(
     """
     evictions = replayable(model, rollout)
     death, events = evictions.death, Events.of(evictions)
-    place = _places(events)
-    known = None if draws is None else draws.order[events.rows, place]
+    known = None if draws is None else draws.order[events.rows, events.places]
     watch = _Watch(compressor, rollout, death, events, known)
     with attention_implementation(model, DRAWS):
         logprobs, entropy = sequence_logprobs(model, rollout.sequences, rollout.completion_mask, draws=watch, **head)
-    most = int(place.max()) + 1 if len(place) else 0
-    return logprobs, entropy, _collected(watch, place, len(rollout), most if draws is None else draws.steps.shape[1])
+    most = int(evictions.num_steps.max()) if draws is None else draws.steps.shape[1]
+    return logprobs, entropy, _collected(watch, len(rollout), most)
 
 
-def _places(events: Events) -> Tensor:
-    """The number (S,) of each event among those of its sequence."""
-    index = torch.arange(len(events.rows), device=events.rows.device)
-    first = torch.searchsorted(events.rows.contiguous(), events.rows.contiguous())
-    return index - first
-
-
-def _collected(watch: _Watch, place: Tensor, count: int, events: int) -> EvictionDraws:
+def _collected(watch: _Watch, count: int, events: int) -> EvictionDraws:
     """By sequence and event, with room for so many events."""
-    rows, layers = watch.events.rows, len(watch.found)
+    rows, place, layers = watch.events.rows, watch.events.places, len(watch.found)
     logprobs = torch.stack([own for own, _ in watch.found], dim=1)  # (S, L, H)
     most = max(order.shape[-1] for _, order in watch.found)
-    orders = [torch.nn.functional.pad(order, (0, most - order.shape[-1]), value=-1) for _, order in watch.found]
+    orders = [F.pad(order, (0, most - order.shape[-1]), value=-1) for _, order in watch.found]
     heads = logprobs.shape[-1]
     steps = rows.new_full((count, events), -1)
     steps[rows, place] = watch.events.steps

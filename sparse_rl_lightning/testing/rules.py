@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.combined import Combined
-from sparse_rl_lightning.compressors.drawn import Drawn
+from sparse_rl_lightning.compressors.wrapped import Wrapped
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
@@ -76,7 +75,7 @@ def declarations(compressor: Compressor) -> str | None:
     if not isinstance(by_head, dict) or any(not isinstance(width, int) or width < 1 for width in by_head.values()):
         return f"head_state_fields returned {by_head!r}"
     if not fields and not by_head and type(compressor).update_state is not Compressor.update_state:
-        if not isinstance(compressor, (Combined, Drawn)):  # it has fields if its parts do
+        if not isinstance(compressor, Wrapped):  # it has fields if its parts do
             return "update_state is written, but state_fields is empty, so nobody calls it"
     return None
 

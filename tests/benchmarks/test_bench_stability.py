@@ -37,7 +37,7 @@ def test_every_run_is_planned_once(tmp_path: Path) -> None:
 
 def test_recipe_is_what_the_command_line_says(tmp_path: Path) -> None:
     recipe = studies.Recipe(prompts=24, steps=2, rate=1e-4, rollouts=30, warm_up=5)
-    (run,) = studies.Study("sum", "SnapKV", (34,), (DENSE,), recipe, (7,)).runs(7, tmp_path)
+    (run,) = studies.Study("sum", "SnapKV", 34, (DENSE,), recipe, (7,)).runs(7, tmp_path)
     command_line = run.command()
     for option in (
         "trainer.max_steps=60", "data.init_args.prompts_per_rollout=24", "model.init_args.steps_per_generation=2",

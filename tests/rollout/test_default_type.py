@@ -103,8 +103,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
 def test_all_of_them_are_here(statistics: Any) -> None:
     def parts(method: Compressor) -> list[Any]:
         rule = method.budget_rule
-        within = [*getattr(method, "_parts", []), getattr(method, "_inner", None)]
-        inner = [part for own in within if own is not None for part in parts(own)]
+        inner = [part for own in getattr(method, "_parts", []) for part in parts(own)]
         return [method, rule, getattr(rule, "layers", rule), *inner]
 
     used = {type(part).__name__ for method in methods(statistics, **SMALL) for part in parts(method)}

@@ -66,11 +66,10 @@ class SparsityAwareRejection(CorrectionCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse baselines that a sparse term, which learns from the rejected too, would not have."""
         super().setup(trainer, pl_module, stage)
-        objective = getattr(pl_module, "replay_objective", None)
-        if self.baseline == "kept" and objective in ("mixed", "rejected"):
+        if self.baseline == "kept" and getattr(pl_module, "learns_from_rejected", False):  # any module may be corrected
             raise UserError(
-                f"SparsityAwareRejection: baseline='kept' leaves rejected sequences without an advantage, and "
-                f"replay_objective={objective!r} learns from them. Set baseline to all."
+                "SparsityAwareRejection: baseline='kept' leaves rejected sequences without an advantage, and "
+                f"{type(pl_module).__name__} with this replay_objective learns from them. Set baseline to all."
             )
 
     def needs_rescoring(self, module: RolloutModule) -> bool:

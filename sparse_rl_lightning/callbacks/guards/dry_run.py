@@ -251,7 +251,7 @@ class WorstCase:
             evictions=EvictionRecord.from_dense(alive) if self.module.keeps_evictions else None,
             advantages=torch.ones(shape[:1], device=device),
             # what rejection takes away costs most where it is replayed
-            keep=mask & (getattr(self.module, "replay_objective", None) != "rejected"),
+            keep=mask & (not self.module.learns_from_rejected),
             weights=zeros + 1,
             weight_reference=zeros + 1,
         )

@@ -82,8 +82,7 @@ def _tokens(trainer: Trainer, module: RolloutModule, rollout: Rollout) -> list[f
     """Numbers of tokens of all ranks: of completions, those that count, those with a reward, and those not rejected."""
     mask = module.loss.mask(rollout)
     rewarded = mask if rollout.rewards is None else mask & ~rollout.rewards.isnan()[:, None]
-    learns_all = getattr(module, "replay_objective", None) in ("mixed", "rejected")
-    kept = rewarded if rollout.keep is None or learns_all else rewarded & rollout.keep
+    kept = rewarded if rollout.keep is None or module.learns_from_rejected else rewarded & rollout.keep
     counts = torch.stack([part.sum() for part in (rollout.completion_mask, mask, rewarded, kept)]).float()
     if trainer.world_size > 1:
         counts = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))

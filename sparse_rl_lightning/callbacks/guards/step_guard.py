@@ -52,7 +52,7 @@ class StepGuard(Callback):
         self.in_a_row = 0
         self._skips_now = False
         self._norm: float | None = None
-        self._worst: dict[str, float] = {}  # of the step so far
+        self._worst: dict[str, torch.Tensor] = {}  # of the step so far
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Remove bad gradients: an optimizer passes over weights without any."""
@@ -71,9 +71,8 @@ class StepGuard(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count at the end of an optimizer step."""
-        for name in BEHIND:  # of every micro-batch of the step
-            value = float(trainer.callback_metrics.get(name, 0.0))
-            self._worst[name] = max(value, self._worst.get(name, 0.0))
+        if self.watch is not None:
+            self._note_micro_batch(trainer)
         if trainer.fit_loop._should_accumulate():
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -107,12 +106,19 @@ class StepGuard(Callback):
         if self.watch is not None:
             self.watch = replace(self.watch, **state_dict.get("watch", {}))
 
+    def _note_micro_batch(self, trainer: Trainer) -> None:
+        """Keep the largest numbers of the step's micro-batches, on their device until they are asked for."""
+        logged = trainer.callback_metrics
+        for name in BEHIND:
+            if name in logged:
+                self._worst[name] = torch.maximum(logged[name], self._worst.get(name, logged[name]))
+
     def _look_for_spike(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
         found = None if self.watch is None else self.watch.see(norm)
         if found is None:  # on all ranks alike
             return
-        worst = torch.tensor([self._worst.get(name, 0.0) for name in BEHIND], device=module.device)
-        ratio, share = trainer.strategy.reduce(worst, reduce_op="max").tolist()
+        worst = [self._worst.get(name, torch.tensor(0.0)).to(module.device) for name in BEHIND]
+        ratio, share = trainer.strategy.reduce(torch.stack(worst), reduce_op="max").tolist()
         loss = getattr(module, "loss", None)  # any module may have the guard
         can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
         warn_of_run(

@@ -1,0 +1,31 @@
+"""Files of the repository with a line of JSON for everything that a long benchmark has finished."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from sparse_rl_lightning.files import write_whole
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Every line, none if there is no file yet."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """All lines anew, whole or not at all."""
+    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def add_options(parser: argparse.ArgumentParser, name: str, page: str) -> None:
+    """The options of a benchmark that goes on where it was stopped: folders, the file of lines, and the page."""
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once, one thread each")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / name, help="folder of the runs")
+    parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / f"{name}.jsonl")
+    parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
+    parser.add_argument("--save", type=Path, help=f"folder of {page} and its pictures")
