@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     ("py:class", rf"({OTHERS})\..*"),
     ("py:class", r"Tensor|nn\.Module|PreTrainedModel|Callback|Axes|AxesImage|[a-z.]*(list|tuple|dict|Mapping)\[.*"),
     ("py:class", r"sparse_rl_lightning\..*\._\w+"),
-    ("py:class", r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|Turn)"),  # what parts of the engine hand over
+    ("py:class", r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|ScoreNetwork|Turn)"),  # what parts hand over
 ]
 
 linkcheck_timeout = 20

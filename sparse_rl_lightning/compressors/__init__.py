@@ -10,6 +10,7 @@ from sparse_rl_lightning.compressors.h2o import H2O
 from sparse_rl_lightning.compressors.keydiff import KeyDiff
 from sparse_rl_lightning.compressors.knorm import KNorm
 from sparse_rl_lightning.compressors.lagkv import LagKV
+from sparse_rl_lightning.compressors.learned_score import LearnedScore
 from sparse_rl_lightning.compressors.qfilters import QFilters
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
 from sparse_rl_lightning.compressors.random_eviction import RandomEviction
@@ -32,6 +33,7 @@ __all__ = [
     "KNorm",
     "KeyDiff",
     "LagKV",
+    "LearnedScore",
     "QFilters",
     "QueryStatistics",
     "RandomEviction",

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
 from sparse_rl_lightning.errors import UserError
@@ -133,6 +133,16 @@ class Compressor(Budgeted):
     """Whether :meth:`update_state` reads ``update.hidden_states``."""
     needs_output_norms = False
     """Whether :meth:`update_state` reads ``update.output_norms``: as costly per step as the output projection."""
+    scores_are_logits = False
+    """Whether scores have a scale of their own, which ``Drawn`` leaves as it is."""
+
+    @property
+    def state_is_constant(self) -> bool:
+        """Whether an entry's running numbers come from its own token alone and never change.
+
+        A learner then finds them again by one call of :meth:`update_state` for a whole sequence.
+        """
+        return False
 
     @abstractmethod
     def score(self, layer: LayerState) -> Tensor:
@@ -155,6 +165,13 @@ class Compressor(Budgeted):
         owners = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("score_cached", "score")]
         is_current = owners[0] is not Compressor and issubclass(owners[0], owners[1])
         return is_current and not self.protect_prompt and not self.protect_token_ids
+
+    def build(self, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> nn.Module | None:
+        """The weights that this method learns for a model of these sizes, the same at every call; None if it has none.
+
+        They train with the module that rolls out.
+        """
+        return None
 
     def update_state(self, update: StateUpdate) -> None:
         """Update the running numbers in ``update.state`` and ``update.head_state`` for new tokens, in place.

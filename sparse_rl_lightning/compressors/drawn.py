@@ -28,8 +28,8 @@ class Drawn(Wrapped):
 
     Args:
         compressor: Method whose scores are drawn from; budget, buffer and all other sizes are its.
-        temperature: Divisor of the scores, in standard deviations of a head's scores; 0 evicts the lowest scores, as
-            the method alone does.
+        temperature: Divisor of the scores, in standard deviations of a head's scores, or as they are for
+            ``LearnedScore``; 0 evicts the lowest scores, as the method alone does.
 
     Raises:
         ValueError: If the temperature is negative, or the method never evicts.
@@ -60,9 +60,11 @@ class Drawn(Wrapped):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the scores pass gradient on to keys, values or recent queries, and are made of nothing else."""
-        if self.state_fields or self.head_state_fields(2):
+        """Whether scores are made of keys, values, recent queries and constant numbers alone, and pass gradient on."""
+        if self.head_state_fields(2) or self.needs_attention or self.needs_output_norms:
             return False
+        if self.state_fields:
+            return self.state_is_constant
         try:
             with torch.enable_grad():
                 return self.logits(_probe(self)).requires_grad
@@ -73,7 +75,8 @@ class Drawn(Wrapped):
         scores = given.to(torch.float32)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
         free = layer.valid & ~pinned & (scores < torch.inf)
-        return (-standardized(scores, free) / self.temperature).masked_fill(~free, -torch.inf)
+        worth = scores if self._parts[0].scores_are_logits else standardized(scores, free)
+        return (-worth / self.temperature).masked_fill(~free, -torch.inf)
 
     def __repr__(self) -> str:
         return f"Drawn(compressor={self._parts[0]!r}, temperature={self.temperature})"

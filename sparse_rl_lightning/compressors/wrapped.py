@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
@@ -48,10 +48,21 @@ class Wrapped(Compressor):
         """Names of all parts, numbered."""
         return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
 
+    @property
+    def state_is_constant(self) -> bool:
+        """Whether those of all parts that have any are."""
+        return all(part.state_is_constant for part in self._parts if part.state_fields)
+
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
         """Names of all parts, numbered."""
         parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
         return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
+
+    def build(self, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> nn.Module | None:
+        """Weights of all parts that learn any."""
+        built = [part.build(num_layers, num_kv_heads, head_dim, hidden_size) for part in self._parts]
+        own = [weights for weights in built if weights is not None]
+        return nn.ModuleList(own) if own else None
 
     def update_state(self, update: StateUpdate) -> None:
         """Let every part that has running numbers update its own."""

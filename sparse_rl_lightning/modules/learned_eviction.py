@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparse_rl_lightning.callbacks.calls import correct
 from sparse_rl_lightning.compressors import Drawn
+from sparse_rl_lightning.compressors.learned_score import FILE, ScoreNetwork, save_network
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evictions import EvictionDraws
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.losses import eviction_loss
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
+from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 from sparse_rl_lightning.replay.draws import draw_statistics
 
@@ -35,17 +40,23 @@ class LearnedEvictionGRPO(ReplayGRPO):
     Args:
         policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here.
         compressor: Drawn evictions of a method whose scores have a gradient: SnapKV, R-KV, TOVA, KeyDiff, and
-            combinations of them that are not ranked.
+            combinations of them that are not ranked, or ``LearnedScore``, whose network is trained with the policy.
         eviction_weight: Factor of the draws' term; 0 learns tokens alone.
+        network_lr: Learning rate of that network, whose numbers begin at nothing; null for the policy's.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
         ValueError: If the compressor draws nothing or has no gradient, or an option does not go with it.
     """
 
-    def __init__(self, policy: Any, compressor: Drawn, *args: Any, eviction_weight: float = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self, policy: Any, compressor: Drawn, *args: Any, eviction_weight: float = 1.0,
+        network_lr: float | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(policy, compressor, *args, replay_objective="sparse", **kwargs)
         check_number("eviction_weight", eviction_weight, least=0, owner="LearnedEvictionGRPO")
+        if network_lr is not None:
+            check_number("network_lr", network_lr, above=0, owner="LearnedEvictionGRPO")
         if not isinstance(compressor, Drawn) or compressor.temperature == 0:
             raise UserError(
                 f"LearnedEvictionGRPO learns from evictions that were drawn, and {compressor} draws none. Wrap it: "
@@ -54,8 +65,8 @@ class LearnedEvictionGRPO(ReplayGRPO):
         if not compressor.has_gradient:
             raise UserError(
                 "LearnedEvictionGRPO recomputes scores, with gradient, from keys, values and recent queries alone, "
-                f"which those of {compressor} are not made of. Use SnapKV, RKV, TOVA, KeyDiff or KNorm, or Combined of "
-                "them with normalization: standard."
+                f"which those of {compressor} are not made of. Use SnapKV, RKV, TOVA, KeyDiff, KNorm or LearnedScore, "
+                "or Combined of them with normalization: standard."
             )
         if compressor.budget_rule.splits_heads:
             raise UserError(
@@ -69,7 +80,38 @@ class LearnedEvictionGRPO(ReplayGRPO):
                 "model.learner.gradient_checkpointing to false and model.learner.micro_batch_tokens to null."
             )
         self.drawn = compressor
-        self.eviction_weight = eviction_weight
+        self.eviction_weight, self.network_lr = eviction_weight, network_lr
+        self.network: nn.Module | None = None
+
+    def on_policy_loaded(self) -> None:
+        """Load the policy as ReplayGRPO does; make what the compressor learns besides it a part of this module."""
+        super().on_policy_loaded()
+        g = CacheGeometry.of(self.policy)
+        hidden_size = self.policy.config.get_text_config().hidden_size
+        self.network = self.drawn.build(g.num_layers, g.num_kv_heads, g.head_dim, hidden_size)
+        if self.network is not None:
+            self.network.to(g.device)
+
+    def parameter_groups(self) -> list[Any]:
+        """The policy's parameters, and those of the compressor's network with their own learning rate."""
+        groups, own = super().parameter_groups(), self.network
+        if own is None:
+            return groups
+        rate = {} if self.network_lr is None else {"lr": self.network_lr}
+        return [{"params": groups}, {"params": list(own.parameters()), **rate}]
+
+    def export(self, folder: str | Path) -> None:
+        """Write policy and tokenizer, and the compressor's network beside them."""
+        super().export(folder)
+        if self._trainer is None or self.global_rank == 0:
+            for network in (part for part in self.modules() if isinstance(part, ScoreNetwork)):
+                save_network(network, Path(folder) / FILE)
+
+    def _check_ranks(self) -> None:
+        """Refuse weights that are shared out over ranks, from which a compressor's network would be left out."""
+        super()._check_ranks()
+        if self.network is not None and is_sharded(self.policy):
+            raise UserError("LearnedScore trains with one device, DDP or ZeRO up to stage 2, not ZeRO-3 or FSDP2.")
 
     @torch.no_grad()
     def rescore(self, scored: ScoredRollout) -> None:
@@ -97,7 +139,10 @@ class LearnedEvictionGRPO(ReplayGRPO):
             num_items=denominators.everything,
         )  # fmt: skip
         metrics = {**output.metrics, **term.metrics, "entropy": entropy[part.completion_mask].mean().detach()}
-        return LossOutput(output.loss + self.eviction_weight * term.loss, metrics)
+        total = output.loss + self.eviction_weight * term.loss
+        if self.network is not None:  # DDP waits for a gradient of every parameter, and there may be no draw to credit
+            total = total + 0.0 * torch.stack([own.sum() for own in self.network.parameters()]).sum()
+        return LossOutput(total, metrics)
 
     def _statistics(self, part: Rollout) -> tuple[torch.Tensor, torch.Tensor, EvictionDraws]:
         options = self.learner.options

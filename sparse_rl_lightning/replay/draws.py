@@ -8,18 +8,20 @@ the evicted were drawn: it follows from the keyed numbers and the scores of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors.drawn import Drawn, log_exponential
 from sparse_rl_lightning.evictions import EvictionDraws, EvictionRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.records import LayerState, Rollout
+from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.replay.death_attention import death_attention
 from sparse_rl_lightning.replay.hooks import attention_implementation, register
 from sparse_rl_lightning.replay.logprobs import replayable
@@ -72,6 +74,22 @@ class _Watch:
     events: Events
     known: Tensor | None  # (S, L, H, M) positions in the order drawn
     found: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: (S, H), and the order (S, H, M)
+    hidden: Tensor | None = None  # (B, T, E) of the layer that runs, if the scores are made of it
+
+    @contextmanager
+    def watching(self, model: PreTrainedModel) -> Iterator[None]:
+        """Catch the input of every layer's attention, for compressors that ask for it."""
+
+        def catch(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.hidden = args[0] if args else named["hidden_states"]
+
+        layers: Any = model.get_decoder().layers if self.compressor.needs_hidden_states else ()
+        hooks = [layer.self_attn.register_forward_pre_hook(catch, with_kwargs=True) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def see(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         """Score the events of a layer from its queries, keys and values (B, ., T, D), rotated."""
@@ -97,22 +115,38 @@ class _Watch:
         positions = (~alive).to(torch.int8).argsort(dim=-1, stable=True)[..., :width]  # the living first, in order
         valid = alive.gather(-1, positions)
         heads = torch.arange(death.shape[1], device=death.device)
-        keys, values = (t[rows[:, None, None], heads[:, None], positions] for t in (key, value))
+        entries = rows[:, None, None], heads[:, None], positions
         places = steps[:, None] - 1 - torch.arange(own.num_queries, device=death.device)  # newest first
         groups = torch.arange(query.shape[1], device=death.device)
         queries = query[rows[:, None, None], groups[:, None], places.clamp(min=0)[:, None]]
         prompts, numbers = self.rollout.prompt_lengths[rows], self.rollout.keys
         assert numbers is not None
         state = LayerState(
-            keys=keys, values=values, valid=valid, positions=positions, lengths=valid.sum(dim=-1),
+            keys=key[entries], values=value[entries], valid=valid, positions=positions, lengths=valid.sum(dim=-1),
             token_ids=self.rollout.sequences[rows[:, None, None], positions], prompt_lengths=prompts, queries=queries,
             query_positions=places.clamp(min=-1),
             # a prompt is compressed before its samples begin
             sequence_keys=torch.where(steps == prompts, numbers[rows, 0], numbers[rows, 1]),
             prompt_keys=numbers[rows, 0], layer_index=layer, scale=scale,
             inv_freq=key.new_zeros(0), attention_scaling=1.0,
+            state={name: worth[entries] for name, worth in self._constant_state(layer, key, value).items()},
         )  # fmt: skip
         return state, valid & (death.gather(-1, positions) == steps[:, None, None])
+
+    def _constant_state(self, layer: int, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+        """Running numbers (B, H, T) of all tokens, which keep those they entered with."""
+        shape, device = key.shape[:3], key.device
+        state = {name: key.new_zeros(shape, dtype=torch.float32) for name in self.compressor.state_fields}
+        if state:
+            lengths = torch.full(shape[:2], shape[2], dtype=torch.int32, device=device)
+            positions = torch.arange(shape[2], device=device).expand(shape[0], -1)
+            asked = {} if self.hidden is None else {"hidden_states": self.hidden.to(torch.float32)}
+            prompts = self.rollout.prompt_lengths
+            with torch.autocast(device.type, enabled=False):
+                self.compressor.update_state(
+                    StateUpdate(state, {}, lengths, positions, key, value, prompts, layer, asked)
+                )
+        return state
 
 
 def _drawn_order(logits: Tensor, died: Tensor, state: LayerState) -> Tensor:
@@ -159,7 +193,7 @@ def draw_statistics(
     death, events = evictions.death, Events.of(evictions)
     known = None if draws is None else draws.order[events.rows, events.places]
     watch = _Watch(compressor, rollout, death, events, known)
-    with attention_implementation(model, DRAWS):
+    with attention_implementation(model, DRAWS), watch.watching(model):
         logprobs, entropy = sequence_logprobs(model, rollout.sequences, rollout.completion_mask, draws=watch, **head)
     most = int(evictions.num_steps.max()) if draws is None else draws.steps.shape[1]
     return logprobs, entropy, _collected(watch, len(rollout), most)

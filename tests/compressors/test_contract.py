@@ -47,7 +47,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place
 SHIPPED = [
     getattr(compressors, name)
     for name in compressors.__all__
-    if name not in ("Compressor", "FullKV", "QueryStatistics", "Combined", "Drawn")
+    if name not in ("Compressor", "FullKV", "LearnedScore", "QueryStatistics", "Combined", "Drawn")
 ]
 CASES = [(cls, options) for cls in SHIPPED for options in OPTIONS.get(cls.__name__, [{}])]
 WRAPPED = [

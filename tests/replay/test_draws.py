@@ -11,27 +11,40 @@ from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
-from sparse_rl_lightning.compressors import RKV, TOVA, Combined, Compressor, Drawn, FullKV, KeyDiff, SnapKV
+from sparse_rl_lightning.compressors import (
+    RKV,
+    TOVA,
+    Combined,
+    Compressor,
+    Drawn,
+    FullKV,
+    KeyDiff,
+    SnapKV,
+)
 from sparse_rl_lightning.compressors.drawn import log_exponential
 from sparse_rl_lightning.evictions import NEVER, EvictionDraws, EvictionRecord
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay import draws
 from sparse_rl_lightning.replay.draws import draw_statistics, ordered_logprob
 from sparse_rl_lightning.testing import tiny_model
+from tests.learned import learned_score
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 2}
-METHODS: dict[str, Compressor] = {
-    "SnapKV": SnapKV(**SIZES, kernel_size=3), "RKV": RKV(**SIZES), "TOVA": TOVA(**SIZES), "KeyDiff": KeyDiff(**SIZES),
-    "original": SnapKV(**SIZES, variant="original", pooling="avg", group_reduction="mean"),
-    "protected": SnapKV(**SIZES | {"budget": 25}, protect_prompt=True),
-    "both": Combined([SnapKV(**SIZES), KeyDiff(**SIZES)], normalization="standard"),
-}  # fmt: skip
-PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], [11, 12, 13], list(range(3, 23))]
-PARAMS = SamplingParams(num_generations=3, max_completion_length=24, seed=5)
 
 
 def model(**options: Any) -> Any:
     return tiny_model(initializer_range=0.3, num_layers=2, eos_token_id=None, **options)
+
+
+METHODS: dict[str, Compressor] = {
+    "SnapKV": SnapKV(**SIZES, kernel_size=3), "RKV": RKV(**SIZES), "TOVA": TOVA(**SIZES), "KeyDiff": KeyDiff(**SIZES),
+    "original": SnapKV(**SIZES, variant="original", pooling="avg", group_reduction="mean"),
+    "protected": SnapKV(**SIZES | {"budget": 25}, protect_prompt=True),
+    "learned": learned_score(**SIZES),
+    "both": Combined([SnapKV(**SIZES), KeyDiff(**SIZES)], normalization="standard"),
+}  # fmt: skip
+PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], [11, 12, 13], list(range(3, 23))]
+PARAMS = SamplingParams(num_generations=3, max_completion_length=24, seed=5)
 
 
 # ---------------------------------------------------------------- the mathematics

@@ -17,11 +17,12 @@ from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import NEVER, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
+from tests.learned import learned_score
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 33, 1)]
 SIZES: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 1, "window": 3}
 PARAMS = SamplingParams(num_generations=2, max_completion_length=26, temperature=0.9, seed=4)
-NOT_ALONE = ("Compressor", "FullKV", "QueryStatistics", "Combined", "Drawn")
+NOT_ALONE = ("Compressor", "FullKV", "QueryStatistics", "Combined", "Drawn", "LearnedScore")
 EVICTING = sorted(name for name in compressors.__all__ if name not in NOT_ALONE)
 RULES: dict[str, BudgetRule | None] = {
     "uniform": None,
@@ -30,6 +31,7 @@ RULES: dict[str, BudgetRule | None] = {
     "both": Adaptive(floor=4, layers=Pyramid(beta=1.5)),
 }
 WRAPPED = {
+    "learned": learned_score(num_layers=3, **SIZES),
     "union": Combined([SnapKV(**SIZES)], across_heads="max"),
     "drawn": Drawn(H2O(**SIZES), temperature=0.5),
     "mixture": Combined([SnapKV(**SIZES), KNorm(**SIZES)]),

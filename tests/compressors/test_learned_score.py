@@ -1,0 +1,126 @@
+"""LearnedScore: its network is a function of an entry alone, is learned with the policy, and travels in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.compressors import Combined, Drawn, KeyDiff, LearnedScore
+from sparse_rl_lightning.compressors.learned_score import FILE, ScoreNetwork, save_network
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.modules import LearnedEvictionGRPO
+from sparse_rl_lightning.replay import replay_logprobs
+from sparse_rl_lightning.testing import check_compressor, tiny_model
+from tests.learned import learned_score
+from tests.tiny_grpo import fit, loaded, module, weights
+
+SIZES: dict[str, Any] = {"budget": 8, "buffer": 3, "num_sinks": 1, "window": 2}
+
+
+def sizes_of(model: Any) -> tuple[int, int, int, int]:
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, config.num_key_value_heads, head_dim, config.hidden_size
+
+
+def test_it_keeps_the_contract() -> None:
+    check_compressor(learned_score(**SIZES))
+    check_compressor(Combined([learned_score(**SIZES), KeyDiff(**SIZES)]))
+
+
+def test_a_worth_is_that_of_the_formula() -> None:
+    """Written out for one entry in float64."""
+    keys, values, hidden = torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 5, 64)
+    network = ScoreNetwork(2, 2, 16, 64, width=7)
+    with torch.no_grad():
+        network.outer.normal_()
+        network.bias.normal_()
+    found = network(1, keys, values, hidden)
+    parts = [t.double() / (t.double().square().mean().sqrt()) for t in (keys[1, 0, 3], values[1, 0, 3], hidden[1, 3])]
+    units = torch.tanh(torch.cat(parts) @ network.inner[1, 0].double() + network.bias[1, 0].double())
+    assert float(found[1, 0, 3].detach()) == pytest.approx(
+        float((units @ network.outer[1, 0].double()).detach()), abs=1e-5
+    )
+
+
+def test_replay_is_exact_and_other_weights_evict_something_else() -> None:
+    policy = tiny_model(initializer_range=0.3, eos_token_id=None)
+    params, deaths = SamplingParams(num_generations=2, max_completion_length=30, seed=1), []
+    for seed in (0, 20):
+        rollout = RolloutSampler(policy, learned_score(seed, **SIZES)).generate([list(range(5, 20)), [3, 4, 5]], params)
+        assert rollout.evictions is not None
+        with torch.no_grad():
+            torch.testing.assert_close(replay_logprobs(policy, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        deaths.append(rollout.evictions.death[..., :20])
+    assert not torch.equal(*deaths)
+
+
+def test_without_weights_it_says_where_they_come_from() -> None:
+    with pytest.raises(UserError, match=r"no network yet.*LearnedEvictionGRPO"):
+        RolloutSampler(tiny_model(), LearnedScore(**SIZES)).generate(
+            [[1, 2, 3]], SamplingParams(max_completion_length=4)
+        )
+
+
+def test_weights_travel_in_a_file(tmp_path: Path) -> None:
+    own = learned_score(**SIZES)
+    save_network(own.build(*sizes_of(tiny_model())), tmp_path / FILE)
+    again = LearnedScore(**SIZES, weights=str(tmp_path / FILE))
+    policy, params = tiny_model(eos_token_id=None), SamplingParams(max_completion_length=30)
+    first, second = (RolloutSampler(policy, c).generate([[1, 2, 3]], params) for c in (own, again))
+    assert first.evictions is not None
+    assert second.evictions is not None
+    assert torch.equal(first.evictions.death, second.evictions.death)
+    with pytest.raises(UserError, match="is of a model with"):
+        again.build(9, 1, 8, 32)
+    (tmp_path / "other").write_bytes(b"no tensors")
+    for path in ("missing", str(tmp_path / "other")):
+        with pytest.raises(UserError, match=r"weights=.*FOLDER/learned_score\.safetensors"):
+            LearnedScore(**SIZES, weights=path)
+
+
+# ---------------------------------------------------------------- training
+
+KIND: dict[str, Any] = {"kind": LearnedEvictionGRPO, "lr": 0.05}
+
+
+def drawn(**options: Any) -> Drawn:
+    return Drawn(LearnedScore(**SIZES, **options), temperature=0.5)
+
+
+def network_of(grpo: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in grpo.network.parameters()])
+
+
+def test_the_network_learns_with_the_policy_at_its_own_rate() -> None:
+    before = network_of(loaded(**KIND, compressor=drawn()))
+    moved = []
+    for rate in (None, 1e-6):
+        grpo = module(**KIND, compressor=drawn(), network_lr=rate)
+        fit(grpo, 4)
+        moved.append(float((network_of(grpo) - before).abs().max()))
+        assert grpo.state_dict().keys() >= {"network.0.inner", "network.0.recency"}
+    assert moved[0] > 1e-3
+    assert 0 < moved[1] < 1e-4
+
+
+def test_with_no_weight_of_draws_the_network_stays() -> None:
+    grpo = module(**KIND, compressor=drawn(), eviction_weight=0.0)
+    fit(grpo, 2)
+    start = loaded(**KIND, compressor=drawn())
+    assert torch.equal(network_of(grpo), network_of(start))
+    assert not torch.equal(weights(grpo), weights(start))
+
+
+def test_export_writes_it_beside_the_policy(tmp_path: Path) -> None:
+    grpo = module(**KIND, compressor=drawn())
+    fit(grpo, 2)
+    grpo.export(tmp_path / "policy")
+    again = LearnedScore(**SIZES, weights=str(tmp_path / "policy" / FILE))
+    network = again.build(*sizes_of(grpo.policy))
+    own = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    assert torch.equal(own, network_of(grpo))
