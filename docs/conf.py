@@ -46,7 +46,10 @@ nitpick_ignore_regex = [
     ("py:class", rf"({OTHERS})\..*"),
     ("py:class", r"Tensor|nn\.Module|PreTrainedModel|Callback|Axes|AxesImage|[a-z.]*(list|tuple|dict|Mapping)\[.*"),
     ("py:class", r"sparse_rl_lightning\..*\._\w+"),
-    ("py:class", r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|ScoreNetwork|Turn)"),  # what parts hand over
+    (
+        "py:class",
+        r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|ScoreNetwork|Turn|Wrapped)",
+    ),  # what parts hand over
 ]
 
 linkcheck_timeout = 20

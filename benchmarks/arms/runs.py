@@ -28,11 +28,18 @@ class Arm:
     config: str
     callbacks: Sequence[ANY_CALLBACK] = ()
     options: dict[str, Any] = field(default_factory=dict)  # of the model
+    temperature: float | None = None  # evictions are drawn
 
     @property
     def evicts(self) -> bool:
         """Whether the rollouts run under a budget."""
         return self.config != "dense"
+
+    def samples_with(self, compressor: dict[str, Any]) -> dict[str, Any]:
+        """The compressor of its rollouts, made of the method that all arms have."""
+        if self.temperature is None:
+            return compressor
+        return {"class_path": "Drawn", "init_args": {"compressor": compressor, "temperature": self.temperature}}
 
 
 PAPER: tuple[ANY_CALLBACK, ...] = ("SparsityAwareRejection", "ImportanceReweighting")
@@ -140,7 +147,7 @@ class Run:
             "lr_scheduler.init_args.total_iters": settings.steps,
         }
         if self.budget is not None:
-            model["compressor"] = json.dumps(settings.compressor(self.budget))
+            model["compressor"] = json.dumps(self.arm.samples_with(settings.compressor(self.budget)))
         options = {
             "num_threads": settings.threads,
             "seed_everything": self.seed,

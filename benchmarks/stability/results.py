@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from benchmarks.arms.runs import DENSE, NAIVE, Arm
 from benchmarks.common.tables import Table
 from benchmarks.stability.outcomes import Outcome, geometric, mean
 from benchmarks.stability.records import SPIKE, Archive
-from benchmarks.stability.studies import ALL, MAIN, QUIET, SPARSE_RL, STEPS, Study
+from benchmarks.stability.studies import ALL, COUNTDOWN, MAIN, QUIET, SPARSE_RL, STEPS, Study
 
 MISSING = "–"
 COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
@@ -114,6 +114,26 @@ def steps_table(results: Results, studies: Sequence[Study] = STEPS) -> Table:
     return table
 
 
+def countdown_table(results: Results, studies: Mapping[int, Study] = COUNTDOWN) -> Table:
+    """Arms by accuracy under the cache they trained with and with the full one, at each compression."""
+    names = [f"{name}, {times}x" for times in studies for name in ("compressed cache", "full cache")]
+    table = Table("", ["", *names])
+    started = [
+        next((run for arm in study.arms for run in results.of(study, arm).values()), None) for study in studies.values()
+    ]
+    before = [
+        [MISSING] * 2 if run is None else [f"{run.sparse_before:.2f}", f"{run.dense_before:.2f}"] for run in started
+    ]
+    table.add("before training", *(cell for cells in before for cell in cells))
+    for arm in next(iter(studies.values())).arms:
+        cells = []
+        for study in studies.values():
+            own = list(results.of(study, arm).values())
+            cells += [COLUMNS[name](own) if own else MISSING for name in ("compressed cache", "full cache")]
+        table.add(arm.label, *cells)
+    return table
+
+
 def overview(results: Results) -> Table:
     """Arms of the main comparison in three columns: what the README shows."""
     table = Table("", ["", *BRIEFLY])
@@ -133,6 +153,6 @@ def tables(results: Results) -> dict[str, str]:
     """Every block of the page by its name."""
     blocks = {
         "how quiet": quiet_table(results), "main": arms_table(results, MAIN), "leads": leads(results, MAIN),
-        "steps and rates": steps_table(results),
+        "steps and rates": steps_table(results), "countdown": countdown_table(results),
     }  # fmt: skip
     return {name: table.untitled for name, table in blocks.items()}

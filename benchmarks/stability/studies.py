@@ -15,14 +15,18 @@ REJECTION = Arm("rejection only", "naive", ("SparsityAwareRejection",))
 REWEIGHTING = Arm("reweighting only", "naive", (CAPPED,))
 SPARSE_RL = Arm("Sparse-RL", "naive", ("SparsityAwareRejection", CAPPED))
 OFFICIAL = Arm("Sparse-RL (official)", "sparse_rl_official")
+LEARNED = Arm("replay + learned eviction", "learned_eviction", temperature=0.3)
 ALL = (DENSE, NAIVE, DELTA, REJECTION, REWEIGHTING, SPARSE_RL, OFFICIAL, REPLAY)
 FOUR = (DENSE, NAIVE, DELTA, SPARSE_RL)
+FORGETFUL = (NAIVE, REPLAY, LEARNED)
 
-TASKS = {"sum": "warmup", "reduction": "warmup_reduction"}  # and the configuration that warms a policy up for it
+TASKS = {"sum": "warmup", "reduction": "warmup_reduction", "countdown": "warmup_countdown"}
+"""Tasks, and the configuration that warms a policy up for each."""
 BUDGET = 34
 _SIZES = {"buffer": 4, "num_sinks": 0}
 METHODS: dict[str, dict[str, Any]] = {
     "SnapKV": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 8, "kernel_size": 5}},
+    "KeyDiff": {"class_path": "KeyDiff", "init_args": {**_SIZES, "window": 4}},
     "SnapKV, fine": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 4, "kernel_size": 3}},
 }
 MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 8, "ceiling_prompts": 0}}
@@ -118,10 +122,18 @@ STEPS = tuple(
     for steps in (1, 2, 4)
     for rate in (2e-4, 3e-4)
 )
-GROUPS: dict[str, tuple[Study, ...]] = {"quiet": QUIET, "main": (MAIN,), "steps": STEPS}
+
+_ANSWER = {"model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]'}
+_THREE = {**_ANSWER, "data.init_args.num_terms": "3"}
+COUNTDOWN = {  # by the slot of a text of 44 tokens on average
+    2: Study("countdown", "KeyDiff", 18, (DENSE, *FORGETFUL), USUAL, FEW, _THREE),
+    3: Study("countdown", "KeyDiff", 11, FORGETFUL, USUAL, FEW, _THREE),
+}
+GROUPS: dict[str, tuple[Study, ...]] = {
+    "quiet": QUIET, "main": (MAIN,), "steps": STEPS, "countdown": tuple(COUNTDOWN.values()),
+}  # fmt: skip
 
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)
-_ANSWER = {"model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]'}
 PAPER = Arm("Sparse-RL (paper)", "sparse_rl_paper")
 HARD = Study("sum", "SnapKV", 24, (DENSE, NAIVE, REPLAY), _HARSH, (0, 1, 2), _ANSWER)
 MILD = Study("sum", "SnapKV, fine", 34, (PAPER,), _HARSH, (0, 1, 2), _ANSWER)

@@ -49,6 +49,18 @@ def test_recipe_is_what_the_command_line_says(tmp_path: Path) -> None:
     assert run.settings.folder.name == "sum-snapkv-24-x-8-2-steps-1e-4"
 
 
+def test_learned_eviction_draws_from_the_method_that_all_have(tmp_path: Path) -> None:
+    for times, study in studies.COUNTDOWN.items():
+        runs = {run.arm.label: run for run in study.runs(10, tmp_path)}
+        told = [word.partition("=")[2] for word in runs[studies.LEARNED.label].command() if ".compressor=" in word]
+        drawn = json.loads(told[0])
+        assert (drawn["class_path"], drawn["init_args"]["temperature"]) == ("Drawn", 0.3)
+        naive = [word.partition("=")[2] for word in runs[studies.NAIVE.label].command() if ".compressor=" in word]
+        assert drawn["init_args"]["compressor"] == json.loads(naive[0])
+        assert study.budget + 4 == round(44 / times)
+        assert all("--data.init_args.tasks=countdown" in run.command() for run in runs.values())
+
+
 def write(run: Any) -> None:
     """The files of a finished run in round numbers: naive falls, all others rise, the more the larger the seed."""
     falls = run.arm.label == "naive"
