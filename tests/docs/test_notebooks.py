@@ -103,6 +103,20 @@ def check_what_was_evicted(notebook: nbformat.NotebookNode, printed: str) -> Non
     assert len(shown(notebook, "image/png")) == 2
 
 
+def check_what_it_learned_to_keep(notebook: nbformat.NotebookNode, printed: str) -> None:
+    full, own = numbers_after("FullKV", printed)[0], numbers_after("learned eviction", printed)
+    assert full > 0.6
+    assert max(numbers_after("SnapKV", printed) + numbers_after("RandomEviction", printed)) < 0.2, (
+        "rules lose nearly all"
+    )
+    assert len(own) == 5
+    assert numbers_after("gained:", printed)[0] > 0.08
+    assert min(numbers_after("full cache", printed)) > 0.4, "and the full cache has not unlearned"
+    assert len(re.findall(r"held at the end by \d+%", printed)) == 4
+    assert len(shown(notebook, "text/html")) == 2
+    assert len(shown(notebook, "image/png")) == 1
+
+
 def check_calibrate_a_schedule(notebook: nbformat.NotebookNode, printed: str) -> None:
     (mean,), (tail,) = numbers_after("mean", printed), numbers_after("5th percentile", printed)[:1]
     assert 0 < mean < 1
@@ -146,6 +160,7 @@ CHECKS = {
     "from_trl": check_from_trl,
     "new_compressor": check_new_compressor,
     "quickstart": check_quickstart,
+    "what_it_learned_to_keep": check_what_it_learned_to_keep,
     "what_was_evicted": check_what_was_evicted,
 }
 
@@ -173,7 +188,7 @@ def test_notebook_is_kept_without_output(path: Path) -> None:
     assert max(len(cell.source.splitlines()) for cell in code) <= 30, "one idea a cell"
 
 
-@pytest.mark.timeout(600)  # each under a minute and a half on an idle core
+@pytest.mark.timeout(600)  # each under two or three minutes on an idle core
 @pytest.mark.parametrize(
     "path",
     [
