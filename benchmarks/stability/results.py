@@ -12,7 +12,7 @@ from benchmarks.arms.runs import DENSE, NAIVE, Arm
 from benchmarks.common.tables import Table
 from benchmarks.stability.outcomes import Outcome, geometric, mean
 from benchmarks.stability.records import SPIKE, Archive
-from benchmarks.stability.studies import ALL, COUNTDOWN, MAIN, QUIET, SPARSE_RL, STEPS, Study
+from benchmarks.stability.studies import ALL, CONTROL, COUNTDOWN, MAIN, QUIET, SPARSE_RL, STEPS, Study
 
 MISSING = "–"
 COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
@@ -114,6 +114,18 @@ def steps_table(results: Results, studies: Sequence[Study] = STEPS) -> Table:
     return table
 
 
+def control_table(results: Results, studies: Sequence[Study] = CONTROL) -> Table:
+    """Methods by what training under them comes to, chance first."""
+    table = Table("", ["", *(f"{arm.label}, {name}" for arm in studies[0].arms for name in BRIEFLY)])
+    for study in studies:
+        cells = []
+        for arm in study.arms:
+            own = list(results.of(study, arm).values())
+            cells += [COLUMNS[name](own) if own else MISSING for name in BRIEFLY]
+        table.add(study.method, *cells)
+    return table
+
+
 def countdown_table(results: Results, studies: Mapping[int, Study] = COUNTDOWN) -> Table:
     """Arms by accuracy under the cache they trained with and with the full one, at each compression."""
     names = [f"{name}, {times}x" for times in studies for name in ("compressed cache", "full cache")]
@@ -154,5 +166,6 @@ def tables(results: Results) -> dict[str, str]:
     blocks = {
         "how quiet": quiet_table(results), "main": arms_table(results, MAIN), "leads": leads(results, MAIN),
         "steps and rates": steps_table(results), "countdown": countdown_table(results),
+        "control": control_table(results),
     }  # fmt: skip
     return {name: table.untitled for name, table in blocks.items()}

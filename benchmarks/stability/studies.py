@@ -24,8 +24,16 @@ TASKS = {"sum": "warmup", "reduction": "warmup_reduction", "countdown": "warmup_
 """Tasks, and the configuration that warms a policy up for each."""
 BUDGET = 34
 _SIZES = {"buffer": 4, "num_sinks": 0}
+_SNAPKV: dict[str, Any] = {**_SIZES, "window": 8, "kernel_size": 5}
+_RANDOM: dict[str, Any] = {**_SIZES, "window": 8, "redraw": True}
 METHODS: dict[str, dict[str, Any]] = {
-    "SnapKV": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 8, "kernel_size": 5}},
+    "RandomEviction": {"class_path": "RandomEviction", "init_args": _RANDOM},
+    "RandomEviction, prompt protected": {
+        "class_path": "RandomEviction",
+        "init_args": {**_RANDOM, "protect_prompt": True},
+    },
+    "SnapKV": {"class_path": "SnapKV", "init_args": _SNAPKV},
+    "SnapKV, prompt protected": {"class_path": "SnapKV", "init_args": {**_SNAPKV, "protect_prompt": True}},
     "KeyDiff": {"class_path": "KeyDiff", "init_args": {**_SIZES, "window": 4}},
     "SnapKV, fine": {"class_path": "SnapKV", "init_args": {**_SIZES, "window": 4, "kernel_size": 3}},
 }
@@ -129,8 +137,13 @@ COUNTDOWN = {  # by the slot of a text of 44 tokens on average
     2: Study("countdown", "KeyDiff", 18, (DENSE, *FORGETFUL), USUAL, FEW, _THREE),
     3: Study("countdown", "KeyDiff", 11, FORGETFUL, USUAL, FEW, _THREE),
 }
+CONTROL = tuple(
+    Study("sum", method, BUDGET, (NAIVE, SPARSE_RL), USUAL, FEW)
+    for method in ("RandomEviction", "RandomEviction, prompt protected", "SnapKV", "SnapKV, prompt protected")
+)
 GROUPS: dict[str, tuple[Study, ...]] = {
     "quiet": QUIET, "main": (MAIN,), "steps": STEPS, "countdown": tuple(COUNTDOWN.values()),
+    "control": CONTROL,
 }  # fmt: skip
 
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)
