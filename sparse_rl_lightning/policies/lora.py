@@ -112,6 +112,8 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **optio
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.add_adapter(LoraConfig(**options, target_modules=target_modules))
+        if model.device.type == "meta":
+            model.to(model.dtype)  # type: ignore[arg-type]  # peft gives adapters their layer's type, but not here
     _check_trainable(model)
 
 
@@ -147,7 +149,8 @@ def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:
 def _check_trainable(model: PreTrainedModel) -> None:
     """Refuse if anything but adapters could change the policy, or export could not merge them."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not any(bool(p.any()) for p in trainable.values()) or any("lora_" not in name for name in trainable):
+    some = any(p.is_meta or bool(p.any()) for p in trainable.values())  # a model of shapes alone has no values
+    if not some or any("lora_" not in name for name in trainable):
         raise UserError(
             f"LoRA would train {len(trainable)} of the policy's tensors, but every one must be an adapter's and some "
             "must not be zero. Check target_modules, and that the policy below has no adapters of its own."

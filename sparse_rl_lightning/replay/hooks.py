@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sparse_rl_lightning.replay.death_attention import death_attention
 
 REPLAY = "sparse_rl_replay"
+CAUSAL = "sparse_rl_causal"
+"""torch's causal attention, for tensors without values: transformers would look at them to choose a mask."""
 
 
 Attend = Callable[[Any, int, Tensor, Tensor, Tensor, float], Tensor]
@@ -83,4 +86,9 @@ def _under_deaths(death: Tensor, layer: int, query: Tensor, key: Tensor, value: 
     return death_attention(query, key, value, death[layer], scale)
 
 
+def _causal(_: None, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+
+
 register(REPLAY, "death", _under_deaths)
+register(CAUSAL, "causal", _causal)

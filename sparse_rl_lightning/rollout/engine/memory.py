@@ -15,20 +15,19 @@ other activations and the staging of prompts; leave room for them in the limit.
 from __future__ import annotations
 
 import os
-import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.decode_attention import empty_partials
 from sparse_rl_lightning.ops.draw import reference
 from sparse_rl_lightning.ops.library import has_kernel
+from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw
@@ -124,7 +123,7 @@ def partial_bytes(num_rows: int, geometry: CacheGeometry, most_entries: int) -> 
 
 def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype: torch.dtype = torch.float32) -> int:
     """The most bytes that logits (n, V) of this type, and what a draw on a GPU makes of them, hold at the same time."""
-    peak = _PeakBytes(reference=not has_kernel("draw", "cuda"))
+    peak = _DrawBytes(reference=not has_kernel("draw", "cuda"))
     with peak:
         logits = torch.zeros(num_rows, vocabulary, dtype=dtype, device="meta")
         occurred = torch.zeros(num_rows, vocabulary, dtype=torch.bool, device="meta") if params.penalizes else None
@@ -133,33 +132,19 @@ def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype:
     return peak.most
 
 
-class _PeakBytes(TorchDispatchMode):
-    """Counts the bytes of what is allocated and freed in it; a draw's in its PyTorch form if there is no kernel."""
+class _DrawBytes(LiveBytes):  # type: ignore[no-untyped-call]
+    """The same of a draw in its PyTorch form, where there is no kernel."""
 
     def __init__(self, reference: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
+        super().__init__()
         self._reference = reference
-        self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._reference and func is torch.ops.sparse_rl.draw.default:
             with self:
                 reference(*args)
             return None
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            memory = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if memory is not None and memory._cdata not in self._alive:
-                self._alive.add(memory._cdata)
-                self.now += memory.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(memory, self._freed, memory._cdata, memory.nbytes())
-        return out
-
-    def _freed(self, key: int, nbytes: int) -> None:
-        self._alive.discard(key)
-        self.now -= nbytes
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _words(g: CacheGeometry, size: CacheSize) -> dict[str, str]:

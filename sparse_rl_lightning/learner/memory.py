@@ -1,0 +1,109 @@
+"""What a micro-batch takes in the learner, found without a weight: the pass itself on tensors that have only shapes.
+
+The policy is made of its configuration under torch's fake tensors and goes forward and backward as in training, with
+the learner's own options; what is allocated and freed is added up. Nothing is priced by hand, so a new family, adapters
+and checkpointing count as they are. Not in it: what an allocator loses, and workspaces inside of kernels. Attention is
+that of a CPU's flash kernel, which keeps what a GPU's does: queries, keys, values, output and a number per query.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
+from sparse_rl_lightning.logprobs import hidden_states, token_logprobs
+from sparse_rl_lightning.ops.live_bytes import LiveBytes
+from sparse_rl_lightning.output_head import LogitScaling, output_head
+from sparse_rl_lightning.replay.hooks import CAUSAL, attention_implementation
+
+Adapt = Callable[[PreTrainedModel], object]
+"""Changes a model in place before it is trained, such as the adapters of LoRA."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that go through the learner together."""
+
+    rows: int
+    length: int  # tokens of the longest, prompt included
+    completion: int  # tokens of each that log-probs are needed of
+
+
+@dataclass(frozen=True)
+class LearnerBytes:
+    """The memory of a micro-batch's forward and backward pass, in bytes."""
+
+    kept: int  # what the forward pass leaves for the backward pass
+    peak: int  # most at any time, besides weights and their gradients
+
+
+def learner_bytes(
+    config: PreTrainedConfig,
+    part: MicroBatch,
+    options: LearnerOptions,
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    adapt: Adapt | None = None,
+) -> LearnerBytes:
+    """Memory that the learner needs for a micro-batch, beside weights, gradients and optimizer.
+
+    Args:
+        config: Configuration of the policy.
+        part: Sequences of the micro-batch.
+        options: Options of the learner.
+        dtype: Type of the weights.
+        autocast: Type of mixed precision, None without.
+        adapt: What is done to the policy before training, such as adding adapters.
+    """
+    with torch.device("meta"):  # adapters move what they are added to, which fake tensors do not bear
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        if adapt is not None:
+            adapt(model)
+    with FakeTensorMode():
+        _make_fake(model)
+        model.train()
+        Learner(options).prepare(model)
+        for parameter in model.parameters():  # as they are from the second micro-batch of a step on
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        mixed = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+        live = LiveBytes()
+        with live:
+            with mixed:
+                loss = _loss(model, part, options)
+            kept = live.now
+            loss.backward()  # type: ignore[no-untyped-call]
+        return LearnerBytes(kept, live.most)
+
+
+def _make_fake(model: PreTrainedModel) -> None:
+    """Put fake tensors of a CPU in the place of a model's parameters and buffers; what was shared stays so."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None and id(own) not in made:
+                made[id(own)] = nn.Parameter(torch.empty(own.shape, dtype=own.dtype), requires_grad=own.requires_grad)
+            module._parameters[name] = None if own is None else cast(nn.Parameter, made[id(own)])
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _loss(model: PreTrainedModel, part: MicroBatch, options: LearnerOptions) -> Tensor:
+    """A scalar that every log-prob of the completions has a part in."""
+    ids = torch.zeros(part.rows, part.length, dtype=torch.int64)
+    with attention_implementation(model, CAUSAL):
+        states = hidden_states(model, ids, causal=None)[:, :-1]
+    hidden = torch.cat(list(states[:, -part.completion :]))  # a copy, as a mask makes one
+    del states
+    logprobs, _ = token_logprobs(
+        output_head(model), hidden, ids[:, -part.completion :].flatten(), 1.0,
+        options.head_chunk_size, options.head_in_float32, LogitScaling.of(model.config),
+    )  # fmt: skip
+    return logprobs.sum()

@@ -1,0 +1,90 @@
+"""The predicted memory of a micro-batch is that of the pass itself, to the masks and scalars of its bookkeeping."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
+from sparse_rl_lightning.learner.memory import LearnerBytes, MicroBatch, learner_bytes
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.ops.live_bytes import LiveBytes
+from sparse_rl_lightning.policies.lora import add_adapter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+}  # fmt: skip
+FAMILIES = [Qwen2Config, Qwen3Config, LlamaConfig]
+LORA = partial(add_adapter, target_modules="all-linear", r=4, lora_alpha=8.0, lora_dropout=0.0)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {}, "bf16-mixed": {"autocast": torch.bfloat16}, "bf16-true": {"dtype": torch.bfloat16},
+    "LoRA": {"adapt": LORA}, "LoRA on 16 bits": {"adapt": LORA, "dtype": torch.bfloat16},
+}  # fmt: skip
+
+
+def measured(
+    config: PreTrainedConfig, part: MicroBatch, options: LearnerOptions, dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None, adapt: Any = None,
+) -> LearnerBytes:  # fmt: skip
+    """Of real tensors, through the learner's own function, with transformers' own attention."""
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if adapt is not None:
+        adapt(model)
+    model.train()
+    Learner(options).prepare(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    ids = torch.zeros(part.rows, part.length, dtype=torch.int64)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    mask[:, -part.completion :] = True
+    mixed = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    with LiveBytes() as live:
+        with mixed:
+            logprobs, _ = sequence_logprobs(model, ids, mask, 1.0, options.head_chunk_size, options.head_in_float32)
+            loss = logprobs.sum()
+            del logprobs
+        kept = live.now
+        loss.backward()
+    return LearnerBytes(kept, live.most)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+@pytest.mark.parametrize("options", [LearnerOptions(), LearnerOptions(gradient_checkpointing=True)], ids=repr)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_prediction_is_what_the_pass_takes(family: Any, options: LearnerOptions, setting: str) -> None:
+    config, part = family(**SIZES, num_hidden_layers=3), MicroBatch(rows=2, length=40, completion=25)
+    given = SETTINGS[setting]
+    found, want = learner_bytes(config, part, options, **given), measured(config, part, options, **given)
+    bookkeeping = 8 * part.rows * part.length  # masks of real tokens, and log-probs put back in their place
+    assert abs(found.kept - want.kept) <= bookkeeping
+    assert abs(found.peak - want.peak) <= bookkeeping
+    assert want.kept > 40 * bookkeeping, "nothing that matters was measured"
+
+
+def test_chunks_of_the_head_and_one_sequence_count() -> None:
+    config = Qwen2Config(**{**SIZES, "vocab_size": 5000}, num_hidden_layers=2)
+    peaks = []
+    for chunk in (4, 64):
+        options, part = LearnerOptions(head_chunk_size=chunk, head_in_float32=True), MicroBatch(1, 70, 64)
+        found, want = learner_bytes(config, part, options), measured(config, part, options)
+        assert found.peak == pytest.approx(want.peak, abs=8 * 70)
+        peaks.append(found.peak)
+    assert peaks[1] - peaks[0] > 50 * 5000 * 4, "the logits of a chunk are there at a time"
+
+
+def test_shapes_of_real_models_need_no_weights() -> None:
+    """Qwen3-4B at 16,384 tokens: 8 GB of weights in 16 bits, of which nothing is allocated."""
+    config = Qwen3Config(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+    )  # fmt: skip
+    part, sixteen = MicroBatch(1, 16384, 16000), torch.bfloat16
+    found = learner_bytes(config, part, LearnerOptions(gradient_checkpointing=True), dtype=sixteen)
+    inputs = 36 * 16384 * 2560 * 2
+    assert inputs < found.kept < 1.2 * inputs
+    assert 1.5 * inputs < found.peak < 6 * inputs
