@@ -30,7 +30,7 @@ from sparse_rl_lightning.ops.decode_attention import empty_partials
 from sparse_rl_lightning.ops.draw import reference
 from sparse_rl_lightning.ops.library import has_kernel
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE
+from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
