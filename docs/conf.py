@@ -46,7 +46,8 @@ nitpick_ignore_regex = [
     ("py:class", rf"({OTHERS})\..*"),
     ("py:class", r"Tensor|nn\.Module|PreTrainedModel|Callback|Axes|AxesImage|[a-z.]*(list|tuple|dict|Mapping)\[.*"),
     ("py:class", r"sparse_rl_lightning\..*\._\w+"),
-    ("py:class", r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|Turn)"),  # what parts of the engine hand over
+    ("py:obj", r"typing\.Literal\[.*"),
+    ("py:class", r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|Turn|Wrapped)"),  # what parts hand over, a base
 ]
 
 linkcheck_timeout = 20

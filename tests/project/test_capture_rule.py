@@ -34,6 +34,7 @@ STEP = Rule(
     roots=frozenset({  # what is called by no name of its own
         "rollout/engine/engine.py:Engine.step",
         "rollout/engine/decoders/walked.py:Walked.__call__",
+        "rollout/engine/decoders/forward.py:Forward.__call__",
         "rollout/engine/decoders/products.py:Projection.__call__",
         "rollout/engine/decoders/products.py:Copied.__call__",
         "rollout/engine/decoders/fused.py:AddNorm.__call__",

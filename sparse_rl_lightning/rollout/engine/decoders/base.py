@@ -6,7 +6,7 @@ There are two ways through the layers, with the same numbers: ``walked.Walked`` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,12 +17,10 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.engine.decoders.products import Projection
 
 ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
 
-Way = Literal["walked", "forward"]
-"""How a model's layers are run."""
+Way = Literal["walked", "forward"]  # how a model's layers are run
 
 
 class Attend(Protocol):
@@ -88,7 +86,7 @@ class Decoder(Protocol):
         ...
 
 
-def head_product(head: Projection, hidden: Tensor) -> Tensor:
+def head_product(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """The head's product (n, V); padded so that a row's bits do not depend on the number of rows."""
     n = hidden.shape[0]
     if n % ROW_MULTIPLE:
