@@ -46,10 +46,9 @@ nitpick_ignore_regex = [
     ("py:class", rf"({OTHERS})\..*"),
     ("py:class", r"Tensor|nn\.Module|PreTrainedModel|Callback|Axes|AxesImage|[a-z.]*(list|tuple|dict|Mapping)\[.*"),
     ("py:class", r"sparse_rl_lightning\..*\._\w+"),
-    (
-        "py:class",
-        r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|ScoreNetwork|Turn|Wrapped)",
-    ),  # what parts hand over
+    ("py:obj", r"typing\.Literal\[.*"),
+    # what parts hand over, and bases
+    ("py:class", r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|ScoreNetwork|Turn|Wrapped)"),
 ]
 
 linkcheck_timeout = 20

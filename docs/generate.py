@@ -1,8 +1,9 @@
 """Write what the documentation takes from the code: ``python -m docs.generate``, with ``--check`` only compare.
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
-tables of ``recipes.md`` from the shipped configurations and the memory plan, those of ``choosing.md`` and
-``learner.md`` from what was measured. The files are committed, so that a code host shows them.
+tables of ``recipes.md`` from the shipped configurations and the memory plan, those of ``models.md`` from published
+sizes, those of ``choosing.md`` and ``learner.md`` from what was measured. The files are committed, so that a code host
+shows them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from benchmarks.common.pages import END, mark, replaced
 from docs import docstrings, listing, logged
 from docs.docstrings import Argument
+from docs.families import decoders_table, models_table
 from docs.predictions import recipe_tables
 from docs.quoted import budgets_table, compressors_table, learner_table, trainer_table
 
@@ -25,6 +27,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "settings.md": settings_page(),
         FOLDER / "callbacks.md": callbacks_page(),
         FOLDER / "metrics.md": written("metrics.md", {"": metric_tables()}),
+        FOLDER / "models.md": written("models.md", {"families": models_table(), "decoders": decoders_table()}),
         FOLDER / "recipes.md": written("recipes.md", {"": recipe_tables()}),
         FOLDER / "choosing.md": written(
             "choosing.md", {"budgets": budgets_table(), "compressors": compressors_table()}

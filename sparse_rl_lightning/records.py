@@ -43,7 +43,7 @@ class LayerState:
     prompt_keys: Tensor  # (S,) int64, a random key per prompt, the same for all its samples
     layer_index: int
     scale: float  # factor on q.k before the softmax
-    inv_freq: Tensor  # (D / 2,) rotary frequencies
+    inv_freq: Tensor  # (r / 2,) rotary frequencies of the first r channels, as in Compressor.needs_rotation
     attention_scaling: float  # factor that transformers applies to cos and sin (YaRN, longrope), usually 1
     state: Mapping[str, Tensor] = field(default_factory=dict)  # each (S, H, N) float32, as in Compressor.state_fields
     head_state: Mapping[str, Tensor] = field(default_factory=dict)  # each (S, H, C) float32, as in head_state_fields

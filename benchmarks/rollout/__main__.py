@@ -13,6 +13,7 @@ split: what one step is spent on.
 tail: completions of long-tailed lengths, refilled slots against lock-step batches.
 state: steps of a compressor with running state, with all slots in use and with free ones between.
 vocabulary: kinds of draws from 151,936 tokens, beside ``model.generate``.
+decoders: layers walked by hand, and transformers' own forward pass.
 
 On a GPU (meant for 10 minutes; the page says what it took):
 cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: refilled rollouts
@@ -32,6 +33,7 @@ import torch
 from benchmarks.common.pages import machine, page_name, save, say
 from benchmarks.common.tables import Table
 from benchmarks.rollout.cells import Grid, cells_table, memory_table
+from benchmarks.rollout.decoders import decoders_table
 from benchmarks.rollout.policies import SHAPES, SMALL, TINY
 from benchmarks.rollout.speed import Setting, speed_tables
 from benchmarks.rollout.split import split_table
@@ -40,7 +42,7 @@ from benchmarks.rollout.tail import Tail, tail_table
 from benchmarks.rollout.vocabulary import vocabulary_table
 from benchmarks.rollout.whole import whole_tables
 
-PARTS = {"cpu": ("speed", "split", "tail", "state", "vocabulary"), "cuda": ("cells", "memory", "whole")}
+PARTS = {"cpu": ("speed", "split", "tail", "state", "vocabulary", "decoders"), "cuda": ("cells", "memory", "whole")}
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
         "speed": lambda: speed_tables(setting, sizes.new_tokens, sizes.other_tokens, args.rounds, args.long_rival),
         "split": lambda: (split_table(setting, setting.prompt_length + sizes.new_tokens // 2, sizes.cycles),),
         "state": lambda: (state_table(setting, args.rounds),),
+        "decoders": lambda: (decoders_table(setting, args.rounds),),
         "vocabulary": lambda: (vocabulary_table(sizes.vocabulary, sizes.few_tokens, args.rounds),),
         "tail": lambda: (tail_table(sizes.tail, setting.compressor(), args.rounds),),
         "cells": lambda: (cells_table(grid, dtype, args.device),),

@@ -10,19 +10,24 @@ or in Python, from a rollout: ``gather_statistics(model, rollout.sequences, leng
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
+from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.replay.hooks import named_attention, register
+from sparse_rl_lightning.replay.masked_attention import group_heads
 from sparse_rl_lightning.rollout.prompts import encode_prompt
+
+RECORD = "sparse_rl_record"
 
 
 @torch.no_grad()
@@ -46,30 +51,32 @@ def gather_statistics(
     for start in range(0, len(sequences), batch_size):
         ids = sequences[start : start + batch_size].to(geometry.device)
         mask = positions < lengths[start : start + batch_size, None].to(geometry.device)
-        with eval_mode(model), _recorded_queries(model, geometry) as queries:
-            model.get_decoder()(input_ids=ids, use_cache=False)  # padding is on the right, where no token sees it
-        moments = [QueryMoments(q, positions.expand_as(mask), mask, geometry.inv_freq) for q in queries]
+        queries: list[Tensor] = []
+        with eval_mode(model), named_attention(model, RECORD):
+            # padding is on the right, where no token sees it
+            model.get_decoder()(input_ids=ids, use_cache=False, recorded_queries=queries)
+        moments = [
+            QueryMoments(_still(q, positions, geometry), positions.expand_as(mask), mask, geometry.inv_freq)
+            for q in queries
+        ]
         total = [old.add(new) for old, new in zip(total, moments, strict=True)] if total else moments
     return QueryStatistics.of_layers(total, geometry.num_kv_heads)
 
 
-@contextmanager
-def _recorded_queries(model: PreTrainedModel, geometry: CacheGeometry) -> Iterator[list[Tensor]]:
-    """The queries (B, Hq, T, D) of each layer before rotary positions are applied, filled by running the model."""
-    queries: list[Tensor] = []
+def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tensor:
+    """Queries (B, Hq, T, D) as they were before rotary positions, in float64."""
+    still = rotate(queries.to(torch.float64), -positions, geometry.inv_freq)
+    still[..., : 2 * len(geometry.inv_freq)] /= geometry.attention_scaling  # a factor on cosine and sine
+    return still
 
-    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        heads = output.reshape(*output.shape[:2], geometry.num_heads, geometry.head_dim)
-        queries.append(heads.transpose(1, 2))
 
-    blocks = [block.self_attn for block in model.get_decoder().layers]
-    last = [getattr(block, "q_norm", None) or block.q_proj for block in blocks]  # Qwen3 normalizes after projecting
-    handles = [module.register_forward_hook(record) for module in last]
-    try:
-        yield queries
-    finally:
-        for handle in handles:
-            handle.remove()
+def _record(queries: list[Tensor], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    queries.append(query)
+    alike = group_heads(query, key, value)
+    return F.scaled_dot_product_attention(*alike, is_causal=True, scale=scale).reshape(query.shape)
+
+
+register(RECORD, "recorded_queries", _record)
 
 
 def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from sparse_rl_lightning.ops.entries import CachedEntries
 from sparse_rl_lightning.ops.evict import pinned_entries, select_entries
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import LayerState, StateUpdate
+
+Rotation: TypeAlias = Literal[False, "partial", "whole"]
+"""What a method wants of rotary positions, as in :attr:`Compressor.needs_rotation`."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,12 @@ class Compressor(Budgeted):
         A learner then finds them again by one call of :meth:`update_state` for a whole sequence.
         """
         return False
+
+    needs_rotation: Rotation = False
+    """Whether :meth:`score` reads ``layer.inv_freq``; ``whole`` if it wants all channels of a head rotated by them.
+
+    Models that rotate keys otherwise, or not in all layers, are then refused.
+    """
 
     @abstractmethod
     def score(self, layer: LayerState) -> Tensor:

@@ -41,6 +41,8 @@ class ExpectedAttention(Compressor):
         **sizes: Arguments of :class:`Compressor`.
     """
 
+    needs_rotation = "partial"
+
     def __init__(
         self,
         budget: int | LengthSchedule,

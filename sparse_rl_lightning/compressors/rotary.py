@@ -1,7 +1,7 @@
 """Rotary positions as complex numbers: rotations of queries back, ahead, and to the mean of many positions.
 
-Channels i and i + D/2 are real and imaginary part of one number (transformers' ``rotate_half``), which position p
-multiplies by exp(i * p * inv_freq).
+Channels i and i + r/2 are real and imaginary part of one number (transformers' ``rotate_half``), which position p
+multiplies by exp(i * p * inv_freq). Channels from r on are not rotated; most models have r = D.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from torch import Tensor
 
 
 def turn(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Multiply every pair of channels of vectors (..., D) by ``cosine + i sine``, (..., D / 2) or broadcast to it."""
-    real, imaginary = vectors.chunk(2, dim=-1)
-    return torch.cat([real * cosine - imaginary * sine, imaginary * cosine + real * sine], dim=-1)
+    """Multiply the pairs of the first r channels of vectors (..., D) by ``cosine + i sine``, (..., r / 2)."""
+    width = 2 * cosine.shape[-1]
+    real, imaginary = vectors[..., :width].chunk(2, dim=-1)
+    turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
+    return torch.cat([*turned, vectors[..., width:].expand(*turned[0].shape[:-1], -1)], dim=-1)
 
 
 def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """The angles (..., D / 2) of positions (...), in the type of ``inv_freq``."""
+    """The angles (..., r / 2) of positions (...), in the type of ``inv_freq``."""
     return positions.to(inv_freq.dtype).unsqueeze(-1) * inv_freq
 
 

@@ -32,6 +32,8 @@ class Wrapped(Compressor):
         self.needs_attention |= any(part.needs_attention for part in compressors)
         self.needs_hidden_states |= any(part.needs_hidden_states for part in compressors)
         self.needs_output_norms |= any(part.needs_output_norms for part in compressors)
+        rotations = {self.needs_rotation, *(part.needs_rotation for part in compressors)}
+        self.needs_rotation = "whole" if "whole" in rotations else "partial" if "partial" in rotations else False
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
         super()._set_budget(budget)

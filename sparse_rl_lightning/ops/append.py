@@ -15,10 +15,10 @@ from sparse_rl_lightning.ops.rms_norm import normalize
 
 
 class Turn(NamedTuple):
-    """What queries and keys go through before attention: norms if there are any, then a rotation."""
+    """What queries and keys go through before attention: norms and a rotation, each if there is one."""
 
-    cos: Tensor  # (B, r)
-    sin: Tensor  # (B, r)
+    cos: Tensor | None = None  # (B, r)
+    sin: Tensor | None = None  # (B, r)
     query_norm: Tensor | None = None  # (D)
     key_norm: Tensor | None = None  # (D)
     epsilon: float = 0.0

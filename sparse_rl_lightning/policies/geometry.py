@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache, and which models this library supports."""
+"""The shape of a model's KV cache, and how far its positions reach."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import FLOAT8
-from sparse_rl_lightning.output_head import output_head
-from sparse_rl_lightning.policies.replaced import check_reachable
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types of which this library can reproduce every layer."""
+from sparse_rl_lightning.policies.admission import GROWING, attention_modules, check_supported
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,7 @@ class CacheGeometry:
     num_kv_heads: int
     head_dim: int
     scale: float
-    inv_freq: Tensor = field(compare=False)  # (D / 2,)
+    inv_freq: Tensor = field(compare=False)  # (r / 2,) for the first r of the D channels of a head, which are rotated
     attention_scaling: float
     dtype: torch.dtype  # type that the model computes in
     kv_dtype: torch.dtype  # type that keys and values are stored in
@@ -50,7 +46,7 @@ class CacheGeometry:
         Keys and values are stored in ``kv_dtype``, by default the type that the model computes in.
         """
         check_supported(model)
-        config, decoder = model.config, model.get_decoder()
+        config, rotary = model.config, model.get_decoder().rotary_emb
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an nn.Module attribute
@@ -61,9 +57,10 @@ class CacheGeometry:
             num_heads=num_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=head_dim,
-            scale=decoder.layers[0].self_attn.scaling,
-            inv_freq=decoder.rotary_emb.inv_freq,
-            attention_scaling=decoder.rotary_emb.attention_scaling,
+            scale=attention_modules(model)[0].scaling,
+            # a longer sequence, elsewhere, may have changed the others in place
+            inv_freq=rotary.original_inv_freq if rotary.rope_type in GROWING else rotary.inv_freq,
+            attention_scaling=rotary.attention_scaling,
             dtype=dtype,
             kv_dtype=kv_dtype or dtype,
             device=weight.device,
@@ -82,38 +79,6 @@ def kv_type(kind: torch.dtype | str | None, argument: str = "kv_dtype") -> torch
     return found
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse a model whose cache could not be evicted correctly.
-
-    Such a model is of an unsupported family, or has no weights, no output head, a changed forward pass, layers other
-    than attention, or rotary frequencies that change with the length.
-    """
-    if not hasattr(model, "get_output_embeddings"):
-        raise UserError(f"model must be a causal language model of transformers, got {type(model)}.")
-    check_reachable(model)
-    output_head(model)
-    config, name = model.config, type(model).__name__
-    if model.device.type == "meta":
-        raise UserError(f"The weights of this {name} are on the meta device: they hold no numbers. Load them first.")
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"{name} (model_type {config.model_type!r}) is not supported: other families may scale logits or attention "
-            f"in ways that this library does not reproduce. Supported: {', '.join(FAMILIES)}."
-        )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
-        raise UserError(
-            f"{name} has rope_type={rope!r}, whose frequencies change with the length of the sequence, so cached keys "
-            "would not fit. Use rope_type 'default', 'linear', 'llama3' or 'yarn'."
-        )
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if not layer_types <= {"full_attention", "sliding_attention"}:
-        raise UserError(
-            f"{name} has layers of type {sorted(layer_types)}, only 'full_attention' layers can be evicted from. "
-            "Choose a full-attention model such as Qwen2, Qwen3 or Llama."
-        )
-
-
 def context_length(config: Any) -> int | None:
     """The number of tokens of the longest sequence that a model is made for; None if its configuration lacks it.
 
@@ -127,19 +92,3 @@ def context_length(config: Any) -> int | None:
         return own
     original = rope.get("original_max_position_embeddings") or own
     return own if kind == "llama3" and original < own else max(own, int(original * factor))
-
-
-def check_window(model: PreTrainedModel, longest: int) -> None:
-    """Refuse sequences that a sliding window would cut: eviction and replay support full attention only.
-
-    ``longest`` is the number of tokens of the longest sequence, prompt and completion.
-    """
-    types = getattr(model.config, "layer_types", None)
-    slides = getattr(model.config, "use_sliding_window", True) if types is None else "sliding_attention" in types
-    window: int | None = getattr(model.config, "sliding_window", None) if slides else None
-    if window is not None and longest > window:
-        raise UserError(
-            f"{type(model).__name__} uses sliding-window attention (sliding_window={window}), and sequences of up to "
-            f"{longest} tokens exceed the window: only full attention can be evicted from. Keep prompt and completion "
-            "within the window, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
-        )

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.geometry import FAMILIES
+from sparse_rl_lightning.policies.admission import WORKS
 
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
 """Phrases of transformers' errors about a ``model_type`` that is not one of its causal language models."""
@@ -88,11 +88,10 @@ def _check_whole(found: dict[str, Any], where: str) -> None:
 def _reason(path: str, error: Exception) -> str:
     """An error of transformers in one line, without its advice to run foreign code."""
     text = " ".join(str(error).split())
-    supported = f"Supported: {', '.join(FAMILIES)}."
     if "trust_remote_code" in text:
-        return f"It needs code of its own (auto_map), which is never run. {supported}"
+        return f"It needs code of its own (auto_map), which is never run. {WORKS}"
     if any(words in text for words in FOREIGN):
-        return f"{re.split(' Model type should be| This could be because', text)[0]} {supported}"
+        return f"{re.split(' Model type should be| This could be because', text)[0]} {WORKS}"
     if isinstance(error, SafetensorError):
         return _broken_file(path) or text
     return text if isinstance(error, (OSError, ImportError)) else f"{type(error).__name__}: {text[:400]}"

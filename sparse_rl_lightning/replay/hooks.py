@@ -1,4 +1,4 @@
-"""The attention functions registered with transformers; the only file that uses its attention hooks.
+"""The attention functions registered with transformers, of learner and rollout; the only file that uses these hooks.
 
 Model keyword arguments reach the attention function, so the deaths are passed as one. A name that transformers'
 mask interface does not know gets no mask at all: each function here brings its own.
@@ -14,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.admission import WORKS
 from sparse_rl_lightning.replay.death_attention import death_attention
 
 REPLAY = "sparse_rl_replay"
 CAUSAL = "sparse_rl_causal"
 """torch's causal attention, for tensors without values: transformers would look at them to choose a mask."""
-
+FOREIGN = {"softcap": "a cap on its logits", "s_aux": "learned sinks"}
+"""Arguments of transformers' attention functions that change the numbers, by what they mean."""
 
 Attend = Callable[[Any, int, Tensor, Tensor, Tensor, float], Tensor]
 """Function of a model's keyword argument, the layer, queries, keys, values and scale: outputs (B, Hq, T, D)."""
@@ -36,6 +39,12 @@ def register(name: str, keyword: str, attend: Attend) -> None:
         **others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+        unknown = [words for name, words in FOREIGN.items() if others.get(name) is not None]
+        if unknown or keyword not in others:
+            reason = f"has {' and '.join(unknown)}" if unknown else "does not receive the arguments of the model's call"
+            raise UserError(
+                f"{type(module).__name__} (layer {layer}) {reason}, so rollouts and replay cannot reproduce it. {WORKS}"
+            )
         return attend(others[keyword], layer, query, key, value, scaling).transpose(1, 2), None
 
     AttentionInterface.register(name, attention)
@@ -53,7 +62,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
     def again(function: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any) -> Any:
-            with _config(model, name):
+            with named_attention(model, name):
                 return function(*args)
 
         return forward
@@ -64,7 +73,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
     for layer, run in zip(layers, own, strict=True):
         layer._gradient_checkpointing_func = wrapped(run)
     try:
-        with _config(model, name):
+        with named_attention(model, name):
             yield
     finally:
         for layer, run in zip(layers, own, strict=True):
@@ -72,7 +81,8 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 
 @contextmanager
-def _config(model: PreTrainedModel, name: str) -> Iterator[None]:
+def named_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the model's forward pass without gradient use an attention function; what is recomputed later does not."""
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = name

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.policies.geometry import kv_type
 from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout.engine.decoders.choice import DecoderChoice
 from sparse_rl_lightning.rollout.engine.memory import check_limit
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
@@ -30,6 +31,8 @@ class RolloutOptions:
             is prompted in a chat format.
         memory_limit: Memory limit of the slots, in bytes or (a float up to 1.0) as a share of the free memory: as many
             of ``num_slots`` are used as fit.
+        decoder: How the policy's layers are run: ``walked`` by this library (Llama, Mistral, Qwen2, Qwen3), ``forward``
+            by transformers' own forward pass, ``auto`` the first where possible.
         kv_dtype: Type of cached keys and values, such as ``bfloat16``, or ``float8_e4m3fn`` for a byte per number; null
             for the type that the policy computes in.
         keep_pool: Whether the cache's memory is kept while the learner works; false frees it after every rollout.
@@ -63,6 +66,7 @@ class RolloutOptions:
     reward_timeout: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     generation_kwargs: dict[str, Any] | None = None
+    decoder: DecoderChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.num_slots is not None:
@@ -72,6 +76,7 @@ class RolloutOptions:
             raise UserError(f"rollout.memory_limit is a number of bytes or a share, got {self.memory_limit}.")
         if self.memory_limit is not None:
             check_limit(self.memory_limit)
+        check_choice("rollout.decoder", self.decoder, DecoderChoice)
         kv_type(self.kv_dtype, "rollout.kv_dtype")  # raises for an unknown name
         check_number("rollout.oversampling", self.oversampling, least=1)
         if self.reward_timeout is not None:
@@ -141,6 +146,7 @@ class RolloutOptions:
             cuda_graphs=self.cuda_graphs,
             memory_limit=self.memory_limit,
             retriever=retriever,
+            decoder=self.decoder,
         )
         sampler.end_token_ids = sorted({*sampler.end_token_ids, *(vocabulary[token] for token in self.end_tokens)})
         return sampler

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.geometry import check_window, context_length
+from sparse_rl_lightning.policies.admission import check_window
+from sparse_rl_lightning.policies.geometry import context_length
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
 Prompt: TypeAlias = str | list[dict[str, Any]]

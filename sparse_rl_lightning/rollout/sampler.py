@@ -19,7 +19,7 @@ from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.engine.decoder import decoder_bytes
+from sparse_rl_lightning.rollout.engine.decoders.choice import DecoderChoice, choose_way, decoder_bytes
 from sparse_rl_lightning.rollout.engine.engine import CudaGraphs, Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
@@ -37,7 +37,7 @@ class RolloutSampler:
     the next call samples with the learner's last update. After an exception or Ctrl-C it can be used again.
 
     Args:
-        model: Causal language model of transformers: Qwen2, Qwen3, Llama or another full-attention rotary decoder.
+        model: Causal language model of transformers with full attention and rotary positions (docs/models.md).
         compressor: Compressor of the cache; default ``FullKV()``, which keeps everything.
         num_slots: Number of sequences decoded at the same time; further ones take the slots of finished ones.
             None gives every sequence its own slot.
@@ -57,6 +57,8 @@ class RolloutSampler:
             warning, or with ``"require"`` is an error.
         retriever: Retriever of the pages of the cache that each query reads; None reads everything. It saves time, not
             memory, and leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
+        decoder: How the layers are run: ``"walked"`` by this library, for Llama, Mistral, Qwen2 and Qwen3;
+            ``"forward"`` by transformers' own forward pass, for any model; ``"auto"`` walks where it can.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -81,6 +83,7 @@ class RolloutSampler:
         cuda_graphs: CudaGraphs = True,
         memory_limit: int | float | None = None,
         retriever: Retriever | None = None,
+        decoder: DecoderChoice = "auto",
     ) -> None:
         if num_slots is not None and num_slots < 1:
             raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
@@ -103,6 +106,8 @@ class RolloutSampler:
         self.keep_pool = keep_pool
         self.cuda_graphs = cuda_graphs
         self.memory_limit = memory_limit
+        self.way = choose_way(model, decoder)
+        logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.way)
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
         self._engine: Engine | None = None
         self._other: Engine | None = None  # for another kind of drawing on the same memory, with graphs of its own
@@ -193,14 +198,22 @@ class RolloutSampler:
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:
-            decoder = decoder_bytes(self.model, g, length)
+            decoder = decoder_bytes(self.model, g, length, self.way)
             slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
             if before is None or plan.why != before.why:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
-            g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, plan
+            g,
+            size,
+            params.for_drawing,
+            self.compressor,
+            tuple(self.end_token_ids),
+            self.cuda_graphs,
+            logs,
+            self.way,
+            plan,
         )
 
     def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:

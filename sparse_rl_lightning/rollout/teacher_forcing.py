@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.policies.geometry import CacheGeometry, check_window
+from sparse_rl_lightning.policies.admission import check_window
+from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey

@@ -149,15 +149,15 @@ WEIGHTS = [
 ]  # fmt: skip
 
 SETTINGS = [
-    Case("an unknown `model_type`", "does not recognize this architecture. Supported: llama, mistral, qwen2, qwen3", 1,
+    Case("an unknown `model_type`", "does not recognize this architecture. Tested are llama, mistral, qwen2, qwen3", 1,
          policy=settings(model_type="foo")),
     Case("an unknown `model_type` with code of its own",
-         "It needs code of its own (auto_map), which is never run. Supported: llama", 1, policy=unknown_with_code),
+         "It needs code of its own (auto_map), which is never run. Tested are llama", 1, policy=unknown_with_code),
     Case("code of its own that is not needed", TRAINS, 0, policy=with_code, slow=True),
-    Case("a T5", "Supported: llama, mistral, qwen2, qwen3.", 1, policy=settings(model_type="t5"), slow=True),
-    Case("no `model_type`", "Should have a `model_type` key in its config.json. Supported: llama", 1,
+    Case("a T5", "Tested are llama, mistral, qwen2, qwen3, ", 1, policy=settings(model_type="t5"), slow=True),
+    Case("no `model_type`", "Should have a `model_type` key in its config.json. Tested are llama", 1,
          policy=written("config.json", "{}"), slow=True),
-    Case("a list as config.json", "Should have a `model_type` key in its config.json. Supported: llama", 1,
+    Case("a list as config.json", "Should have a `model_type` key in its config.json. Tested are llama", 1,
          policy=written("config.json", "[]"), slow=True),
     Case("a config.json that is no JSON", "is not a valid JSON file", 1, policy=written("config.json", "{"), slow=True),
     Case("a text where a number belongs", "Field 'max_position_embeddings' expected int, got str", 1,

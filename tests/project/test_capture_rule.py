@@ -33,11 +33,12 @@ STEP = Rule(
     folders=("rollout/engine", "cache", "retrieval", "ops"),
     roots=frozenset({  # what is called by no name of its own
         "rollout/engine/engine.py:Engine.step",
-        "rollout/engine/decoder.py:Decoder.__call__",
-        "rollout/engine/products.py:Projection.__call__",
-        "rollout/engine/products.py:Copied.__call__",
-        "rollout/engine/fused.py:AddNorm.__call__",
-        "rollout/engine/fused.py:GatedMLP.__call__",
+        "rollout/engine/decoders/walked.py:Walked.__call__",
+        "rollout/engine/decoders/forward.py:Forward.__call__",
+        "rollout/engine/decoders/products.py:Projection.__call__",
+        "rollout/engine/decoders/products.py:Copied.__call__",
+        "rollout/engine/decoders/fused.py:AddNorm.__call__",
+        "rollout/engine/decoders/fused.py:GatedMLP.__call__",
         "ops/draw.py:reference",  # where there is no kernel
     }),
     left_out=frozenset({

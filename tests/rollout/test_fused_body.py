@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.engine import products
-from sparse_rl_lightning.rollout.engine.decoder import decoder_bytes
+from sparse_rl_lightning.rollout.engine.decoders import products
+from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
+from sparse_rl_lightning.rollout.engine.decoders.products import Joined, Packed, Projection, Widened, join
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
-from sparse_rl_lightning.rollout.engine.products import Joined, Packed, Projection, Widened, join
 
 SIZES: dict[str, Any] = {
     "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -140,7 +140,7 @@ def test_copied_weights_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(products, "_way", lambda modules, dtype: Joined if len(modules) > 1 else None)  # as on a GPU
         geometry = CacheGeometry.of(model)
-        copied = decoder_bytes(model, geometry, 32)
+        copied = decoder_bytes(model, geometry, 32, "walked")
     inner = model.model.layers
     joined = [m for layer in inner for m in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)]
     joined += [m for layer in inner for m in (layer.mlp.gate_proj, layer.mlp.up_proj)]

@@ -82,6 +82,8 @@ CASES = {
     "memory limit": Case(options={"memory_limit": 0.01}),
     "llama": Case(architecture="llama"),
     "qwen3": Case(architecture="qwen3"),
+    "own forward pass": Case(architecture="qwen3", options={"decoder": "forward"}),
+    "own forward pass, turned queries": Case(c.ExpectedAttention(**SMALL), options={"decoder": "forward"}),
 }
 
 

@@ -44,15 +44,6 @@ def test_peak_bytes_speak_of_the_same_slots_after_reuse() -> None:
         assert usage.full_peak_bytes == 8 * full_entries * per_entry
 
 
-def test_families_that_scale_logits_are_refused() -> None:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    small = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = GraniteForCausalLM(GraniteConfig(**small, num_key_value_heads=2, intermediate_size=32, logits_scaling=8.0))
-    with pytest.raises(ValueError, match=r"model_type 'granite'.*Supported: llama, mistral, qwen2, qwen3"):
-        RolloutSampler(model, FullKV())
-
-
 @pytest.mark.parametrize("token", [128, -1, 1.5, "a"])
 def test_tokens_outside_the_vocabulary_are_refused(token: object) -> None:
     with pytest.raises(ValueError, match=r"prompt 1 holds .*whole numbers from 0 to 127"):

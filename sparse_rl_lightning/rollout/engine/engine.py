@@ -28,7 +28,8 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
+from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder, Way
+from sparse_rl_lightning.rollout.engine.decoders.choice import check_rotation, make_decoder
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw, occurring
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
@@ -82,6 +83,7 @@ class EngineKey:
     end_token_ids: tuple[int, ...] = ()
     cuda_graphs: CudaGraphs = False
     logs: type[SequenceLogs] = SequenceLogs
+    way: Way | None = None  # of the decoder; None for the one that the model allows
     memory_plan: MemoryPlan | None = field(default=None, compare=False)  # the plan that limited the slots
 
     def after(self, last: EngineKey) -> EngineKey:
@@ -115,7 +117,8 @@ class Engine:
         beside: Engine on the same cache that is kept, never in use at the same time: graphs share its memory.
 
     Raises:
-        ValueError: If graphs are required, and a decode step cannot be captured.
+        ValueError: If graphs are required, and a decode step cannot be captured, or the decoder or the compressor
+            does not fit the model.
     """
 
     def __init__(
@@ -129,7 +132,8 @@ class Engine:
         g, size = key.geometry, key.size
         self.key = key
         self.compression = Compression(key.compressor, g.num_layers)
-        self.decoder = decoder or Decoder(model, g)
+        self.decoder = decoder or make_decoder(model, g, key.way)
+        check_rotation(key.compressor, self.decoder, g)
         self.decoder.reach(size.max_length)
         self.cache = cache or size.allocate(g)
         self.cache.geometry = g
@@ -145,7 +149,7 @@ class Engine:
             self.decoder.refresh()
             return
         del self.decoder, self._graphs  # free copies of weights before new ones are made
-        self.decoder = Decoder(model, geometry)
+        self.decoder = make_decoder(model, geometry, self.key.way)
         self.decoder.reach(self.key.size.max_length)
         self._graphs = self._new_graphs()
 

@@ -29,7 +29,7 @@ from sparse_rl_lightning.ops.draw import reference
 from sparse_rl_lightning.ops.library import has_kernel
 from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE
+from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 

@@ -23,7 +23,7 @@ from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import to_stored
 from sparse_rl_lightning.ops.uploads import upload
-from sparse_rl_lightning.rollout.engine.decoder import ROW_MULTIPLE, Decoder
+from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
 
 HALF = (torch.bfloat16, torch.float16)
 HAS_VARLEN = "num_splits" in signature(varlen_attn).parameters  # else results could depend on the batch

@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.replaced import is_changed
-from sparse_rl_lightning.rollout.engine.products import Copied, Projection
+from sparse_rl_lightning.rollout.engine.decoders.products import Copied, Projection
 
 NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 

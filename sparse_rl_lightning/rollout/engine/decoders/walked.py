@@ -1,9 +1,8 @@
-"""Decoder: the forward pass of a Llama-like model over the policy's own modules, with the rollout's attention.
+"""Walked: the forward pass of a Llama-like model, module by module, the fastest way to decode.
 
-transformers' own forward pass spends most of a decode step on bookkeeping on the CPU, and its matrix products use a
-library made for many rows. The four families supported here differ only in optional norms and biases, so their
-layers are walked by hand: a norm with the sum before it, the norms and the rotation of queries and keys, and the
-activation of a feed-forward block are an op each; what has hooks or a forward of its own is called as it is.
+The layers of Llama, Mistral, Qwen2 and Qwen3 differ only in optional norms and biases, so they are walked by hand: a
+norm with the sum before it, the norms and the rotation of queries and keys, and the activation of a feed-forward block
+are an op each; what has hooks or a forward of its own is called as it is.
 """
 
 from __future__ import annotations
@@ -12,40 +11,39 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal
-from sparse_rl_lightning.rollout.engine.fused import AddNorm, FeedForward, GatedMLP, NormWeight
-from sparse_rl_lightning.rollout.engine.products import Projection, copied_bytes, join
+from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal, uncompiled
+from sparse_rl_lightning.rollout.engine.decoders.base import (
+    Attend,
+    Way,
+    check_weights,
+    head_product,
+    per_head,
+    signature,
+)
+from sparse_rl_lightning.rollout.engine.decoders.fused import AddNorm, FeedForward, GatedMLP, NormWeight
+from sparse_rl_lightning.rollout.engine.decoders.products import Projection, copied_bytes, join
 
-ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
-
-
-class Attend(Protocol):
-    """The attention of one layer, which also writes keys and values into the cache."""
-
-    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
-        """Compute the attention of one layer.
-
-        Args:
-            layer: Layer index.
-            projected: Queries, keys and values (R, Hq + 2 H, D), neither normalized nor rotated.
-            turn: Norms and angles for queries and keys.
-            hidden: Hidden states (R, E) from which they were projected.
-
-        Returns:
-            The result (R, Hq, D).
-        """
-        ...
-
+LAYERS = (
+    (LlamaDecoderLayer, LlamaAttention),
+    (MistralDecoderLayer, MistralAttention),
+    (Qwen2DecoderLayer, Qwen2Attention),
+    (Qwen3DecoderLayer, Qwen3Attention),
+)
+"""The layers that are walked, with their attention."""
 
 Group: TypeAlias = tuple[nn.Module, ...]
 """Linear modules with the same input."""
@@ -65,26 +63,28 @@ class _Layer:
     head_norms: tuple[NormWeight, NormWeight] | None  # those two, if the op can apply them
 
 
-class Decoder:
+class Walked:
     """A causal language model as a function of packed tokens: embedding, layers, final norm, output head.
 
     Args:
-        model: Model of a family in :data:`~sparse_rl_lightning.policies.geometry.FAMILIES`.
+        model: Model for which :func:`can_walk` holds.
         geometry: Sizes and compute type of the model.
 
     Raises:
         ValueError: If a module that is walked by hand has a replaced ``forward``, or a weight is NaN.
     """
 
+    way: Way = "walked"
+
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
         decoder: Any = model.get_decoder()
         self.model, self.geometry = model, geometry
-        self._signature = _signature(model)
+        self._signature = signature(model)
         self._projections: list[Projection] = []
         _check_walked(decoder)
-        _check_weights(model)
+        check_weights(model)
         self.embedding: nn.Module = decoder.embed_tokens
-        self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
+        self.inv_freq: Tensor = geometry.inv_freq.to(torch.float32)
         self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
         self.head = self._joined((model.get_output_embeddings(),))
         self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
@@ -148,11 +148,8 @@ class Decoder:
         return self.final_norm(x, addend)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (n, V) as the head gives them; padded so that a row's bits do not depend on the number of rows."""
-        n = hidden.shape[0]
-        if n % ROW_MULTIPLE:
-            hidden = torch.cat([hidden, hidden.new_zeros(-n % ROW_MULTIPLE, hidden.shape[1])])
-        return self.head(hidden)[:n]
+        """Logits (n, V) as the head gives them; a row's bits do not depend on the number of rows."""
+        return head_product(self.head, hidden)
 
     def refresh(self) -> None:
         """Update the copies of weights after an optimizer step.
@@ -160,7 +157,7 @@ class Decoder:
         Raises:
             ValueError: If a weight is NaN.
         """
-        _check_weights(self.model)
+        check_weights(self.model)
         for projection in self._projections:
             projection.refresh()
         for norm in self._norms():
@@ -170,17 +167,13 @@ class Decoder:
     @cached_property
     def output_weights(self) -> list[Tensor]:
         """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
-        g = self.geometry
-        unit = torch.eye(g.num_heads * g.head_dim, dtype=g.dtype, device=g.device)
-        none, shape = torch.zeros_like(unit[:1]), (g.num_heads, g.head_dim, -1)
-        products = [layer.project_out(unit) - layer.project_out(none) for layer in self.layers]
-        return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
+        return per_head([layer.project_out for layer in self.layers], self.geometry)
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
         """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
         own = self.geometry
         same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
-        return same and self._signature == _signature(model)
+        return same and self._signature == signature(model)
 
     def reach(self, length: int) -> None:
         """Prepare the angles of positions up to a length, which does not shrink."""
@@ -203,8 +196,15 @@ class Decoder:
             yield self.final_norm.own
 
 
-def decoder_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int) -> int:
-    """The bytes of the copies of weights that a decoder makes, and of its angles for this many positions."""
+def can_walk(model: PreTrainedModel) -> bool:
+    """Whether all layers are exactly those that this file reproduces."""
+    layers: Any = model.get_decoder().layers
+    kinds = ((type(uncompiled(layer)), type(getattr(layer, "self_attn", None))) for layer in layers)
+    return all(kind in LAYERS for kind in kinds)
+
+
+def walked_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int) -> int:
+    """The bytes of the copies of weights, and of the angles for this many positions."""
     layers: Any = model.get_decoder().layers
     groups = [(model.get_output_embeddings(),), *(group for layer in layers for group in _groups(layer))]
     angles = 2 * length * geometry.head_dim * accumulation_dtype(geometry.query_dtype).itemsize
@@ -219,14 +219,6 @@ def _groups(layer: Any) -> list[Group]:
     own, mlp = layer.self_attn, layer.mlp
     attention: list[Group] = [(own.q_proj, own.k_proj, own.v_proj), (own.o_proj,)]
     return attention if is_changed(mlp) else [*attention, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
-
-
-def _signature(model: PreTrainedModel) -> tuple[object, ...]:
-    """A signature that changes if modules or forwards are replaced or wrapped, hooks come or go, or weights move."""
-    modules = (
-        (id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
-    )
-    return (*modules, *(parameter.data_ptr() for parameter in model.parameters()))
 
 
 def _check_walked(decoder: Any) -> None:
@@ -248,20 +240,3 @@ def _check_walked(decoder: Any) -> None:
                 stacklevel=2,
             )
             return
-
-
-def _check_weights(model: PreTrainedModel) -> None:
-    """Refuse NaN by name: attention may turn NaN queries and keys into finite but meaningless numbers.
-
-    Raises:
-        ValueError: If a weight is NaN.
-    """
-    weights = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and p.itemsize > 1}
-    sums = torch.stack([weight.sum().isnan() for weight in weights.values()])  # one wait for the device
-    broken = [name for name, is_nan in zip(weights, sums.tolist(), strict=True) if is_nan]
-    if broken:
-        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        raise UserError(
-            f"The model's weights hold NaN: {broken[0]}{more} of {len(weights)}. Training has diverged or a file is "
-            "damaged: go back to an earlier checkpoint."
-        )

@@ -1,0 +1,120 @@
+"""Which models can be rolled out: by what their layers are, not by their name.
+
+A model needs attention in every layer, with keys and values of heads in a cache of its own, rotary positions (or none
+in some layers), and frequencies that stay as they are while a sequence grows. What a configuration does not show,
+:mod:`~sparse_rl_lightning.rollout.engine.decoders.agreement` finds before the first rollout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.output_head import LogitScaling, output_head
+from sparse_rl_lightning.policies.replaced import check_reachable
+
+TESTED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "glm4", "glm4_moe", "granite", "ministral3", "mixtral", "olmo2",
+    "olmoe", "phi3", "qwen3_moe", "smollm3",
+)  # fmt: skip
+"""Model types that the tests of this library roll out, replay and train."""
+WORKS = f"Tested are {', '.join(TESTED)}; others of full attention may work, see docs/models.md."
+GROWING = ("dynamic", "longrope")
+"""Rotary types whose frequencies change when a sequence outgrows the original context."""
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse a model whose cache could not be evicted correctly, by name and with the reason."""
+    if not hasattr(model, "get_output_embeddings"):
+        raise UserError(f"model must be a causal language model of transformers, got {type(model)}.")
+    check_reachable(model)
+    output_head(model)
+    if model.device.type == "meta":
+        raise UserError(
+            f"The weights of this {type(model).__name__} are on the meta device: they hold no numbers. Load them first."
+        )
+    reason = _obstacle(model)
+    if reason:
+        raise UserError(refusal(model, reason))
+    LogitScaling.of(model.config)  # refuses what it does not know
+
+
+def refusal(model: PreTrainedModel, reason: str) -> str:
+    """The error message for a model that cannot be rolled out, for a reason."""
+    return f"{type(model).__name__} (model_type {model.config.model_type!r}) cannot be rolled out: {reason}. {WORKS}"
+
+
+def attention_modules(model: PreTrainedModel) -> list[Any]:
+    """The attention of each layer that has a cache, in the order of the layers.
+
+    Raises:
+        ValueError: If a layer has none, or several.
+    """
+    found = []
+    for index, layer in enumerate(getattr(model.get_decoder(), "layers", ())):
+        own = getattr(layer, "self_attn", None)
+        candidates = [own] if _is_attention(own) else [module for module in layer.modules() if _is_attention(module)]
+        if len(candidates) != 1:
+            raise UserError(refusal(model, f"layer {index} has {len(candidates)} attention modules, not one"))
+        found += candidates
+    if not found:
+        raise UserError(refusal(model, f"its {type(model.get_decoder()).__name__} has no list of layers"))
+    return found
+
+
+def check_window(model: PreTrainedModel, longest: int) -> None:
+    """Refuse sequences that a sliding window would cut, or on whose length the rotary frequencies depend.
+
+    Eviction and replay support full attention only. ``longest`` is the number of tokens of the longest sequence,
+    prompt and completion.
+    """
+    types = getattr(model.config, "layer_types", None)
+    slides = getattr(model.config, "use_sliding_window", True) if types is None else "sliding_attention" in types
+    window: int | None = getattr(model.config, "sliding_window", None) if slides else None
+    if window is not None and longest > window:
+        raise UserError(
+            f"{type(model).__name__} uses sliding-window attention (sliding_window={window}), and sequences of up to "
+            f"{longest} tokens exceed the window: only full attention can be evicted from. Keep prompt and completion "
+            "within the window, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
+        )
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    kind, own = rope.get("rope_type"), getattr(model.config, "max_position_embeddings", None)
+    original = rope.get("original_max_position_embeddings") or own
+    if kind in GROWING and original is not None and longest > original:
+        raise UserError(
+            f"{type(model).__name__} has rope_type={kind!r}, whose frequencies change beyond {original} tokens, and "
+            f"sequences may have up to {longest}: cached keys would not fit. Keep prompt and completion within "
+            f"{original} tokens, or use rope_type 'linear', 'llama3' or 'yarn'."
+        )
+
+
+def _is_attention(module: Any) -> bool:
+    return hasattr(module, "layer_idx") and hasattr(module, "scaling")
+
+
+def _obstacle(model: PreTrainedModel) -> str:
+    """What stands in the way of evicting from this model, in words; empty if nothing does."""
+    config, decoder = model.config, model.get_decoder()
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        return f"it has layers of type {sorted(others)}, and only layers of full attention can be evicted from"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return f"its last {config.num_kv_shared_layers} layers share the keys and values of others"
+    attention = attention_modules(model)
+    if [module.layer_idx for module in attention] != list(range(config.num_hidden_layers)):
+        return f"its layers are not numbered from 0 to {config.num_hidden_layers - 1}"
+    for module in attention:
+        if hasattr(module, "kv_lora_rank"):
+            return "its attention is latent (MLA), so there are no heads to evict from"
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            return "its attention has learned sinks, which the rollout's kernels do not know"
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            return f"its attention caps logits (attn_logit_softcapping={module.attn_logit_softcapping})"
+        if module.scaling != attention[0].scaling:
+            return "its layers scale attention differently"
+    if getattr(getattr(decoder, "rotary_emb", None), "inv_freq", None) is None:
+        return "its positions are not rotary ones with frequencies that all layers share"
+    return ""

@@ -1,0 +1,1 @@
+"""Ways through a model's layers with the attention of a rollout."""

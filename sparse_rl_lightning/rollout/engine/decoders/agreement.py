@@ -1,0 +1,96 @@
+"""Agreement: a model's own forward pass against the rollout's, once before the first rollout.
+
+Configurations do not show everything that a layer does. So a short text runs through both: through the model with its
+own attention, and through the decoder in two pieces, the second of which sees the first in a cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.compressors.rotary import rotate
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.policies.admission import refusal
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
+from sparse_rl_lightning.rollout.engine.prefill import causal_attention
+
+EXACT, ROUNDED = 1e-3, 0.1
+"""Mean difference of log-probabilities over their standard deviation: in float32 and float64, and in 16 bits."""
+
+
+class _Held:
+    """Attention over everything that was fed so far, which keeps keys, values and the order of the layers."""
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self.geometry = geometry
+        self.layers: list[int] = []
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+        query, key, value = turn.split(projected, self.geometry.num_kv_heads)
+        if layer in self.held:
+            key, value = (torch.cat(both) for both in zip(self.held[layer], (key, value), strict=True))
+        self.held[layer] = key, value
+        self.layers.append(layer)
+        return causal_attention(query, key, value, self.geometry.scale)
+
+
+@torch.no_grad()
+def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeometry) -> None:
+    """Refuse a model whose log-probabilities differ between its own forward pass and the decoder's.
+
+    Raises:
+        ValueError: If they do, or attention is not called once per layer in their order; the error has the difference.
+    """
+    size, device = 2 * ROW_MULTIPLE, geometry.device
+    vocabulary = int(model.config.vocab_size)
+    ids = torch.arange(1, size + 1, device=device) * 7919 % vocabulary  # a prime: tokens from everywhere
+    positions = torch.arange(size, device=device)
+    own = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+    attend = _Held(geometry)
+    decoder.reach(size)
+    hidden = [decoder(*piece, attend) for piece in zip(ids.chunk(2), positions.chunk(2), strict=True)]
+    layers = list(range(geometry.num_layers))
+    if attend.layers != 2 * layers:
+        called = ", ".join(map(str, attend.layers[: len(attend.layers) // 2])) or "no"
+        raise UserError(refusal(model, f"its forward pass called attention in the layers {called}, not in {layers}"))
+    ours = decoder.logits(torch.cat(hidden)).float().log_softmax(-1)
+    apart = (ours - own).abs()
+    limit = EXACT if geometry.dtype.itemsize > 2 else ROUNDED
+    if not float(apart.mean()) <= limit * float(own.std()):
+        raise UserError(
+            refusal(
+                model,
+                f"on a text of {size} tokens the log-probabilities of the rollout differ from those of its own forward "
+                f"pass by {float(apart.mean()):.2g} in the mean and {float(apart.max()):.2g} at most, so its "
+                "layers do something that rollouts do not reproduce",
+            )
+        )
+
+
+@torch.no_grad()
+def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[int]:
+    """The layers whose keys are not rotated by halves with the model's frequencies: not at all, or in other pairs.
+
+    Rows that each attend to themselves alone differ in nothing but their rotation.
+    """
+    keys: dict[int, Tensor] = {}
+
+    def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+        _, key, value = turn.split(projected, geometry.num_kv_heads)
+        keys[layer] = key.float()
+        return value.repeat_interleave(geometry.num_heads // geometry.num_kv_heads, dim=1)
+
+    positions = torch.arange(ROW_MULTIPLE, device=geometry.device)
+    decoder.reach(ROW_MULTIPLE)
+    decoder(torch.ones_like(positions), positions, attend)
+    found = []
+    for layer, own in keys.items():
+        turned = rotate(own[:1], positions[:, None], geometry.inv_freq.float())
+        if float((turned - own).norm()) > 0.05 * float((own - own[:1]).norm().clamp(min=1e-3 * own.norm())):
+            found.append(layer)
+    return found

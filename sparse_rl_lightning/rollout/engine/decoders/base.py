@@ -1,0 +1,128 @@
+"""Decoder: a causal language model as a function of packed tokens, with the rollout's attention in place of its own.
+
+There are two ways through the layers, with the same numbers: ``walked.Walked`` for Llama-like layers, and
+``forward.Forward`` for all others. What they share is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.ops.pools import accumulation_dtype
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+
+ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
+
+Way = Literal["walked", "forward"]  # how a model's layers are run
+
+
+class Attend(Protocol):
+    """The attention of one layer, which also writes keys and values into the cache."""
+
+    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+        """Compute the attention of one layer.
+
+        Args:
+            layer: Layer index.
+            projected: Queries, keys and values (R, Hq + 2 H, D).
+            turn: Norms and angles for queries and keys, if the model has not applied them itself.
+            hidden: Hidden states (R, E) from which they were projected.
+
+        Returns:
+            The result (R, Hq, D).
+        """
+        ...
+
+
+class Decoder(Protocol):
+    """A causal language model as a function of packed tokens."""
+
+    way: Way
+    model: PreTrainedModel
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Compute hidden states after the final norm.
+
+        Args:
+            ids: Tokens (R,), R a multiple of :data:`ROW_MULTIPLE`.
+            positions: True positions (R,) of the tokens, below the length given to :meth:`reach`.
+            attend: Attention, called once per layer.
+
+        Returns:
+            The hidden states (R, E).
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (n, V); a row's bits do not depend on the number of rows."""
+        ...
+
+    def refresh(self) -> None:
+        """Update the copies of weights after an optimizer step.
+
+        Raises:
+            ValueError: If a weight is NaN.
+        """
+        ...
+
+    @property
+    def output_weights(self) -> list[Tensor]:
+        """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
+        ...
+
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
+        """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
+        ...
+
+    def reach(self, length: int) -> None:
+        """Prepare for positions up to a length, which does not shrink."""
+        ...
+
+
+def head_product(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """The head's product (n, V); padded so that a row's bits do not depend on the number of rows."""
+    n = hidden.shape[0]
+    if n % ROW_MULTIPLE:
+        hidden = torch.cat([hidden, hidden.new_zeros(-n % ROW_MULTIPLE, hidden.shape[1])])
+    return head(hidden)[:n]
+
+
+def per_head(projections: Sequence[Any], geometry: CacheGeometry) -> list[Tensor]:
+    """The weights (L) of (Hq, D, E) of output projections, from what they make of unit vectors."""
+    g = geometry
+    unit = torch.eye(g.num_heads * g.head_dim, dtype=g.dtype, device=g.device)
+    none, shape = torch.zeros_like(unit[:1]), (g.num_heads, g.head_dim, -1)
+    products = [project(unit) - project(none) for project in projections]
+    return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
+
+
+def signature(model: PreTrainedModel) -> tuple[object, ...]:
+    """A signature that changes if modules or forwards are replaced or wrapped, hooks come or go, or weights move."""
+    modules = (
+        (id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    )
+    return (*modules, *(parameter.data_ptr() for parameter in model.parameters()))
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuse NaN by name: attention may turn NaN queries and keys into finite but meaningless numbers.
+
+    Raises:
+        ValueError: If a weight is NaN.
+    """
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and p.itemsize > 1}
+    sums = torch.stack([weight.sum().isnan() for weight in weights.values()])  # one wait for the device
+    broken = [name for name, is_nan in zip(weights, sums.tolist(), strict=True) if is_nan]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise UserError(
+            f"The model's weights hold NaN: {broken[0]}{more} of {len(weights)}. Training has diverged or a file is "
+            "damaged: go back to an earlier checkpoint."
+        )

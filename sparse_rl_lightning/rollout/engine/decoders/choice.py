@@ -1,0 +1,78 @@
+"""Which decoder a model gets, and the check before the first rollout."""
+
+from __future__ import annotations
+
+from typing import Literal
+from weakref import WeakSet
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.engine.decoders.agreement import check_agreement, layers_turned_otherwise
+from sparse_rl_lightning.rollout.engine.decoders.base import Decoder, Way
+from sparse_rl_lightning.rollout.engine.decoders.forward import Forward, forward_bytes
+from sparse_rl_lightning.rollout.engine.decoders.walked import Walked, can_walk, walked_bytes
+
+DecoderChoice = Literal["auto", "walked", "forward"]
+_agreed: WeakSet[nn.Module] = WeakSet()  # models whose forward pass was compared
+
+
+def choose_way(model: PreTrainedModel, asked: DecoderChoice = "auto") -> Way:
+    """How the model's layers are run: walked by hand where that is possible, unless asked otherwise.
+
+    Raises:
+        ValueError: If ``walked`` is asked for and the layers are others.
+    """
+    check_choice("decoder", asked, DecoderChoice, "RolloutSampler")
+    walks = asked != "forward" and can_walk(model)
+    if asked == "walked" and not walks:
+        raise UserError(
+            "decoder='walked' knows the layers of Llama, Mistral, Qwen2 and Qwen3, not those of "
+            f"{type(model).__name__}. Use decoder='auto' or 'forward'."
+        )
+    return "walked" if walks else "forward"
+
+
+def make_decoder(model: PreTrainedModel, geometry: CacheGeometry, way: Way | None = None) -> Decoder:
+    """A decoder of the model's current weights; default is the way that :func:`choose_way` takes.
+
+    Raises:
+        ValueError: If a weight is NaN, or the model's own forward pass gives other numbers.
+    """
+    if (way or choose_way(model)) == "walked":
+        return Walked(model, geometry)
+    decoder = Forward(model, geometry)
+    if model not in _agreed:
+        check_agreement(model, decoder, geometry)
+        _agreed.add(model)
+    return decoder
+
+
+def decoder_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, way: Way) -> int:
+    """The bytes of the copies of weights that a decoder makes, and of its angles for this many positions."""
+    return walked_bytes(model, geometry, length) if way == "walked" else forward_bytes(model, geometry)
+
+
+def check_rotation(compressor: Compressor, decoder: Decoder, geometry: CacheGeometry) -> None:
+    """Refuse a compressor that reads rotary frequencies for a model whose keys do not follow them.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if not compressor.needs_rotation or decoder.way == "walked":
+        return
+    wrong = layers_turned_otherwise(decoder, geometry)
+    if compressor.needs_rotation == "whole" and 2 * len(geometry.inv_freq) < geometry.head_dim:
+        reason = f"rotates {2 * len(geometry.inv_freq)} of {geometry.head_dim} channels"
+    elif wrong:
+        reason = f"rotates the keys of layers {wrong} not at all, or not by halves"
+    else:
+        return
+    name = type(compressor).__name__
+    raise UserError(
+        f"{name} turns queries with the model's rotary frequencies, but {type(decoder.model).__name__} {reason}. Use "
+        "another compressor, such as SnapKV or RKV."
+    )

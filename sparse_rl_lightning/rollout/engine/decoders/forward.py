@@ -1,0 +1,162 @@
+"""Forward: transformers' own forward pass of a model, on packed rows, with the rollout's attention.
+
+The model embeds, normalizes, rotates, routes to experts and scales as its class does: an attention function registered
+with transformers receives queries, keys and values that are ready. All modules are called, so hooks and replaced
+forwards count. On CPUs plain linear layers multiply with weights packed for few rows while a pass runs, which is most
+of what makes decoding fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.output_head import LogitScaling
+from sparse_rl_lightning.policies.admission import attention_modules, refusal
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.replay.hooks import named_attention, register
+from sparse_rl_lightning.rollout.engine.decoders.base import (
+    Attend,
+    Way,
+    check_weights,
+    head_product,
+    per_head,
+    signature,
+)
+from sparse_rl_lightning.rollout.engine.decoders.products import Copied, copied_bytes, join
+
+ROLLOUT = "sparse_rl_rollout"
+
+
+class Forward:
+    """A causal language model as a function of packed tokens, through its own forward pass.
+
+    Args:
+        model: Model that :func:`~sparse_rl_lightning.policies.admission.check_supported` admits.
+        geometry: Sizes and compute type of the model.
+
+    Raises:
+        ValueError: If a weight is NaN.
+    """
+
+    way: Way = "forward"
+
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
+        check_weights(model)
+        self.model, self.geometry = model, geometry
+        self._signature = signature(model)
+        self._decoder: Any = model.get_decoder()
+        self._scaling = LogitScaling.of(model.config)
+        self._head = join((model.get_output_embeddings(),), geometry.dtype)
+        products = [(module, join((module,), geometry.dtype)) for module in _linear(model)]
+        self._products = [(module, own) for module, own in products if isinstance(own, Copied)]
+        self._attention = attention_modules(model)
+        self._hidden = torch.zeros(0)  # the input of the attention that runs
+        # the forwards of a pass, and those that the modules have themselves
+        swaps: list[tuple[nn.Module, Callable[..., Any]]] = [*self._products]
+        swaps += [(module, self._noting(module.forward)) for module in self._attention]
+        self._swaps = [(vars(module), forward, vars(module).get("forward")) for module, forward in swaps]
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
+        g = self.geometry
+
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            if value.shape != (1, g.num_kv_heads, len(ids), g.head_dim) or query.shape[1:2] != (g.num_heads,):
+                shapes = " and ".join(str(tuple(t.shape)) for t in (query, key, value))
+                sizes = f"{g.num_heads} heads and {g.num_kv_heads} KV heads of {g.head_dim}"
+                raise UserError(
+                    refusal(self.model, f"layer {layer} has queries, keys and values of shapes {shapes}, not {sizes}")
+                )
+            rows = torch.cat([t[0].transpose(0, 1) for t in (query, key, value)], dim=1)
+            return attend(layer, rows, Turn(), self._hidden).transpose(0, 1)[None]
+
+        with self._swapped(), named_attention(self.model, ROLLOUT):
+            out = self._decoder(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_attention=attention
+            )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (n, V) as the model scales and caps them; a row's bits do not depend on the number of rows."""
+        return self._scaling(head_product(self._head, hidden))
+
+    def refresh(self) -> None:
+        """Update the copies of weights after an optimizer step.
+
+        Raises:
+            ValueError: If a weight is NaN.
+        """
+        check_weights(self.model)
+        for product in (self._head, *(own for _, own in self._products)):
+            product.refresh()
+        self.__dict__.pop("output_weights", None)
+
+    @cached_property
+    def output_weights(self) -> list[Tensor]:
+        """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
+        missing = next((module for module in self._attention if not hasattr(module, "o_proj")), None)
+        if missing is not None:
+            raise UserError(f"This compressor reads o_proj of each attention, which {type(missing).__name__} lacks.")
+        return per_head([module.o_proj for module in self._attention], self.geometry)
+
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
+        """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
+        own = self.geometry
+        same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
+        return same and self._signature == signature(model)
+
+    def reach(self, length: int) -> None:
+        """Nothing to prepare: the model computes its own angles."""
+
+    def _noting(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward of an attention module that also notes its input."""
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._hidden = hidden_states[0]
+            return own(hidden_states, *args, **kwargs)
+
+        return forward
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Give the modules the forwards of a pass; through their ``__dict__``, since ``setattr`` is slow."""
+        for own, forward, _ in self._swaps:
+            own["forward"] = forward
+        try:
+            yield
+        finally:
+            for own, _, before in self._swaps:
+                if before is None:
+                    del own["forward"]
+                else:
+                    own["forward"] = before
+
+
+def forward_bytes(model: PreTrainedModel, geometry: CacheGeometry) -> int:
+    """The bytes of the copies of weights."""
+    groups = [(model.get_output_embeddings(),), *((module,) for module in _linear(model))]
+    return sum(copied_bytes(group, geometry.dtype) for group in groups)
+
+
+def _linear(model: PreTrainedModel) -> list[nn.Linear]:
+    """The linear layers of the decoder; adapters and quantized layers are their own kinds."""
+    return [module for module in model.get_decoder().modules() if type(module) is nn.Linear]
+
+
+def _in_rollout(
+    attention: Callable[..., Tensor], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    return attention(layer, query, key, value, scale)
+
+
+register(ROLLOUT, "rollout_attention", _in_rollout)

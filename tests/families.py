@@ -1,0 +1,57 @@
+"""Tiny random models of every family that is tested."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 512, "initializer_range": 0.2, "pad_token_id": 0,
+    "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
+HEAD: dict[str, Any] = {"head_dim": 16}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i for i in range(6)], "long_factor": [9.0] * 6,
+    "original_max_position_embeddings": 100, "partial_rotary_factor": 0.75,
+}  # fmt: skip
+WALKED = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": HEAD,
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
+    "olmo2": {},
+    "ministral3": {**HEAD, "rope_parameters": YARN},
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 4.0, "residual_multiplier": 0.3,
+                "attention_multiplier": 0.4},
+    "gemma": {"head_dim": 32},
+    # as Phi-4-mini
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 100, "sliding_window": None},
+    "glm4": HEAD,
+    "qwen3_moe": {**HEAD, **EXPERTS, "num_experts": 8},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": {**HEAD, **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                 "n_group": 1, "topk_group": 1},
+}  # fmt: skip
+
+
+def family(name: str, **changed: Any) -> PreTrainedModel:
+    """A model of this type with other random norms and biases than ones and zeros."""
+    config = AutoConfig.for_model(name, **copy.deepcopy({**SIZES, **FAMILIES.get(name, {}), **changed}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.data += 0.03 * torch.randn_like(parameter)
+    return model.eval()

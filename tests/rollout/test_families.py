@@ -1,0 +1,380 @@
+"""Families of models: rollouts, replay, sessions, memory and training, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from docs.families import CHECKPOINTS
+from sparse_rl_lightning.calibration import gather_statistics
+from sparse_rl_lightning.compressors import (
+    RKV,
+    Combined,
+    Compressor,
+    ExpectedAttention,
+    FullKV,
+    KeyDiff,
+    SnapKV,
+    StreamingLLM,
+    TriAttention,
+)
+from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
+from sparse_rl_lightning.compressors.rotary import rotate
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.output_head import PLAIN, LogitScaling
+from sparse_rl_lightning.policies import LoadedPolicy
+from sparse_rl_lightning.policies.admission import TESTED
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.records import LayerState, StateUpdate
+from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout.engine.decoders import choice, products
+from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
+from sparse_rl_lightning.rollout.engine.decoders.forward import Forward
+from sparse_rl_lightning.rollout.engine.decoders.products import Joined
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.families import FAMILIES, SIZES, WALKED, YARN, family
+from tests.rollout.test_rollout_memory import allocated, attributes
+from tests.tiny_grpo import ALPHABET, fit, module, weights
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
+SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+GREEDY = SamplingParams(max_completion_length=24, temperature=0)
+PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
+each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def test_what_is_said_to_be_tested_is() -> None:
+    assert set(TESTED) == set(FAMILIES) == {checkpoint.model_type for checkpoint in CHECKPOINTS}
+
+
+@each_family
+def test_greedy_tokens_are_those_of_generate(name: str) -> None:
+    model = family(name)
+    sampler = RolloutSampler(model, FullKV(), 3)
+    assert sampler.way == ("walked" if name in WALKED else "forward")
+    rollout = sampler.generate(PROMPTS, GREEDY)
+    for row, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0]
+        length = len(prompt) + int(rollout.completion_lengths[row])
+        assert rollout.sequences[row, :length].tolist() == want.tolist()
+    with torch.no_grad():
+        dense = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]
+        own = model(rollout.sequences).logits.log_softmax(-1)[:, :-1].gather(-1, rollout.sequences[:, 1:, None])
+    torch.testing.assert_close(dense, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    torch.testing.assert_close(dense[:, 1:], own.squeeze(-1) * rollout.completion_mask[:, 1:], atol=2e-5, rtol=0)
+
+
+@each_family
+def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
+    model = family(name)
+    for compressor in (StreamingLLM(**SMALL), SnapKV(**SMALL), RKV(**SMALL)):
+        rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
+        assert bool((rollout.kv.stored < rollout.kv.full).any())
+        replayed = replay_logprobs(model, rollout)
+        torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        refilled = RolloutSampler(model, compressor, 3, max_prefill_tokens=16).generate(PROMPTS, PARAMS)
+        assert torch.equal(refilled.sequences, rollout.sequences)
+        assert torch.equal(refilled.evictions.death, rollout.evictions.death)
+    model.zero_grad()
+    replayed.sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+@each_family
+def test_a_session_goes_on_where_it_was_saved(name: str) -> None:
+    model = family(name)
+    want = RolloutSampler(model, SnapKV(**SMALL)).generate(PROMPTS, PARAMS)
+
+    def start(policy: Any) -> RolloutSession:
+        return RolloutSession(RolloutSampler(policy, SnapKV(**SMALL), 4), PARAMS, max_prompt_length=40)
+
+    session = start(model)
+    numbers = session.add(PROMPTS, range(10))
+    session.advance(max_steps=13)
+    assert 0 < session.num_unfinished
+    file = io.BytesIO()
+    torch.save(session.state(), file)
+    resumed = start(copy.deepcopy(model))
+    resumed.load_state(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    resumed.advance()
+    found = resumed.take(numbers)
+    assert torch.equal(found.sequences, want.sequences)
+    assert torch.equal(found.evictions.death, want.evictions.death)
+    torch.testing.assert_close(found.sampler_logprobs, want.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+@each_family
+def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family(name)
+    sampler = RolloutSampler(model, SnapKV(**SMALL), memory_limit=2**16)
+    sampler.generate(PROMPTS, PARAMS)
+    plan, engine = sampler.memory_plan, sampler._engine
+    assert plan.num_slots < 10
+    assert plan.total_bytes == allocated(attributes(engine.cache), vars(engine.logs)) <= 2**16
+    monkeypatch.setattr(products, "_way", lambda modules, dtype: Joined)  # copies that can be counted
+    geometry = CacheGeometry.of(model)
+    decoder = Forward(model, geometry)
+    copied = [decoder._head, *(product for _, product in decoder._products)]
+    assert len(copied) > 2 * geometry.num_layers
+    assert decoder_bytes(model, geometry, 64, "forward") == sum(
+        t.nbytes for one in copied for t in (one._weight, one._bias) if t is not None
+    )
+
+
+class Losses(Callback):
+    """Keeps the loss of every micro-batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+@each_family
+def test_a_few_steps_of_training(name: str) -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    grpo = module(compressor=RKV(budget=8, buffer=3, num_sinks=1, window=2), lr=0.05)
+    model = family(name, vocab_size=len(tokenizer), initializer_range=0.1)
+    grpo.policy_source = LoadedPolicy(model, tokenizer)
+    grpo.configure_model()
+    before = weights(grpo)
+    losses = Losses()
+    fit(grpo, 3, [losses])
+    after = weights(grpo)
+    assert len(losses.seen) >= 3
+    assert all(math.isfinite(loss) for loss in losses.seen)
+    assert bool(after.isfinite().all())
+    assert not torch.equal(before, after)
+
+
+# ---------------------------------------------------------------- both ways through the layers
+
+
+class Notes(Compressor):
+    """Keeps by what the running numbers say of hidden states, attention and output norms."""
+
+    needs_attention = needs_hidden_states = needs_output_norms = True
+
+    @property
+    def state_fields(self) -> tuple[str, ...]:
+        return ("worth",)
+
+    def update_state(self, update: StateUpdate) -> None:
+        worth = update.hidden_states.square().sum(-1)[:, None] * update.output_norms.mean(1)[:, None]
+        update.state["worth"].scatter_(2, update.entries, worth.expand(update.entries.shape))
+        update.state["worth"].add_(update.mass.sum(2))
+
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.state["worth"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("compressor", [SnapKV(**SMALL), Notes(**SMALL)], ids=["SnapKV", "running state"])
+def test_both_decoders_give_the_same_rollout(architecture: str, compressor: Compressor) -> None:
+    model = tiny_model(architecture, initializer_range=0.2)
+    walked, forward = (RolloutSampler(model, compressor, decoder=way) for way in ("walked", "forward"))
+    assert (walked.way, forward.way, RolloutSampler(model).way) == ("walked", "forward", "walked")
+    for factor in (1.0, 1.1):  # the second time with weights that have changed
+        for parameter in model.parameters():
+            parameter.data *= factor
+        a, b = (sampler.generate(PROMPTS, PARAMS) for sampler in (walked, forward))
+        assert torch.equal(a.sequences, b.sequences)
+        assert torch.equal(a.evictions.death, b.evictions.death)
+        torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+def test_hooks_and_replaced_forwards_of_any_module_count() -> None:
+    model: Any = family("olmo2")
+    plain = RolloutSampler(model, FullKV()).generate(PROMPTS, GREEDY)
+    layer, attention, linear = model.model.layers[1], model.model.layers[0].self_attn, model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda module, inputs, out: out * 1.1)
+    before, own = attention.forward, linear.forward
+    attention.forward = lambda *args, **kwargs: (before(*args, **kwargs)[0] * 1.2, None)
+    linear.forward = lambda x: own(x) * 0.9
+    rollout = RolloutSampler(model, FullKV()).generate(PROMPTS, GREEDY)
+    assert not torch.equal(rollout.sampler_logprobs[:, :60], plain.sampler_logprobs[:, :60])
+    with torch.no_grad():
+        dense = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]
+    torch.testing.assert_close(dense, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert "forward" in vars(attention), "a replaced forward is there afterwards"
+    assert "forward" not in vars(model.model.layers[1].self_attn)
+
+
+def test_an_error_in_a_rollout_leaves_the_model_as_it_was() -> None:
+    class Broken(KeyDiff):
+        def score(self, layer: LayerState) -> Tensor:
+            raise RuntimeError("broken")
+
+    model = family("qwen3_moe")
+    with pytest.raises(RuntimeError, match="broken"):
+        RolloutSampler(model, Broken(**SMALL)).generate(PROMPTS, PARAMS)
+    assert not any("forward" in vars(part) for part in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_stay_as_close_as_their_rounding(dtype: torch.dtype) -> None:
+    model = family("granite").to(dtype)
+    rollout = RolloutSampler(model, RKV(**SMALL)).generate(PROMPTS, PARAMS)
+    apart = (replay_logprobs(model, rollout) - rollout.sampler_logprobs).abs().max()
+    assert float(apart.detach()) < (0.15 if dtype == torch.bfloat16 else 2e-5)
+
+
+# ---------------------------------------------------------------- positions
+
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": YARN,
+    "partial yarn": {**YARN, "partial_rotary_factor": 0.5},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [*(("qwen3_moe", rope) for rope in ROPES if rope != "partial yarn"), ("glm4_moe", "partial yarn"),
+     ("llama", "yarn"), ("llama", "dynamic")],
+)  # fmt: skip
+def test_scaled_positions(name: str, rope: str) -> None:
+    """Beyond the original context, except where frequencies would change; also for compressors that read them."""
+    model = family(name, head_dim=16, rope_parameters=ROPES[rope])
+    params = SamplingParams(max_completion_length=100, seed=3)
+    prompt = list(range(3, 103))
+    for compressor in (SnapKV(**SMALL), ExpectedAttention(query_window=6, num_future=9, **SMALL)):
+        rollout = RolloutSampler(model, compressor).generate([prompt], params)
+        torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("phi3", {}), ("olmoe", {"rope_parameters": ROPES["dynamic"], "max_position_embeddings": 100})],
+)
+def test_frequencies_that_change_with_the_length_are_refused_where_they_would(
+    name: str, changed: dict[str, Any]
+) -> None:
+    model = family(name, **changed)
+    sampler = RolloutSampler(model, SnapKV(**SMALL))
+    sampler.generate([list(range(3, 83))], SamplingParams(max_completion_length=20))
+    with pytest.raises(
+        ValueError, match="whose frequencies change beyond 100 tokens, and sequences may have up to 101"
+    ):
+        sampler.generate([list(range(3, 83))], SamplingParams(max_completion_length=21))
+
+
+def test_partial_rotation_is_that_of_the_model() -> None:
+    """Keys of a token at position p are those at position 0, turned by the geometry's frequencies."""
+    for name, rotated in (("phi3", 12), ("glm4_moe", 8), ("olmo2", 16)):
+        model = family(name)
+        geometry, seen = CacheGeometry.of(model), list[Tensor]()
+        assert 2 * len(geometry.inv_freq) == rotated
+
+        def attend(layer: int, rows: Tensor, turn: Any, hidden: Tensor) -> Tensor:
+            seen.append(rows[:, geometry.num_heads : -geometry.num_kv_heads])  # noqa: B023
+            return rows[:, : geometry.num_heads] * 0  # noqa: B023
+
+        with torch.no_grad():
+            Forward(model, geometry)(torch.full((8,), 9), torch.arange(8) * 5, attend)
+        want = rotate(seen[0][:1], torch.arange(8)[:, None] * 5, geometry.inv_freq)
+        torch.testing.assert_close(seen[0], want, atol=1e-5, rtol=1e-5)
+
+
+def statistics(heads: int, kv_heads: int, dim: int) -> QueryStatistics:
+    return QueryStatistics(torch.ones(2, heads, dim), torch.ones(2, heads, dim // 2), torch.ones(2, kv_heads, dim))
+
+
+@pytest.mark.parametrize(
+    ("name", "compressor", "reason"),
+    [
+        ("smollm3", ExpectedAttention(**SMALL), r"rotates the keys of layers \[1, 3\] not at all, or not by halves"),
+        ("glm4", ExpectedAttention(**SMALL), r"rotates the keys of layers \[0, 1\] not at all, or not by halves"),
+        ("phi3", TriAttention(statistics=statistics(4, 2, 16), **SMALL), "rotates 12 of 16 channels"),
+        (
+            "phi3",
+            Combined([SnapKV(**SMALL), TriAttention(statistics=statistics(4, 2, 16), **SMALL)]),
+            "rotates 12 of 16",
+        ),
+    ],
+    ids=["no positions", "other pairs", "partial", "inside another"],
+)
+def test_compressors_that_turn_queries_are_refused_where_they_could_not(
+    name: str, compressor: Compressor, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{type(compressor).__name__} turns queries .* but .* {reason}"):
+        RolloutSampler(family(name), compressor).generate(PROMPTS, PARAMS)
+
+
+def test_compressors_that_turn_queries_work_where_all_is_turned_by_halves() -> None:
+    method = TriAttention(statistics=statistics(4, 2, 16), **SMALL)
+    rollout = RolloutSampler(model := family("qwen3_moe"), method).generate(PROMPTS, PARAMS)
+    torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+# ---------------------------------------------------------------- what is refused, and how
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma2": (SIZES, "its attention caps logits"),
+    "gpt_oss": ({"head_dim": 16, "num_local_experts": 4}, "its attention has learned sinks"),
+    "qwen3_next": ({}, r"it has layers of type \['linear_attention'\]"),
+    "deepseek_v3": ({}, r"its attention is latent \(MLA\)"),
+    "gemma3_text": ({"head_dim": 16}, "its positions are not rotary ones with frequencies that all layers share"),
+    "gpt2": ({}, "its GPT2Model has no list of layers"),
+    "gpt_neox": ({}, "cannot be rolled out"),
+    "diffllama": ({}, r"its forward pass called attention in the layers 0, 0, 1, 1, not in \[0, 1\]"),
+    "doge": ({}, "log-probabilities of the rollout differ from those of its own forward pass by 0.0"),
+    "persimmon": ({}, r"layer 0 has queries, keys and values of shapes .* not 4 heads and 2 KV heads of 16"),
+    "stablelm": ({}, "does not receive the arguments of the model's call"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_rolled_out_are_refused_by_name(name: str) -> None:
+    changed, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"(?s){reason}.*docs/models\.md"):
+        RolloutSampler(family(name, **changed), FullKV()).generate([[3, 4]], GREEDY)
+
+
+def test_a_forward_pass_of_other_numbers_is_found_before_the_first_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family("granite")
+    with monkeypatch.context() as patch:
+        patch.setattr(LogitScaling, "of", lambda config: PLAIN)
+        with pytest.raises(ValueError, match=r"granite.*differ from those of its own forward pass by"):
+            RolloutSampler(model).generate(PROMPTS, GREEDY)
+    calls: list[nn.Module] = []
+    real: Callable[..., None] = choice.check_agreement
+    monkeypatch.setattr(choice, "check_agreement", lambda model, *rest: calls.append(model) or real(model, *rest))
+    for _ in range(2):
+        RolloutSampler(model).generate(PROMPTS, GREEDY)
+    assert calls == [model], "once for each model"
+
+
+def test_a_decoder_that_cannot_be_had_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"decoder='walked' knows the layers of .*, not those of OlmoeForCausalLM"):
+        RolloutSampler(family("olmoe"), decoder="walked")
+    with pytest.raises(ValueError, match="decoder must be one of"):
+        RolloutSampler(tiny_model(), decoder="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["phi3", "ministral3"])
+def test_statistics_are_of_queries_before_they_are_turned(name: str) -> None:
+    """Fused projections, partial rotation and YaRN's scale on cos and sin included."""
+    model: Any = family(name)
+    ids = torch.arange(3, 43)[None]
+    found = gather_statistics(model, ids, torch.tensor([40]))
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        hidden = layer.input_layernorm(model.model.embed_tokens(ids))
+        attention = layer.self_attn
+        projected = attention.qkv_proj(hidden)[..., :64] if name == "phi3" else attention.q_proj(hidden)
+    torch.testing.assert_close(found.mean[0], projected.view(40, 4, 16).mean(0), atol=1e-5, rtol=1e-4)
