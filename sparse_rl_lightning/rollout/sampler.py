@@ -23,8 +23,9 @@ from sparse_rl_lightning.rollout.engine.decoder import decoder_bytes
 from sparse_rl_lightning.rollout.engine.engine import CudaGraphs, Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, StopStrings, steps_per_look
+from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end, steps_per_look
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.engine.stopping import StopStrings
 from sparse_rl_lightning.rollout.prompts import check_end_tokens, check_prompts, default_end_token_ids
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class RolloutSampler:
             ValueError: If the memory limit does not allow one slot.
         """
         g, slots = CacheGeometry.of(self.model, self.kv_dtype), min(self.num_slots or num_sequences, num_sequences)
-        length = longest_prompt + params.max_completion_length + steps_per_look(g.device) - 1
+        length = longest_prompt + params.max_completion_length + steps_past_end(g.device)
         capacities = Trigger(self.compressor, g.num_layers).capacities(longest_prompt, length)
         size, plan = CacheSize.of(self.compressor, g, slots, capacities, length), None
         if self.retriever is not None:
