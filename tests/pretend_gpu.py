@@ -322,6 +322,23 @@ class PretendGPU(TorchFunctionMode):
         self._count("_varlen_attn", [query, key, value], [out])
         return DeviceTensor(out), None, None
 
+    def _on_mm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A product of 16 bits into float32 is CUDA's alone; float32 products of the same numbers are exact."""
+        if "out_dtype" not in kwargs:
+            return self.run(func, args, kwargs)
+        assert kwargs == {"out_dtype": torch.float32}
+        left, right = (host(arg) for arg in args)
+        assert left.dtype == right.dtype
+        assert left.dtype in (torch.float16, torch.bfloat16)
+
+        def product(left: Tensor, right: Tensor) -> Tensor:
+            return left.float() @ right.float()
+
+        out = product(left, right)
+        self._count("mm", [left, right], [out])
+        self.captures.record(product, (left, right), {}, [out])
+        return DeviceTensor(out)
+
     def _count(self, name: str, tensors: list[Tensor], outs: list[Tensor]) -> None:
         is_own = name.startswith(library.NAMESPACE)
         self.num_launched += 1

@@ -58,6 +58,8 @@ class RolloutSampler:
             warning, or with ``"require"`` is an error.
         retriever: Retriever of the pages of the cache that each query reads; None reads everything. It saves time, not
             memory, and leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
+        head_in_float32: Whether the logits of a policy in 16 bits are float32, not rounded, as with the learner's
+            option of this name; on CUDA GPUs and CPUs, with an output head that is a plain ``nn.Linear``.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -82,6 +84,7 @@ class RolloutSampler:
         cuda_graphs: CudaGraphs = True,
         memory_limit: int | float | None = None,
         retriever: Retriever | None = None,
+        head_in_float32: bool = False,
     ) -> None:
         if num_slots is not None and num_slots < 1:
             raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
@@ -103,6 +106,7 @@ class RolloutSampler:
         self.kv_dtype = kv_type(kv_dtype)
         self.keep_pool = keep_pool
         self.cuda_graphs = cuda_graphs
+        self.head_in_float32 = head_in_float32
         self.memory_limit = memory_limit
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
         self._engine: Engine | None = None
@@ -194,15 +198,17 @@ class RolloutSampler:
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:
-            decoder = decoder_bytes(self.model, g, length)
-            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder)
+            decoder = decoder_bytes(self.model, g, length, self.head_in_float32)
+            logits = torch.promote_types(g.dtype, torch.float32) if self.head_in_float32 else g.dtype
+            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
             if before is None or plan.why != before.why:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
-            g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, plan
-        )
+            g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, plan,
+            self.head_in_float32,
+        )  # fmt: skip
 
     def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:
         """Create the scheduler of a rollout on this engine, without prompts yet.
@@ -223,7 +229,7 @@ class RolloutSampler:
         cache = decoder = None
         if last is not None:
             key = key.after(last.key)
-            if last.decoder.serves(self.model, key.geometry):
+            if last.decoder.serves(self.model, key.geometry, key.head_in_float32):
                 decoder = last.decoder
                 decoder.refresh()
             if (key.geometry, key.size) == (last.key.geometry, last.key.size):

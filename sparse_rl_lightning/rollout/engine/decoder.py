@@ -24,6 +24,7 @@ from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal
 from sparse_rl_lightning.rollout.engine.fused import AddNorm, FeedForward, GatedMLP, NormWeight
+from sparse_rl_lightning.rollout.engine.head import head_in_float32
 from sparse_rl_lightning.rollout.engine.products import Projection, copied_bytes, join
 
 ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
@@ -71,14 +72,16 @@ class Decoder:
     Args:
         model: Model of a family in :data:`~sparse_rl_lightning.policies.geometry.FAMILIES`.
         geometry: Sizes and compute type of the model.
+        in_float32: Whether logits are float32, not rounded to the compute type.
 
     Raises:
-        ValueError: If a module that is walked by hand has a replaced ``forward``, or a weight is NaN.
+        ValueError: If a module that is walked by hand has a replaced ``forward``, a weight is NaN, or logits cannot be
+            float32.
     """
 
-    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> None:
         decoder: Any = model.get_decoder()
-        self.model, self.geometry = model, geometry
+        self.model, self.geometry, self.in_float32 = model, geometry, in_float32
         self._signature = _signature(model)
         self._projections: list[Projection] = []
         _check_walked(decoder)
@@ -86,14 +89,18 @@ class Decoder:
         self.embedding: nn.Module = decoder.embed_tokens
         self.inv_freq: Tensor = decoder.rotary_emb.inv_freq.to(torch.float32)
         self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
-        self.head = self._joined((model.get_output_embeddings(),))
+        head: nn.Module = model.get_output_embeddings()
+        self.head = self._made(head_in_float32(head)) if in_float32 else self._joined((head,))
         self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
         self.layers = [self._layer(layer) for layer in decoder.layers]
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
 
     def _joined(self, modules: Group) -> Projection:
-        self._projections.append(join(modules, self.geometry.dtype))
-        return self._projections[-1]
+        return self._made(join(modules, self.geometry.dtype))
+
+    def _made(self, projection: Projection) -> Projection:
+        self._projections.append(projection)
+        return projection
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -176,11 +183,11 @@ class Decoder:
         products = [layer.project_out(unit) - layer.project_out(none) for layer in self.layers]
         return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
 
-    def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
         """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
         own = self.geometry
-        same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
-        return same and self._signature == _signature(model)
+        same = (geometry.dtype, geometry.kv_dtype, in_float32) == (own.dtype, own.kv_dtype, self.in_float32)
+        return model is self.model and same and self._signature == _signature(model)
 
     def reach(self, length: int) -> None:
         """Prepare the angles of positions up to a length, which does not shrink."""
@@ -203,10 +210,12 @@ class Decoder:
             yield self.final_norm.own
 
 
-def decoder_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int) -> int:
-    """The bytes of the copies of weights that a decoder makes, and of its angles for this many positions."""
+def decoder_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, in_float32: bool = False) -> int:
+    """The bytes of the copies of weights that a decoder makes on a GPU, and of its angles for this many positions."""
     layers: Any = model.get_decoder().layers
-    groups = [(model.get_output_embeddings(),), *(group for layer in layers for group in _groups(layer))]
+    groups: list[Group] = [group for layer in layers for group in _groups(layer)]
+    if not in_float32:  # which reads the head's own weights
+        groups.append((model.get_output_embeddings(),))
     angles = 2 * length * geometry.head_dim * accumulation_dtype(geometry.query_dtype).itemsize
     return sum(copied_bytes(group, geometry.dtype) for group in groups) + angles
 

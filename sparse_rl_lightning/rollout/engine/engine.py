@@ -83,6 +83,7 @@ class EngineKey:
     cuda_graphs: CudaGraphs = False
     logs: type[SequenceLogs] = SequenceLogs
     memory_plan: MemoryPlan | None = field(default=None, compare=False)  # the plan that limited the slots
+    head_in_float32: bool = False
 
     def after(self, last: EngineKey) -> EngineKey:
         """This key with the memory of the last engine if that fits, or with room for both if rollouts alternate.
@@ -129,7 +130,7 @@ class Engine:
         g, size = key.geometry, key.size
         self.key = key
         self.compression = Compression(key.compressor, g.num_layers)
-        self.decoder = decoder or Decoder(model, g)
+        self.decoder = decoder or Decoder(model, g, key.head_in_float32)
         self.decoder.reach(size.max_length)
         self.cache = cache or size.allocate(g)
         self.cache.geometry = g
@@ -141,11 +142,11 @@ class Engine:
 
     def take_weights(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
         """Continue with the model's current weights; the graphs are kept if no weight has moved."""
-        if self.decoder.serves(model, geometry):
+        if self.decoder.serves(model, geometry, self.key.head_in_float32):
             self.decoder.refresh()
             return
         del self.decoder, self._graphs  # free copies of weights before new ones are made
-        self.decoder = Decoder(model, geometry)
+        self.decoder = Decoder(model, geometry, self.key.head_in_float32)
         self.decoder.reach(self.key.size.max_length)
         self._graphs = self._new_graphs()
 
