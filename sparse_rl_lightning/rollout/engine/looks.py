@@ -16,13 +16,12 @@ from sparse_rl_lightning.rollout.engine.stopping import NewestTokens
 
 @dataclass(frozen=True)
 class Sighting:
-    """A running sequence in a look."""
+    """A sequence that has ended, or is broken, in a look."""
 
     slot: int
     running: RunningSequence
-    end: int  # index of its last token, which may be drawn later
+    end: int  # index of its last token; of a broken one it may be drawn later
     by_token: bool  # whether an end token or a stop string is there
-    has_ended: bool
     broken: int | None  # index of the first token drawn from NaN or infinite logits
 
 
@@ -52,7 +51,7 @@ class Look:
         self._numbers = Download(logs.marks(pools.errors), *tokens)
 
     def read(self) -> Iterator[Sighting]:
-        """Yield the sequences by slot; waits for the device where it has not come to the look yet.
+        """Yield those that have ended or are broken, by slot; waits where the device has not come to the look yet.
 
         Raises:
             RuntimeError: If a CUDA kernel has reported an error.
@@ -69,4 +68,5 @@ class Look:
             # token `end` is drawn by the step that feeds token `end` - 1; what a sequence drew past its end is
             # discarded, so it may be broken
             is_broken = broken[slot] <= min(end, num_fed)
-            yield Sighting(slot, one, end, by_token, num_fed >= end, broken[slot] if is_broken else None)
+            if is_broken or num_fed >= end:
+                yield Sighting(slot, one, end, by_token, broken[slot] if is_broken else None)

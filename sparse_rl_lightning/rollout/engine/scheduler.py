@@ -355,8 +355,8 @@ class Scheduler:
                 f"completion token from which on they are: {bad}. Look for NaN in the model's weights, or for numbers "
                 f"that are too large for {self.cache.geometry.dtype}."
             )
-        closed = [s.slot for s in sightings if s.has_ended]
-        for seen in (s for s in sightings if s.has_ended):
+        closed = [seen.slot for seen in sightings]
+        for seen in sightings:
             one = self.running.pop(seen.slot)
             assert one is seen.running, "a slot changed hands between a look and its reading"
             number, sample = divmod(one.sequence, self.params.num_generations)
