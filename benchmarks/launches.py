@@ -1,11 +1,12 @@
-"""What the host asks of a GPU: launches, bytes and waits of a step, a draw, a compression and an admission.
+"""What the host asks of a GPU: launches, bytes and waits of a step, a draw, a compression, an admission and a look.
 
     python -m benchmarks.launches [--slots 256] [--save benchmarks/results]
 
 Counted at the shapes of Qwen2.5-1.5B and 7B on a pretend GPU (``tests/pretend_gpu.py``) whose tensors have no values: a
 minute on any machine. A launch is one op of torch or one of this library's; some of torch's (sort, top-k, cumulative
 sum) launch several kernels. A wait stops the host until the device is done: a read, or a copy from host memory. Bytes
-are those that ops of torch read and write, caches left out of account; the library's own ops are not among them.
+are those that ops of torch read and write, caches left out of account; the library's own ops are not among them. How
+often whole rollouts wait is counted with a tiny policy, whose tensors have values.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV, StreamingLL
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.rollout.engine.engine import StepRows
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.pretend_gpu import PretendGPU
 
 PROMPT = 128  # tokens
@@ -96,7 +98,9 @@ def rollout(
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
     with PretendGPU("meta", answer) as gpu:
-        sampler = RolloutSampler(gpu.copy_of(model), method, num_slots, end_token_ids=[1], cuda_graphs=False)
+        sampler = RolloutSampler(
+            gpu.copy_of(model), method, num_slots, [1], tokenizer=character_tokenizer(), cuda_graphs=False
+        )
         settings = SamplingParams(num_generations=SAMPLES, max_completion_length=4096, **params)
         with drawing(sampler.model):
             key = sampler.engine_key(settings, num_slots, PROMPT)
@@ -116,6 +120,14 @@ def admission(shape: dict[str, Any], num_prompts: int, num_slots: int) -> Counts
     with rollout(shape, method, num_slots) as (gpu, scheduler):
         scheduler.add([[5] * PROMPT] * num_prompts, range(num_prompts * SAMPLES))
         return counted(gpu, scheduler._admit)
+
+
+def look(shape: dict[str, Any], num_slots: int, **params: Any) -> Counts:
+    """A look at all slots, which is queued behind a window of steps."""
+    with rollout(shape, RKV(budget=512, buffer=128, num_sinks=0), num_slots, **params) as (gpu, scheduler):
+        scheduler.add([[5] * PROMPT] * (num_slots // SAMPLES), range(num_slots))
+        scheduler._admit()
+        return counted(gpu, scheduler._queue_look)
 
 
 def step(shape: dict[str, Any], num_slots: int) -> Counts:
@@ -159,11 +171,60 @@ def phases(shape: dict[str, Any], num_slots: int) -> Iterator[tuple[str, Callabl
             f"admission, {prompts} prompt{'s' * (prompts > 1)} x {SAMPLES}",
             lambda prompts=prompts: admission(shape, prompts, num_slots),
         )
+    yield "look", lambda: look(shape, num_slots)
+    yield "look, stop strings", lambda: look(shape, num_slots, stop_strings=("##",))
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How a whole rollout waits for the device."""
+
+    steps: int
+    idle: int  # waits during which the device has nothing to do
+    behind: int  # waits for an event with work queued behind it
+
+
+def whole(num_sequences: int, num_slots: int, **params: Any) -> Waits:
+    """A rollout of a tiny policy with values, the second of its sampler: graphs are captured by then."""
+    tokenizer, steps = character_tokenizer(), [0]
+    model = tiny_model(
+        vocab_size=len(tokenizer), hidden_size=32, num_heads=2, num_kv_heads=1, initializer_range=0.4, eos_token_id=None
+    )
+    method = RKV(budget=16, buffer=8, num_sinks=2, window=4)
+    settings = SamplingParams(max_completion_length=128, num_generations=SAMPLES, seed=1, **params)
+    prompts = [[5 + i, 9, 11, 40, 22] for i in range(num_sequences // SAMPLES)]
+    with PretendGPU() as gpu:
+        sampler = RolloutSampler(
+            gpu.copy_of(model), method, num_slots, [3, 4], tokenizer=tokenizer, cuda_graphs="require"
+        )
+        for _ in range(2):
+            gpu.reset()
+            sampler.generate(prompts, settings, progress=lambda now: steps.__setitem__(0, now.step))
+    return Waits(steps[0], gpu.waits.total(), gpu.late.total())
+
+
+def table_of_waits() -> Table:
+    """A table of whole rollouts."""
+    table = Table(
+        "Waits of whole rollouts",
+        ["rollout", "steps", "waits", "waits per 128 steps", "looks read while the device works"],
+        "A tiny policy with R-KV; 5 tokens of prompts, up to 128 of completions, two end tokens. A look is read when "
+        "the next window of steps is queued, so that the device does not idle; the waits are at a rollout's begin and "
+        "end, and where all sequences have ended by length.",
+    )
+    for name, sequences, slots, params in (
+        ("8 sequences, 8 slots", 8, 8, {}),
+        ("48 sequences, 8 slots", 48, 8, {}),
+        ("the same, stop strings", 48, 8, {"stop_strings": ("a", "Z")}),
+    ):
+        found = whole(sequences, slots, **params)
+        table.add(name, f"{found.steps}", f"{found.idle}", f"{128 * found.idle / found.steps:.1f}", f"{found.behind}")
+    return table
 
 
 def tables(num_slots: int) -> list[Table]:
     """One table of all phases, one of where the launches of a step come from."""
-    whole = Table(
+    phases_table = Table(
         f"Launches, bytes and waits at {num_slots} slots",
         ["phase", "launches", "of them own ops", "waits", *(f"GB, {name}" for name in SHAPES)],
         f"Prompts of {PROMPT} tokens; compressions from 640 entries to 512; a step decodes all slots. Launches and "
@@ -182,14 +243,14 @@ def tables(num_slots: int) -> list[Table]:
         found, more = run(), run_other()
         assert len(found.log) == len(more.log), name
         sizes = [f"{one.nbytes / 1e9:.2f}" for one in (found, more)]
-        whole.add(name, f"{len(found.log):,}", f"{found.num_own:,}", f"{found.waits.total():,}", *sizes)
+        phases_table.add(name, f"{len(found.log):,}", f"{found.num_own:,}", f"{found.waits.total():,}", *sizes)
         if name.startswith("draw, "):
             logits = 2 * num_slots * shape["vocab_size"]  # in 16 bits
             passes.add(name.removeprefix("draw, "), f"{len(found.log)}", f"{found.passes(logits)}", sizes[0])
         elif name == "decode step":
             for file, count in found.by_file().most_common():
                 files.add(f"`{file}`", f"{count}")
-    return [whole, passes, files]
+    return [phases_table, passes, files]
 
 
 def main() -> None:
@@ -198,7 +259,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256, help="slots that decode at the same time")
     parser.add_argument("--save", type=Path, help="folder of results")
     args = parser.parse_args()
-    text = "\n\n".join([f"Counted, not timed: {machine('cpu')}.", *map(str, tables(args.slots))])
+    text = "\n\n".join([f"Counted, not timed: {machine('cpu')}.", *map(str, [*tables(args.slots), table_of_waits()])])
     print(text)
     if args.save:
         save(args.save, "launches", "What the host asks of a GPU", text)

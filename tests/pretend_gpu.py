@@ -3,7 +3,8 @@
 Every torch function that meets such a tensor, or is asked for the device cuda, runs on the values inside. On the way
 
 - tensors of two devices in one function are refused,
-- waits for the device (reads, and copies from host memory) are counted by file and line,
+- waits for the device (reads, and copies from host memory) are counted by file and line; a copy to the host that does
+  not wait has its numbers once an event behind it is waited for, which counts as a wait if the device then idles,
 - launches, and the bytes that torch's own ops move, are counted by file and line,
 - memory that was not initialized is filled with NaN and absurd numbers,
 - CUDA graphs record what runs and replay it without Python (``pretend_graph.py``).
@@ -22,6 +23,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -130,7 +132,10 @@ class PretendGPU(TorchFunctionMode):
         super().__init__()
         self.backing, self.answer = backing, answer
         self.waits: Counter[Place] = Counter()
+        self.late: Counter[Place] = Counter()  # waits for an event with work queued behind it: the device never idles
         self.log: list[tuple[Place, int]] = []  # every launch, and the bytes that it moves if it is one of torch's
+        self.num_launched = 0  # in all, graphs left out
+        self.in_flight: list[tuple[Tensor, Tensor]] = []  # host memory, and what a copy will have written there
         self.captures = Captures(place)
         self._ops, self._patches = _Ops(self), contextlib.ExitStack()
 
@@ -138,6 +143,7 @@ class PretendGPU(TorchFunctionMode):
         known = library.has_kernel
         replaced = mock.patch.object(library, "has_kernel", lambda name, on: on == "cuda" or known(name, on))
         self._patches.enter_context(replaced)
+        self._patches.enter_context(mock.patch.object(torch.cuda, "Event", partial(PretendEvent, self)))
         self._patches.enter_context(self.captures.installed())
         super().__enter__()
         return self
@@ -149,12 +155,18 @@ class PretendGPU(TorchFunctionMode):
     def reset(self) -> None:
         """Begin to count anew."""
         self.waits.clear()
+        self.late.clear()
         self.log.clear()
 
     @property
     def launches(self) -> Counter[Place]:
         """How often what was launched where."""
         return Counter(key for key, _ in self.log)
+
+    @property
+    def num_queued(self) -> int:
+        """Launches and replays of graphs so far."""
+        return self.num_launched + sum(graph.replays for graph in self.captures.graphs)
 
     def copy_of(self, model: Any) -> Any:
         """A copy of a model on the pretend GPU; tied weights stay tied."""
@@ -230,6 +242,8 @@ class PretendGPU(TorchFunctionMode):
         if isinstance(source, DeviceTensor):
             if not named or isinstance(named[0], DeviceTensor) or is_gpu(named[0]):
                 return self.run(func, (source, *rest), kwargs)
+            if kwargs.pop("non_blocking", False):
+                return self._download(func(source.inner, *rest, **{**kwargs, "copy": True}))
             self.wait("copy to host memory")
             self._count("copy_", [source.inner], [source.inner])
             return source.inner if self.backing == "meta" else func(source.inner, *rest, **{**kwargs, "copy": True})
@@ -239,6 +253,13 @@ class PretendGPU(TorchFunctionMode):
             self.captures.refuse("copy from host memory")
             return DeviceTensor(values)
         return self._upload(func(source, *rest, **kwargs).clone(), {})
+
+    def _download(self, values: Tensor) -> Tensor:
+        """Page-locked memory that has these values after the next event."""
+        self._count("copy_", [values], [values])
+        memory = poison(torch.empty_like(values))
+        self.in_flight.append((memory, values))
+        return memory
 
     def _on_pin_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Page-locked memory, from which a copy need not wait; a build without CUDA has none."""
@@ -301,8 +322,26 @@ class PretendGPU(TorchFunctionMode):
         self._count("_varlen_attn", [query, key, value], [out])
         return DeviceTensor(out), None, None
 
+    def _on_mm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A product of 16 bits into float32 is CUDA's alone; float32 products of the same numbers are exact."""
+        if "out_dtype" not in kwargs:
+            return self.run(func, args, kwargs)
+        assert kwargs == {"out_dtype": torch.float32}
+        left, right = (host(arg) for arg in args)
+        assert left.dtype == right.dtype
+        assert left.dtype in (torch.float16, torch.bfloat16)
+
+        def product(left: Tensor, right: Tensor) -> Tensor:
+            return left.float() @ right.float()
+
+        out = product(left, right)
+        self._count("mm", [left, right], [out])
+        self.captures.record(product, (left, right), {}, [out])
+        return DeviceTensor(out)
+
     def _count(self, name: str, tensors: list[Tensor], outs: list[Tensor]) -> None:
         is_own = name.startswith(library.NAMESPACE)
+        self.num_launched += 1
         self.log.append(((place(), name), 0 if is_own else moved(name, tensors, outs)))
 
     def _check_index(self, target: Any, index: Any) -> None:
@@ -357,6 +396,28 @@ class PretendGPU(TorchFunctionMode):
             found = first.new_empty((count,), dtype=torch.int64)
             indices += [found] * index.dim() if is_mask else [index]
         return func(first, indices, *args[2:], **kwargs)
+
+
+class PretendEvent:
+    """What ``torch.cuda.Event`` is on the pretend GPU: it delivers the copies to the host queued before it."""
+
+    def __init__(self, gpu: PretendGPU) -> None:
+        self._gpu = gpu
+
+    def record(self, stream: Any = None) -> None:
+        """Queue the event."""
+        self._queued, self._before = self._gpu.num_queued, list(self._gpu.in_flight)
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        if self._gpu.num_queued > self._queued:
+            self._gpu.late[place(), "an event"] += 1
+        else:
+            self._gpu.wait("an event with nothing queued behind it")
+        for memory, values in self._before:
+            memory.copy_(values)
+        done = {id(memory) for memory, _ in self._before}
+        self._gpu.in_flight = [copy for copy in self._gpu.in_flight if id(copy[0]) not in done]
 
 
 class _Ops(TorchDispatchMode):

@@ -52,6 +52,7 @@ WAITS: dict[str, tuple[Callable[[Tensor, Tensor], object], list[str]]] = {
     "t.tolist()": (lambda t, i: t.tolist(), ["copy to host memory"]),
     "t.cpu()": (lambda t, i: t.cpu(), ["copy to host memory"]),
     "t.to(cpu)": (lambda t, i: t.to("cpu"), ["copy to host memory"]),
+    "t.to(cpu, later)": (lambda t, i: t.to("cpu", non_blocking=True), []),
     "t.nonzero()": (lambda t, i: t.nonzero(), ["nonzero"]),
     "t[mask]": (lambda t, i: t[t > 1], ["a mask as an index"]),
     "t[i] with a number on the device": (lambda t, i: t[i[0]], ["a number"]),
@@ -97,6 +98,27 @@ def test_waits_are_counted_by_line_and_refused_in_a_capture(gpu: PretendGPU, nam
     assert raised.value.error_code == 901  # type: ignore[attr-defined]
     assert "not permitted when stream is capturing" in str(raised.value.__context__)
     assert gpu.captures.refused == [(f"tests/test_pretending.py:{line}", expected[0])]
+
+
+def test_a_copy_that_does_not_wait_has_its_numbers_behind_an_event(gpu: PretendGPU) -> None:
+    tensor, event = on_gpu(1, 2), torch.cuda.Event()
+    gpu.reset()
+    copy = tensor.to("cpu", non_blocking=True)
+    event.record()
+    tensor.zero_()
+    assert not waits(gpu)
+    assert copy.isnan().all()
+    event.synchronize()
+    assert copy.tolist() == [1, 2]  # as they were when the copy was queued
+    assert not waits(gpu)
+    assert [count for (where, _), count in gpu.late.items() if where.startswith("tests/test_pretending.py")] == [1]
+    later = tensor.to("cpu", non_blocking=True)
+    event.synchronize()
+    assert later.isnan().all()  # the event was before it
+    event.record()
+    event.synchronize()
+    assert later.tolist() == [0, 0]
+    assert waits(gpu) == ["an event with nothing queued behind it"]
 
 
 def test_launches_and_bytes_are_counted_and_views_are_free(gpu: PretendGPU) -> None:

@@ -28,8 +28,8 @@ class LearnerOptions:
             sequences. A number packs the sequences of every optimizer step into its micro-batches by their tokens,
             without common padding, and a micro-batch with more tokens than this (rows x longest) is processed in parts.
         head_chunk_size: Number of tokens whose logits exist at the same time.
-        head_in_float32: Compute logits in float32 whatever type the policy has. The sampler does not: its rounding
-            becomes part of the mismatch that is measured.
+        head_in_float32: Compute logits in float32 whatever type the policy has. The sampler does so with
+            ``rollout.head_in_float32``: otherwise its rounding is part of the mismatch that is measured.
         gradient_checkpointing: Keep only the inputs of the policy's layers for the backward pass, and compute each
             layer again there: less memory for a third more time. Rollouts and rescoring are not affected.
         disable_dropout: Set every dropout of the policy to zero. With dropout every sequence of a rollout is rescored,

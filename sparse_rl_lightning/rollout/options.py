@@ -38,6 +38,8 @@ class RolloutOptions:
         keep_pool: Whether the cache's memory is kept while the learner works; false frees it after every rollout.
         cuda_graphs: Whether to decode with CUDA graphs on a GPU; ``require`` makes a step that cannot be captured an
             error, instead of a slower rollout with a warning.
+        head_in_float32: Compute the sampler's logits in float32 whatever type the policy has, as the learner does with
+            ``learner.head_in_float32``: set both or neither.
         partial_rollout_steps: Number of decode steps of a partial rollout: the learner then continues with the complete
             groups, while unfinished sequences stay in their slots for the next rollout. Null is off.
         partial_checkpoint: Treatment of unfinished sequences in checkpoints: ``store``, or ``restart`` after a resume.
@@ -60,6 +62,7 @@ class RolloutOptions:
     kv_dtype: str | None = None
     keep_pool: bool = True
     cuda_graphs: bool | Literal["require"] = True
+    head_in_float32: bool = False
     partial_rollout_steps: int | None = None
     partial_checkpoint: PartialCheckpoint = "store"
     oversampling: float = 1.0
@@ -147,6 +150,7 @@ class RolloutOptions:
             memory_limit=self.memory_limit,
             retriever=retriever,
             decoder=self.decoder,
+            head_in_float32=self.head_in_float32,
         )
         sampler.end_token_ids = sorted({*sampler.end_token_ids, *(vocabulary[token] for token in self.end_tokens)})
         return sampler

@@ -23,8 +23,9 @@ from sparse_rl_lightning.rollout.engine.decoders.choice import DecoderChoice, ch
 from sparse_rl_lightning.rollout.engine.engine import CudaGraphs, Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, StopStrings, steps_per_look
+from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end, steps_per_look
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.engine.stopping import StopStrings
 from sparse_rl_lightning.rollout.prompts import check_end_tokens, check_prompts, default_end_token_ids
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class RolloutSampler:
             memory, and leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
         decoder: How the layers are run: ``"walked"`` by this library, for Llama, Mistral, Qwen2 and Qwen3;
             ``"forward"`` by transformers' own forward pass, for any model; ``"auto"`` walks where it can.
+        head_in_float32: Whether the logits of a policy in 16 bits are float32, not rounded, as with the learner's
+            option of this name; on CUDA GPUs and CPUs, with an output head that is a plain ``nn.Linear``.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -84,6 +87,7 @@ class RolloutSampler:
         memory_limit: int | float | None = None,
         retriever: Retriever | None = None,
         decoder: DecoderChoice = "auto",
+        head_in_float32: bool = False,
     ) -> None:
         if num_slots is not None and num_slots < 1:
             raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
@@ -105,6 +109,7 @@ class RolloutSampler:
         self.kv_dtype = kv_type(kv_dtype)
         self.keep_pool = keep_pool
         self.cuda_graphs = cuda_graphs
+        self.head_in_float32 = head_in_float32
         self.memory_limit = memory_limit
         self.way = choose_way(model, decoder)
         logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.way)
@@ -192,29 +197,23 @@ class RolloutSampler:
             ValueError: If the memory limit does not allow one slot.
         """
         g, slots = CacheGeometry.of(self.model, self.kv_dtype), min(self.num_slots or num_sequences, num_sequences)
-        length = longest_prompt + params.max_completion_length + steps_per_look(g.device) - 1
+        length = longest_prompt + params.max_completion_length + steps_past_end(g.device)
         capacities = Trigger(self.compressor, g.num_layers).capacities(longest_prompt, length)
         size, plan = CacheSize.of(self.compressor, g, slots, capacities, length), None
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:
-            decoder = decoder_bytes(self.model, g, length, self.way)
-            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder)
+            decoder = decoder_bytes(self.model, g, length, self.way, self.head_in_float32)
+            logits = torch.promote_types(g.dtype, torch.float32) if self.head_in_float32 else g.dtype
+            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
             if before is None or plan.why != before.why:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
-            g,
-            size,
-            params.for_drawing,
-            self.compressor,
-            tuple(self.end_token_ids),
-            self.cuda_graphs,
-            logs,
-            self.way,
-            plan,
-        )
+            g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, self.way,
+            plan, self.head_in_float32,
+        )  # fmt: skip
 
     def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:
         """Create the scheduler of a rollout on this engine, without prompts yet.
@@ -235,7 +234,7 @@ class RolloutSampler:
         cache = decoder = None
         if last is not None:
             key = key.after(last.key)
-            if last.decoder.serves(self.model, key.geometry):
+            if last.decoder.serves(self.model, key.geometry, key.head_in_float32):
                 decoder = last.decoder
                 decoder.refresh()
             if (key.geometry, key.size) == (last.key.geometry, last.key.size):

@@ -106,6 +106,7 @@ class RolloutSession:
                 if progress is not None:
                     progress(scheduler.progress)
                 self._broken = True
+            scheduler.settle()  # what is complete can be taken now, and not only in the next call
         self._broken = False
 
     @property
@@ -222,7 +223,7 @@ class RolloutSession:
 
     def _check_settings(self, state: dict[str, Any]) -> None:
         slots = state.get("slots", {}).values()
-        if "groups" not in state or any("cuts" not in one["running"] or "last" not in one["logs"] for one in slots):
+        if "groups" not in state or any(not {"cuts", "last"} <= one["running"].keys() for one in slots):
             raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
         if changed := changed_settings(state["settings"], self._settings(), state):
             raise UserError(

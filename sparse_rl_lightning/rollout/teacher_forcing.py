@@ -56,6 +56,7 @@ def force(
     params: SamplingParams,
     note: Note,
     ids: Sequence[int] | None = None,
+    head_in_float32: bool = False,
 ) -> Rollout:
     """Feed texts (B, T) to a compressed cache, token by token to their ends, and return them as a rollout.
 
@@ -70,6 +71,7 @@ def force(
         params: Sampling parameters: the length of completions, and the seed of random eviction.
         note: Function called at every step, including that of the prompts.
         ids: Ids of the sequences, default 0 to B - 1.
+        head_in_float32: Precision of the logits, as in ``RolloutSampler``.
     """
     geometry, count = CacheGeometry.of(model), len(texts)
     length = max(prompt_lengths) + params.max_completion_length
@@ -77,7 +79,7 @@ def force(
     capacities = compression.trigger.capacities(max(prompt_lengths), length)
     size = CacheSize.of(compression.compressor, geometry, count, capacities, length)
     with drawing(model):
-        key = EngineKey(geometry, size, params, compression.compressor)
+        key = EngineKey(geometry, size, params, compression.compressor, head_in_float32=head_in_float32)
         engine = ForcedEngine(model, key, compression, texts.to(geometry.device), note)
         scheduler = Scheduler(engine, params, count)
         keys = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
@@ -88,7 +90,12 @@ def force(
 
 
 def forced_rollout(
-    model: PreTrainedModel, rollout: Rollout, compressor: Compressor, temperature: float = 1.0, seed: int = 0
+    model: PreTrainedModel,
+    rollout: Rollout,
+    compressor: Compressor,
+    temperature: float = 1.0,
+    seed: int = 0,
+    head_in_float32: bool = False,
 ) -> Rollout:
     """Recompute a rollout as if the same tokens had been drawn under another compressor.
 
@@ -101,6 +108,7 @@ def forced_rollout(
         compressor: Compressor of the cache.
         temperature: Temperature of the log-probabilities, 1 for greedy rollouts.
         seed: Seed that, with the id of a sequence, determines random eviction.
+        head_in_float32: Precision of the logits, as in ``RolloutSampler``.
     """
     counts, prompt_lengths = rollout.completion_mask.sum(dim=1), rollout.prompt_lengths
     params = SamplingParams(max_completion_length=int(counts.max()), temperature=temperature, seed=seed)
@@ -112,7 +120,8 @@ def forced_rollout(
         logs.note_end(slots, at, at == last[slots])
 
     compression = Compression(compressor, model.config.num_hidden_layers)
-    return _as_wide(force(model, texts, prompt_lengths.tolist(), compression, params, note), rollout)
+    forced = force(model, texts, prompt_lengths.tolist(), compression, params, note, head_in_float32=head_in_float32)
+    return _as_wide(forced, rollout)
 
 
 def _as_wide(forced: Rollout, rollout: Rollout) -> Rollout:

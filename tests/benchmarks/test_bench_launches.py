@@ -24,8 +24,10 @@ LIMITS = {  # launches, waits: what was counted last; lower them with the code, 
     "compression, SnapKV, 8 scattered": (4, 0),
     "compression, StreamingLLM, all slots": (4, 0),
     "compression, StreamingLLM, 8 scattered": (4, 0),
-    "admission, 1 prompt x 8": (225, 0),
-    "admission, 8 prompts x 8": (223, 0),
+    "admission, 1 prompt x 8": (224, 0),
+    "admission, 8 prompts x 8": (222, 0),
+    "look": (3, 0),
+    "look, stop strings": (9, 0),
 }
 
 
@@ -42,6 +44,14 @@ def test_launches_and_waits_do_not_grow(name: str) -> None:
     if name.startswith("draw"):
         assert found.passes(2 * SLOTS * SHAPE["vocab_size"]) == 0  # nothing but the op reads the logits
         assert found.num_own == 1
+
+
+def test_whole_rollouts_wait_at_most_16_times_in_128_steps() -> None:
+    """Compressions, refills and stop strings included."""
+    found = launches.whole(24, 4, stop_strings=("a", "Z"))
+    assert found.steps > 128
+    assert 128 * found.idle <= 16 * found.steps
+    assert found.behind > found.steps / 8 - 4  # the looks
 
 
 def test_a_step_has_at_most_280_launches() -> None:

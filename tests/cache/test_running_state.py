@@ -213,7 +213,7 @@ def test_a_step_copies_no_keys_and_makes_no_probabilities(rule: Any) -> None:
         run = sampler.scheduler(engine, params, 16)
         run.add([[3, 4, 5]], range(16))
         run.step()
-        run.logs.last[1::3] = 0  # these are found ended at the next look
+        run.logs.end[1::3] = 0  # these are found ended at the next look
         run.step()
         assert sorted(run.running) == [slot for slot in range(16) if slot % 3 != 1]
         with Largest() as largest:

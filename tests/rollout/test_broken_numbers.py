@@ -20,9 +20,8 @@ from sparse_rl_lightning.compressors import (
     SnapKV,
     StreamingLLM,
 )
-from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
-from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.engine.looks import Look
 from sparse_rl_lightning.testing import tiny_model
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 4}
@@ -152,16 +151,17 @@ def test_a_score_without_a_reason_is_the_compressors() -> None:
 def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two looks nothing is copied to the host; a look is one copy."""
     looks, copies = [], []
-    own, to_list = SequenceLogs.look, Tensor.tolist
+    own, to_list = Look.read, Tensor.tolist
 
-    def look(self: SequenceLogs, pools: KVPools) -> Any:
+    def read(self: Look) -> Any:
         before = len(copies)
-        found = own(self, pools)
-        looks.append(len(copies) - before)
-        return found
+        found = list(own(self))
+        looks.append((self.num_steps, len(copies) - before))
+        return iter(found)
 
-    monkeypatch.setattr(SequenceLogs, "look", look)
+    monkeypatch.setattr(Look, "read", read)
     monkeypatch.setattr(Tensor, "tolist", lambda self: (copies.append(self.shape), to_list(self))[1])
     monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
     RolloutSampler(sharp()).generate(PROMPTS, SamplingParams(max_completion_length=33))
-    assert looks == [1] * 4  # after four times eight steps; the tokens of prompts are looked at with the others
+    # queued after four times eight steps, of which the last replaces the third; first tokens are among the others
+    assert looks == [(8, 1), (16, 1), (32, 1)]

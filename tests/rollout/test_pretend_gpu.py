@@ -192,7 +192,7 @@ def test_graphs_that_are_required_and_impossible_are_refused() -> None:
         RolloutSampler(policy(), cuda_graphs="always")  # type: ignore[arg-type]
 
 
-def test_a_refilled_rollout_waits_when_it_looks_for_ends_and_nowhere_else() -> None:
+def test_a_refilled_rollout_waits_at_its_begin_and_its_end_and_nowhere_else() -> None:
     """With prompts that their slots hold: one that is compressed when it is read takes a few waits per layer."""
     short = [prompt[:20] for prompt in PROMPTS]
     params, steps = SamplingParams(num_generations=8, max_completion_length=64, seed=1), list[int]()
@@ -202,11 +202,21 @@ def test_a_refilled_rollout_waits_when_it_looks_for_ends_and_nowhere_else() -> N
         sampler.generate(short, params)
         gpu.reset()
         sampler.generate(short, params, progress=lambda now: steps.append(now.step))
-    looks = steps[-1] // scheduler.CHECK_EVERY_ON_DEVICE
-    assert looks > 25  # 24 sequences in 4 slots
-    where = {place: count for place, count in gpu.waits.items() if not place[0].startswith("rollout/engine/sequences")}
-    assert sum(where.values()) <= 1, where  # whether weights are as they were
-    assert gpu.waits.total() <= looks + 6  # and when the rollout is put together
+    windows = steps[-1] // scheduler.CHECK_EVERY_ON_DEVICE
+    assert windows > 25  # 24 sequences in 4 slots
+    # whether weights are as they were, when all sequences have ended by length, and when the rollout is put together
+    assert gpu.waits.total() <= 8, gpu.waits
+    assert gpu.waits.total() <= 16 * steps[-1] / 128
+    assert windows - 3 <= gpu.late.total() <= windows  # looks, each read with the next window queued
+
+
+def test_texts_are_read_late_too() -> None:
+    params, steps = SamplingParams(**{**PARAMS, "max_completion_length": 64}, stop_strings=("a", "Z")), list[int]()
+    with PretendGPU() as gpu:
+        sampler = RolloutSampler(gpu.copy_of(policy()), FullKV(), num_slots=4, tokenizer=TOKENIZER)
+        sampler.generate(PROMPTS, params, progress=lambda now: steps.append(now.step))
+        assert sum(count for (where, _), count in gpu.waits.items() if "downloads" in where) <= 4, gpu.waits
+    assert gpu.late.total() > len(steps) - 4 > 4
 
 
 def test_prompts_are_read_by_one_launch_per_layer() -> None:

@@ -85,6 +85,7 @@ class EngineKey:
     logs: type[SequenceLogs] = SequenceLogs
     way: Way | None = None  # of the decoder; None for the one that the model allows
     memory_plan: MemoryPlan | None = field(default=None, compare=False)  # the plan that limited the slots
+    head_in_float32: bool = False
 
     def after(self, last: EngineKey) -> EngineKey:
         """This key with the memory of the last engine if that fits, or with room for both if rollouts alternate.
@@ -132,7 +133,7 @@ class Engine:
         g, size = key.geometry, key.size
         self.key = key
         self.compression = Compression(key.compressor, g.num_layers)
-        self.decoder = decoder or make_decoder(model, g, key.way)
+        self.decoder = decoder or make_decoder(model, g, key.way, key.head_in_float32)
         check_rotation(key.compressor, self.decoder, g)
         self.decoder.reach(size.max_length)
         self.cache = cache or size.allocate(g)
@@ -145,11 +146,11 @@ class Engine:
 
     def take_weights(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
         """Continue with the model's current weights; the graphs are kept if no weight has moved."""
-        if self.decoder.serves(model, geometry):
+        if self.decoder.serves(model, geometry, self.key.head_in_float32):
             self.decoder.refresh()
             return
         del self.decoder, self._graphs  # free copies of weights before new ones are made
-        self.decoder = make_decoder(model, geometry, self.key.way)
+        self.decoder = make_decoder(model, geometry, self.key.way, self.key.head_in_float32)
         self.decoder.reach(self.key.size.max_length)
         self._graphs = self._new_graphs()
 

@@ -71,6 +71,7 @@ def slot_bytes(
     logs: type[SequenceLogs] = SequenceLogs,
     vocabulary: int = 0,
     decoder: int = 0,
+    logits: torch.dtype | None = None,
 ) -> SlotBytes:
     """Measure the memory of one slot of a cache.
 
@@ -81,6 +82,7 @@ def slot_bytes(
         logs: Class of the logs.
         vocabulary: Number of tokens: on a GPU the memory of drawing counts too; without it does not.
         decoder: Bytes of the copies of weights made for decoding: they count on a GPU, beside the slots.
+        logits: Type of the logits, None for the type that the model computes in.
 
     Raises:
         ValueError: If ``size.capacities`` does not have one number per layer.
@@ -102,7 +104,7 @@ def slot_bytes(
         if params is not None and geometry.device.type == "cuda":
             held["attention of long heads"] = partial_bytes(num_slots, g, cache.most_read)
         if params is not None and vocabulary and geometry.device.type == "cuda":
-            held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params, geometry.dtype)
+            held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params, logits or geometry.dtype)
         if geometry.device.type == "cuda":
             held["weights made for decoding"] = decoder
         return held, cache.pool_bytes

@@ -1,8 +1,9 @@
 """Scheduler: the queue of sequences, the slots in use, and when to compress, close and refill them.
 
 The host knows the length of every slot without asking the device: a step adds one entry, a compression leaves the
-budget for the sequence's length. So it decides alone when to compress, and reads from the device only every few steps,
-to see which sequences have finished. Tokens drawn between a sequence's end and that check are discarded.
+budget for the sequence's length. So it decides alone when to compress, and looks only every few steps which sequences
+have finished. Where a look waits, the host reads it when the next window of steps is queued already, so that the device
+never idles for it. Tokens drawn between a sequence's end and the reading are discarded.
 
 :class:`~sparse_rl_lightning.rollout.RolloutSampler` calls its steps until nothing is left. The compression of
 a full slot is in ``cache/compression.py``.
@@ -15,24 +16,30 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
+from sparse_rl_lightning.rollout.engine.looks import Look
 from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, assemble
+from sparse_rl_lightning.rollout.engine.stopping import NewestTokens, StopStrings
 
 CHECK_EVERY = {"cpu": 1}  # steps between two checks for finished sequences: a check is free on the CPU
 CHECK_EVERY_ON_DEVICE = 8
-CONTEXT = 8  # tokens around a stop string that are decoded with it
 
 
 def steps_per_look(device: torch.device) -> int:
     """The number of decode steps between two checks for finished sequences."""
     return CHECK_EVERY.get(device.type, CHECK_EVERY_ON_DEVICE)
+
+
+def steps_past_end(device: torch.device) -> int:
+    """The most decode steps that a sequence goes on after its end, until the host has read that it has ended."""
+    every = steps_per_look(device)
+    return 0 if every == 1 else 2 * every  # looks are read one window late
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,8 @@ class Scheduler:
         num_slots: Number of slots to use; the engine may have more, from an earlier rollout.
         stop: Search for stop strings, None without any.
         max_prefill_tokens: Limit on the prompt tokens in one forward pass.
-        check_every: Number of decode steps between two checks for finished sequences.
+        check_every: Number of decode steps between two checks for finished sequences. If it is more than one, because
+            a check waits for the device, the result of a check is read when the next steps are queued.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Scheduler:
         self.parked: dict[int, ParkedPrompt] = {}  # by prompt number
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
         self._rows: StepRows | None = None  # rows of the slots in use, until these change
+        self._look: Look | None = None  # queued behind the last window of steps, not read yet
 
     # ---------------------------------------------------------------- input and output
 
@@ -108,7 +117,7 @@ class Scheduler:
 
     def resume(self, waiting: Iterable[int], running: dict[int, RunningSequence]) -> None:
         """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
-        self.waiting, self.running, self.parked, self._rows = list(waiting), running, {}, None
+        self.waiting, self.running, self.parked, self._rows, self._look = list(waiting), running, {}, None, None
         for group in self.groups.values():
             group.num_waiting = 0
         for sequence in self.waiting:
@@ -163,7 +172,7 @@ class Scheduler:
     # ---------------------------------------------------------------- steps
 
     def step(self) -> bool:
-        """Fill free slots, decode until the next check, compress full slots, close finished sequences.
+        """Fill free slots, decode until the next check, compress full slots, close sequences known to have finished.
 
         Returns:
             Whether a sequence has finished.
@@ -175,11 +184,28 @@ class Scheduler:
         closed = self._admit() and self.check_every == 1 and self._close()
         for _ in range(self.check_every):
             # a freed slot is refilled before decoding goes on
-            if closed or not self.running:
+            if closed or self._is_over:
                 break
             full = self._decode()
             closed = self._compress(full)
-        return closed or self._close()
+        if closed:
+            return True
+        if self.check_every == 1 or self._is_over:
+            return self._close()
+        before, self._look = self._look, None
+        closed = before is not None and self._close_by(before)
+        self._look = self._queue_look() if self.running else None
+        return closed
+
+    def settle(self) -> None:
+        """Wait for the device and close all sequences that have finished by now."""
+        if self._look is not None:
+            self._close()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all running sequences have ended by their length, if not earlier."""
+        return all(one.num_fed >= one.last for one in self.running.values())
 
     def _admit(self) -> bool:
         """Give free slots to waiting sequences and draw their first tokens; returns whether there were any.
@@ -193,7 +219,9 @@ class Scheduler:
             number = sequence // self.params.num_generations
             group = self.groups[number]
             group.num_waiting -= 1
-            self.running[slot] = RunningSequence(sequence, len(group.prompt), num_fed=len(group.prompt))
+            length = len(group.prompt)
+            last = length + self.params.max_completion_length - 1
+            self.running[slot] = RunningSequence(sequence, length, last, num_fed=length)
             admitted.setdefault(number, []).append(slot)
         if not admitted:
             return False
@@ -212,10 +240,10 @@ class Scheduler:
             logits += [parked.logits] * len(slots)
             for slot in slots:
                 self.running[slot].begin(parked.prefill.room, parked.prefill.evicted)
-        places, keys, last, sources, copies = self._upload(admitted)
+        places, keys, sources, copies = self._upload(admitted)
         if len(copies):
             self.cache.fork(sources, copies)
-        self.logs.begin(places, last)
+        self.logs.begin(places)
         # so far the slots have the prompt's key, which is the same for all samples; from now on each has its own
         self.cache.sequence_keys[places] = keys
         self.cache.note_held(places)
@@ -224,18 +252,14 @@ class Scheduler:
         return True
 
     def _upload(self, admitted: dict[int, list[int]]) -> list[Tensor]:
-        """Tensors on the device: slots (B,), keys and last tokens of their sequences; slots to copy from and to.
-
-        The last token is the one by length: an end token or a stop string may end the sequence earlier.
-        """
+        """Tensors on the device: slots (B,), keys of their sequences; slots to copy from and to."""
         slots = [slot for own in admitted.values() for slot in own]
         sequences = [self.running[slot] for slot in slots]
         groups = [self.groups[one.sequence // self.params.num_generations] for one in sequences]
         keys = [group.keys[one.sequence % len(group.keys)] for group, one in zip(groups, sequences, strict=True)]
-        last = [one.prompt_length + self.params.max_completion_length - 1 for one in sequences]
         pairs = [(first, slot) for first, *others in admitted.values() for slot in others]
         sources, copies = ([pair[i] for pair in pairs] for i in (0, 1))
-        return upload([slots, keys, last, sources, copies], self.cache.tokens.device)
+        return upload([slots, keys, sources, copies], self.cache.tokens.device)
 
     def _prefill(self, admitted: dict[int, list[int]]) -> None:
         """Prefill prompts, each into the first of its slots; all are parked until their samples have slots."""
@@ -311,134 +335,37 @@ class Scheduler:
                 one.cuts = (*one.cuts, (one.num_fed, one.evicted))
 
     def _close(self) -> bool:
-        """Read from the device which sequences have finished, copy them out and free their slots."""
-        if not self.running:
-            return False
-        ends, finished, broken = self.logs.look(self.cache.pools)
-        texts = self._read_texts() if self.stop is not None else {}
-        closed: list[int] = []  # slots
-        bad: dict[int, int] = {}  # sequences drawn from NaN or infinite logits, with their first such token
-        for slot, one in sorted(self.running.items()):
-            end, by_token = ends[slot], finished[slot]
-            stopped = self._find_stop(one, *texts[slot], end) if texts else None
-            if stopped is not None:
-                end, by_token = stopped, True
-            # what a sequence drew past its end is discarded, so it may be broken
-            if broken[slot] <= min(end, one.num_fed):
-                bad[one.sequence] = broken[slot] - one.prompt_length
-            # token `end` is drawn by the step that feeds token `end` - 1; a broken one anywhere raises below, so that
-            # nothing is closed
-            if one.num_fed < end or bad:
-                continue
-            number, sample = divmod(one.sequence, self.params.num_generations)
-            copy = FinishedSequence.copy(self.cache, self.logs, slot, one, end, by_token)
-            self.groups[number].finished[sample] = copy
-            self.num_tokens += end + 1 - one.prompt_length
-            closed.append(slot)
-        for slot in closed:
-            del self.running[slot]
+        """Wait for the device, and close all sequences that have finished by now; returns whether there were any."""
+        self._look = None
+        return bool(self.running) and self._close_by(self._queue_look())
+
+    def _queue_look(self) -> Look:
+        texts = None
+        if self.stop is not None:
+            texts = NewestTokens(self.stop, self.running, self.cache.tokens, self.params.min_completion_length)
+        return Look(self.running, self.logs, self.cache.pools, self.num_steps, texts)
+
+    def _close_by(self, look: Look) -> bool:
+        """Copy out the sequences that have finished by a look, and free their slots; returns whether there were any."""
+        sightings = list(look.read())
+        bad = {s.running.sequence: s.broken - s.running.prompt_length for s in sightings if s.broken is not None}
         if bad:
             raise UserError(
-                f"The model's logits are NaN or infinite. Found at decode step {self.num_steps}; sequences and the "
+                f"The model's logits are NaN or infinite. Found at decode step {look.num_steps}; sequences and the "
                 f"completion token from which on they are: {bad}. Look for NaN in the model's weights, or for numbers "
                 f"that are too large for {self.cache.geometry.dtype}."
             )
+        closed = [seen.slot for seen in sightings]
+        for seen in sightings:
+            one = self.running.pop(seen.slot)
+            assert one is seen.running, "a slot changed hands between a look and its reading"
+            number, sample = divmod(one.sequence, self.params.num_generations)
+            copy = FinishedSequence.copy(self.cache, self.logs, seen.slot, one, seen.end, seen.by_token)
+            self.groups[number].finished[sample] = copy
+            self.num_tokens += seen.end + 1 - one.prompt_length
         self.num_finished += len(closed)
         if closed:
             self._rows = None
             # the lowest slot is used first
             self.free = sorted([*self.free, *closed], reverse=True)
         return bool(closed)
-
-    def _read_texts(self) -> dict[int, tuple[int, list[int]]]:
-        """The newest tokens of every slot, and the index of the first of them, with one wait for the device."""
-        assert self.stop is not None
-        slots, stored = list(self.running), self.cache.tokens
-        firsts = [self.stop.first(one.prompt_length, self._fresh(one)) for one in self.running.values()]
-        counts = [one.num_fed + 1 - first for one, first in zip(self.running.values(), firsts, strict=True)]
-        width = max(0, *counts)  # before the minimum length nothing is searched
-        rows, begins = upload([slots, firsts], stored.device)
-        index = begins[:, None] + torch.arange(width, device=stored.device)
-        tokens = stored[rows[:, None], index.clamp(max=stored.shape[1] - 1)].tolist()
-        return dict(zip(slots, zip(firsts, tokens, strict=True), strict=True))
-
-    def _fresh(self, one: RunningSequence) -> int:
-        """The index of the first token that may complete a stop string: drawn since the last check."""
-        return max(one.prompt_length + self.params.min_completion_length, one.searched)
-
-    def _find_stop(self, one: RunningSequence, first: int, tokens: list[int], end: int) -> int | None:
-        """The index of the token that completes a stop string, at ``end`` or before."""
-        assert self.stop is not None
-        last, fresh = min(end, one.num_fed), self._fresh(one)
-        one.searched = last + 1
-        return self.stop.find(tokens[: max(0, last + 1 - first)], first, one.prompt_length, fresh)
-
-
-class StopStrings:
-    """Search for the token that completes a stop string.
-
-    A string may begin and end anywhere inside tokens, so the text of the last tokens is searched as a whole.
-
-    Args:
-        strings: Texts that end a completion.
-        tokenizer: Tokenizer of the policy.
-
-    Raises:
-        ValueError: If there is no tokenizer to decode with.
-    """
-
-    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
-        if tokenizer is None:
-            raise UserError(
-                f"stop_strings={list(strings)} need text, but the sampler has no tokenizer: give "
-                "RolloutSampler(tokenizer=...), or end tokens as end_token_ids."
-            )
-        self.strings = tuple(strings)
-        self.tokenizer = tokenizer
-        # a token is at least one byte of the text
-        self._reach = max(len(text.encode()) for text in strings) + CONTEXT
-
-    def first(self, start: int, fresh: int) -> int:
-        """The index of the first token that :meth:`find` needs."""
-        # a decoder may treat the first token of a text differently, so some tokens before the string are decoded too
-        return max(0, start - CONTEXT, fresh - self._reach)
-
-    def find(self, own: list[int], first: int, start: int, fresh: int) -> int | None:
-        """Find the token that first completes a stop string; a string that begins in the prompt does not count.
-
-        Args:
-            own: Tokens of a sequence from index ``first`` to its last one so far.
-            first: Index that :meth:`first` gives.
-            start: Index of its first completion token.
-            fresh: Index of the first token that may complete a string.
-
-        Returns:
-            The index of the token, None if no token completes a stop string.
-        """
-        if first + len(own) <= fresh:
-            return None
-        text = self._decode(own)
-        if not any(string in text for string in self.strings):
-            return None
-        begin = len(self._known(own[: max(0, start - first)]))
-        known = len(self._known(own[: fresh - first]))
-        if not self._completes(own, begin, known):
-            return None
-        # binary search for the shortest prefix that has a stop string: longer prefixes have it too
-        low, high = fresh - first + 1, len(own)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._completes(own[:middle], begin, known) else (middle + 1, high)
-        return first + low - 1
-
-    def _completes(self, tokens: list[int], begin: int, known: int) -> bool:
-        """Whether the text has a stop string that begins at ``begin`` or later and ends behind ``known``."""
-        text = self._decode(tokens)
-        return any(string in text[max(begin, known - len(string) + 1) :] for string in self.strings)
-
-    def _known(self, tokens: list[int]) -> str:
-        """The text that further tokens do not change: without a character whose last bytes are still missing."""
-        return self._decode(tokens).rstrip("\ufffd") if tokens else ""
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))

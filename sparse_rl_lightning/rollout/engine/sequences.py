@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl_lightning.cache.slots import Cuts, SlotCache
-from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout, tensors_to
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
@@ -29,7 +28,7 @@ class SequenceLogs:
 
     Args:
         num_slots: Number of slots S.
-        length: Length of the longest sequence, plus the tokens that may be drawn past its end before the host checks.
+        length: Length of the longest sequence, plus the tokens that may be drawn past its end until the host knows.
         params: Sampling parameters, which determine the logs that are needed.
         device: Device of the logs.
     """
@@ -45,13 +44,12 @@ class SequenceLogs:
         top = (*shape, params.top_logprobs)
         self.topk_ids = torch.zeros(top, dtype=torch.int64, device=device)
         self.topk_logprobs = torch.zeros(top, dtype=torch.float32, device=device)
-        self.last = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)  # last index by length
-        self.end = self.last.clone()  # index of the first end token
-        self.broken = self.last.clone()  # index of the first token drawn from NaN or infinite logits
+        # indices of the first end token, and of the first token drawn from NaN or infinite logits
+        self.end = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)
+        self.broken = self.end.clone()
 
-    def begin(self, slots: Tensor, last: Tensor) -> None:
-        """Start sequences (B,) that end by length at the tokens ``last`` (B,)."""
-        self.last[slots] = last
+    def begin(self, slots: Tensor) -> None:
+        """Start sequences in these slots (B,)."""
         self.end.index_fill_(0, slots, UNLIMITED)
         self.broken.index_fill_(0, slots, UNLIMITED)
 
@@ -81,27 +79,16 @@ class SequenceLogs:
         """Log that tokens at ``at`` (n,) were drawn, some of them end tokens; the first end counts."""
         _note_first(self.end, slots, at, is_end)
 
-    def look(self, pools: KVPools) -> tuple[list[int], list[bool], list[int]]:
-        """Read what ended or broke the sequences, and errors of kernels, with one wait for the device.
-
-        Returns:
-            For every slot the index of its last token, whether an end token is there, and the index of the first token
-            drawn from broken logits.
-
-        Raises:
-            RuntimeError: If a CUDA kernel has reported an error.
-        """
-        errors = torch.zeros_like(self.last) if pools.errors is None else pools.errors.expand_as(self.last)
-        last, end, broken, faults = torch.stack([self.last, self.end, self.broken, errors.to(torch.int64)]).tolist()
-        pools.raise_errors(faults[0])
-        by_slot = list(zip(last, end, strict=True))
-        return [min(pair) for pair in by_slot], [ended <= limit for limit, ended in by_slot], broken
+    def marks(self, errors: Tensor | None) -> Tensor:
+        """A copy (3, S + 1) of what the host looks at: first end tokens, first broken tokens, errors of kernels."""
+        faults = torch.zeros_like(self.end) if errors is None else errors.expand_as(self.end).to(torch.int64)
+        return torch.stack([self.end, self.broken, faults])
 
     # ---------------------------------------------------------------- a slot's rows, for checkpoints
 
     def save(self, slot: int) -> dict[str, Tensor]:
         """A copy of one slot's rows on the CPU."""
-        rows = {name: getattr(self, name) for name in (*self.per_token, "last", "end")}
+        rows = {name: getattr(self, name) for name in (*self.per_token, "end")}
         return {name: tensor[slot].to("cpu", copy=True) for name, tensor in rows.items() if tensor is not None}
 
     def restore(self, slot: int, rows: dict[str, Tensor]) -> None:
@@ -148,6 +135,7 @@ class RunningSequence:
 
     sequence: int  # prompt x num_generations + sample
     prompt_length: int
+    last: int  # index of its last token by length: an end token or a stop string may end it earlier
     num_fed: int  # tokens fed
     room: int = 0  # tokens that may be fed before the slot must be compressed
     evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads

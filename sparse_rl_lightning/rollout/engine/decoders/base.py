@@ -77,7 +77,7 @@ class Decoder(Protocol):
         """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
         ...
 
-    def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
         """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
         ...
 

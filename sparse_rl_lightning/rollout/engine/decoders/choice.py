@@ -36,24 +36,30 @@ def choose_way(model: PreTrainedModel, asked: DecoderChoice = "auto") -> Way:
     return "walked" if walks else "forward"
 
 
-def make_decoder(model: PreTrainedModel, geometry: CacheGeometry, way: Way | None = None) -> Decoder:
+def make_decoder(
+    model: PreTrainedModel, geometry: CacheGeometry, way: Way | None = None, in_float32: bool = False
+) -> Decoder:
     """A decoder of the model's current weights; default is the way that :func:`choose_way` takes.
 
     Raises:
-        ValueError: If a weight is NaN, or the model's own forward pass gives other numbers.
+        ValueError: If a weight is NaN, logits cannot be float32, or the model's own forward pass gives other numbers.
     """
     if (way or choose_way(model)) == "walked":
-        return Walked(model, geometry)
-    decoder = Forward(model, geometry)
+        return Walked(model, geometry, in_float32)
+    decoder = Forward(model, geometry, in_float32)
     if model not in _agreed:
         check_agreement(model, decoder, geometry)
         _agreed.add(model)
     return decoder
 
 
-def decoder_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, way: Way) -> int:
-    """The bytes of the copies of weights that a decoder makes, and of its angles for this many positions."""
-    return walked_bytes(model, geometry, length) if way == "walked" else forward_bytes(model, geometry)
+def decoder_bytes(
+    model: PreTrainedModel, geometry: CacheGeometry, length: int, way: Way, in_float32: bool = False
+) -> int:
+    """The bytes of the copies of weights that a decoder makes on a GPU, and of its angles for this many positions."""
+    if way == "walked":
+        return walked_bytes(model, geometry, length, in_float32)
+    return forward_bytes(model, geometry, in_float32)
 
 
 def check_rotation(compressor: Compressor, decoder: Decoder, geometry: CacheGeometry) -> None:

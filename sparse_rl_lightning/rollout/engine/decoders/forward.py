@@ -31,6 +31,7 @@ from sparse_rl_lightning.rollout.engine.decoders.base import (
     per_head,
     signature,
 )
+from sparse_rl_lightning.rollout.engine.decoders.head import made_head
 from sparse_rl_lightning.rollout.engine.decoders.products import Copied, copied_bytes, join
 
 ROLLOUT = "sparse_rl_rollout"
@@ -42,20 +43,21 @@ class Forward:
     Args:
         model: Model that :func:`~sparse_rl_lightning.policies.admission.check_supported` admits.
         geometry: Sizes and compute type of the model.
+        in_float32: Whether logits are float32, not rounded to the compute type.
 
     Raises:
-        ValueError: If a weight is NaN.
+        ValueError: If a weight is NaN, or logits cannot be float32.
     """
 
     way: Way = "forward"
 
-    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> None:
         check_weights(model)
-        self.model, self.geometry = model, geometry
+        self.model, self.geometry, self.in_float32 = model, geometry, in_float32
         self._signature = signature(model)
         self._decoder: Any = model.get_decoder()
         self._scaling = LogitScaling.of(model.config)
-        self._head = join((model.get_output_embeddings(),), geometry.dtype)
+        self._head = made_head(model.get_output_embeddings(), geometry.dtype, in_float32)
         products = [(module, join((module,), geometry.dtype)) for module in _linear(model)]
         self._products = [(module, own) for module, own in products if isinstance(own, Copied)]
         self._attention = attention_modules(model)
@@ -109,11 +111,11 @@ class Forward:
             raise UserError(f"This compressor reads o_proj of each attention, which {type(missing).__name__} lacks.")
         return per_head([module.o_proj for module in self._attention], self.geometry)
 
-    def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
         """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
         own = self.geometry
-        same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
-        return same and self._signature == signature(model)
+        same = (geometry.dtype, geometry.kv_dtype, in_float32) == (own.dtype, own.kv_dtype, self.in_float32)
+        return model is self.model and same and self._signature == signature(model)
 
     def reach(self, length: int) -> None:
         """Nothing to prepare: the model computes its own angles."""
@@ -142,9 +144,11 @@ class Forward:
                     own["forward"] = before
 
 
-def forward_bytes(model: PreTrainedModel, geometry: CacheGeometry) -> int:
-    """The bytes of the copies of weights."""
-    groups = [(model.get_output_embeddings(),), *((module,) for module in _linear(model))]
+def forward_bytes(model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> int:
+    """The bytes of the copies of weights that are made on a GPU."""
+    groups: list[tuple[nn.Module, ...]] = [(module,) for module in _linear(model)]
+    if not in_float32:  # which reads the head's own weights
+        groups.append((model.get_output_embeddings(),))
     return sum(copied_bytes(group, geometry.dtype) for group in groups)
 
 

@@ -35,6 +35,7 @@ from sparse_rl_lightning.rollout.engine.decoders.base import (
     signature,
 )
 from sparse_rl_lightning.rollout.engine.decoders.fused import AddNorm, FeedForward, GatedMLP, NormWeight
+from sparse_rl_lightning.rollout.engine.decoders.head import made_head
 from sparse_rl_lightning.rollout.engine.decoders.products import Projection, copied_bytes, join
 
 LAYERS = (
@@ -69,16 +70,18 @@ class Walked:
     Args:
         model: Model for which :func:`can_walk` holds.
         geometry: Sizes and compute type of the model.
+        in_float32: Whether logits are float32, not rounded to the compute type.
 
     Raises:
-        ValueError: If a module that is walked by hand has a replaced ``forward``, or a weight is NaN.
+        ValueError: If a module that is walked by hand has a replaced ``forward``, a weight is NaN, or logits cannot be
+            float32.
     """
 
     way: Way = "walked"
 
-    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> None:
         decoder: Any = model.get_decoder()
-        self.model, self.geometry = model, geometry
+        self.model, self.geometry, self.in_float32 = model, geometry, in_float32
         self._signature = signature(model)
         self._projections: list[Projection] = []
         _check_walked(decoder)
@@ -86,14 +89,17 @@ class Walked:
         self.embedding: nn.Module = decoder.embed_tokens
         self.inv_freq: Tensor = geometry.inv_freq.to(torch.float32)
         self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
-        self.head = self._joined((model.get_output_embeddings(),))
+        self.head = self._made(made_head(model.get_output_embeddings(), geometry.dtype, in_float32))
         self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
         self.layers = [self._layer(layer) for layer in decoder.layers]
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
 
     def _joined(self, modules: Group) -> Projection:
-        self._projections.append(join(modules, self.geometry.dtype))
-        return self._projections[-1]
+        return self._made(join(modules, self.geometry.dtype))
+
+    def _made(self, projection: Projection) -> Projection:
+        self._projections.append(projection)
+        return projection
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -169,11 +175,11 @@ class Walked:
         """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
         return per_head([layer.project_out for layer in self.layers], self.geometry)
 
-    def serves(self, model: PreTrainedModel, geometry: CacheGeometry) -> bool:
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
         """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
         own = self.geometry
-        same = model is self.model and (geometry.dtype, geometry.kv_dtype) == (own.dtype, own.kv_dtype)
-        return same and self._signature == signature(model)
+        same = (geometry.dtype, geometry.kv_dtype, in_float32) == (own.dtype, own.kv_dtype, self.in_float32)
+        return model is self.model and same and self._signature == signature(model)
 
     def reach(self, length: int) -> None:
         """Prepare the angles of positions up to a length, which does not shrink."""
@@ -203,10 +209,12 @@ def can_walk(model: PreTrainedModel) -> bool:
     return all(kind in LAYERS for kind in kinds)
 
 
-def walked_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int) -> int:
-    """The bytes of the copies of weights, and of the angles for this many positions."""
+def walked_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, in_float32: bool = False) -> int:
+    """The bytes of the copies of weights that are made on a GPU, and of the angles for this many positions."""
     layers: Any = model.get_decoder().layers
-    groups = [(model.get_output_embeddings(),), *(group for layer in layers for group in _groups(layer))]
+    groups: list[Group] = [group for layer in layers for group in _groups(layer)]
+    if not in_float32:  # which reads the head's own weights
+        groups.append((model.get_output_embeddings(),))
     angles = 2 * length * geometry.head_dim * accumulation_dtype(geometry.query_dtype).itemsize
     return sum(copied_bytes(group, geometry.dtype) for group in groups) + angles
 

@@ -1,0 +1,121 @@
+"""Stop strings: the token that completes one, searched in the newest tokens of all running sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.rollout.engine.sequences import RunningSequence
+
+CONTEXT = 8  # tokens around a stop string that are decoded with it
+
+
+class StopStrings:
+    """Search for the token that completes a stop string.
+
+    A string may begin and end anywhere inside tokens, so the text of the last tokens is searched as a whole.
+
+    Args:
+        strings: Texts that end a completion.
+        tokenizer: Tokenizer of the policy.
+
+    Raises:
+        ValueError: If there is no tokenizer to decode with.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if tokenizer is None:
+            raise UserError(
+                f"stop_strings={list(strings)} need text, but the sampler has no tokenizer: give "
+                "RolloutSampler(tokenizer=...), or end tokens as end_token_ids."
+            )
+        self.strings = tuple(strings)
+        self.tokenizer = tokenizer
+        # a token is at least one byte of the text
+        self._reach = max(len(text.encode()) for text in strings) + CONTEXT
+
+    def first(self, start: int, fresh: int) -> int:
+        """The index of the first token that :meth:`find` needs."""
+        # a decoder may treat the first token of a text differently, so some tokens before the string are decoded too
+        return max(0, start - CONTEXT, fresh - self._reach)
+
+    def find(self, own: list[int], first: int, start: int, fresh: int) -> int | None:
+        """Find the token that first completes a stop string; a string that begins in the prompt does not count.
+
+        Args:
+            own: Tokens of a sequence from index ``first`` to its last one so far.
+            first: Index that :meth:`first` gives.
+            start: Index of its first completion token.
+            fresh: Index of the first token that may complete a string.
+
+        Returns:
+            The index of the token, None if no token completes a stop string.
+        """
+        if first + len(own) <= fresh:
+            return None
+        text = self._decode(own)
+        if not any(string in text for string in self.strings):
+            return None
+        begin = len(self._known(own[: max(0, start - first)]))
+        known = len(self._known(own[: fresh - first]))
+        if not self._completes(own, begin, known):
+            return None
+        # binary search for the shortest prefix that has a stop string: longer prefixes have it too
+        low, high = fresh - first + 1, len(own)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._completes(own[:middle], begin, known) else (middle + 1, high)
+        return first + low - 1
+
+    def _completes(self, tokens: list[int], begin: int, known: int) -> bool:
+        """Whether the text has a stop string that begins at ``begin`` or later and ends behind ``known``."""
+        text = self._decode(tokens)
+        return any(string in text[max(begin, known - len(string) + 1) :] for string in self.strings)
+
+    def _known(self, tokens: list[int]) -> str:
+        """The text that further tokens do not change: without a character whose last bytes are still missing."""
+        return self._decode(tokens).rstrip("\ufffd") if tokens else ""
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+class NewestTokens:
+    """The tokens that running sequences drew since they were searched last, of all slots at once.
+
+    ``tokens`` (n, T') has them, on the device, in the order of ``running``.
+
+    Args:
+        stop: Search for stop strings.
+        running: Running sequences by slot.
+        tokens: Tokens (S + 1, T) of all slots, on the device.
+        min_length: Number of completion tokens before which stop strings do not count.
+    """
+
+    def __init__(
+        self, stop: StopStrings, running: Mapping[int, RunningSequence], tokens: Tensor, min_length: int
+    ) -> None:
+        self._stop, self._min_length = stop, min_length
+        self._row = {slot: row for row, slot in enumerate(running)}
+        self._firsts = {slot: stop.first(one.prompt_length, self._fresh(one)) for slot, one in running.items()}
+        # before the minimum length nothing is searched
+        width = max(0, *(one.num_fed + 1 - self._firsts[slot] for slot, one in running.items()))
+        rows, begins = upload([list(running), list(self._firsts.values())], tokens.device)
+        index = begins[:, None] + torch.arange(width, device=tokens.device)
+        self.tokens = tokens[rows[:, None], index.clamp(max=tokens.shape[1] - 1)]
+
+    def find(self, tokens: Sequence[list[int]], slot: int, one: RunningSequence, last: int) -> int | None:
+        """The index of the token that completes a stop string, at ``last`` or before, in ``tokens`` as read."""
+        first, fresh = self._firsts[slot], self._fresh(one)
+        own = tokens[self._row[slot]][: max(0, last + 1 - first)]
+        one.searched = last + 1
+        return self._stop.find(own, first, one.prompt_length, fresh)
+
+    def _fresh(self, one: RunningSequence) -> int:
+        """The index of the first token that may complete a stop string."""
+        return max(one.prompt_length + self._min_length, one.searched)
