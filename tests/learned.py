@@ -7,14 +7,21 @@ from typing import Any
 import torch
 
 from sparse_rl_lightning.compressors import LearnedScore
+from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.testing import tiny_model
+
+
+def sizes_of(model: Any) -> ModelSizes:
+    """What its weights depend on, read off a configuration."""
+    own = model.config
+    head_dim = own.hidden_size // own.num_attention_heads
+    return ModelSizes(own.num_hidden_layers, own.num_key_value_heads, head_dim, own.hidden_size)
 
 
 def learned_score(seed: int = 0, num_layers: int = 2, **sizes: Any) -> LearnedScore:
     """One with these sizes."""
-    compressor, config = LearnedScore(**sizes), tiny_model().config
-    head_dim = config.hidden_size // config.num_attention_heads
-    network = compressor.build(num_layers, config.num_key_value_heads, head_dim, config.hidden_size)
+    compressor = LearnedScore(**sizes)
+    network = compressor.build(sizes_of(tiny_model(num_layers=num_layers)), anew=True)
     with torch.no_grad():
         for index, parameter in enumerate(network.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + index)))

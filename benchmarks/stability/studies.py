@@ -20,7 +20,7 @@ ALL = (DENSE, NAIVE, DELTA, REJECTION, REWEIGHTING, SPARSE_RL, OFFICIAL, REPLAY)
 FOUR = (DENSE, NAIVE, DELTA, SPARSE_RL)
 FORGETFUL = (NAIVE, REPLAY, LEARNED)
 
-TASKS = {"sum": "warmup", "reduction": "warmup_reduction", "countdown": "warmup_countdown"}
+TASKS = {"sum": "warmup", "countdown": "warmup_countdown"}
 """Tasks, and the configuration that warms a policy up for each."""
 BUDGET = 34
 _SIZES = {"buffer": 4, "num_sinks": 0}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,22 @@ class EvictionPlan:
     is_refused: Tensor  # () bool: scores are NaN, or more must stay than is kept
 
 
+class ModelSizes(NamedTuple):
+    """What weights of a compressor depend on."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+
+
 class Compressor(Budgeted):
     """Decides which ``budget`` entries of a full slot survive; subclasses only write :meth:`score`.
 
     A slot has room for ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
     positions, the last ``window`` entries and the best scores among the rest stay. A compressor keeps no state
-    of its own: one instance serves all layers, slots and ranks. Numbers that a method accumulates over the steps are
-    named in :attr:`state_fields` and belong to the cache.
+    of its own but what it has learned: one instance serves all layers, slots and ranks. Numbers that a method
+    accumulates over the steps are named in :attr:`state_fields` and belong to the cache.
 
     With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget depends on each sequence's length when it is
     compressed. Memory is sized for the largest, and nothing is evicted while a sequence has fewer tokens than the
@@ -176,10 +185,11 @@ class Compressor(Budgeted):
         is_current = owners[0] is not Compressor and issubclass(owners[0], owners[1])
         return is_current and not self.protect_prompt and not self.protect_token_ids
 
-    def build(self, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> nn.Module | None:
-        """The weights that this method learns for a model of these sizes, the same at every call; None if it has none.
+    def build(self, sizes: ModelSizes, anew: bool = False) -> nn.Module | None:
+        """The weights that this method has learned, or learns, for a model of these sizes; None for most methods.
 
-        They train with the module that rolls out.
+        Samplers ask whether they fit. The module that trains them makes them ``anew`` where there are none yet, and
+        holds them: a compressor belongs to one such module.
         """
         return None
 

@@ -61,15 +61,12 @@ class Drawn(Wrapped):
     @property
     def has_gradient(self) -> bool:
         """Whether scores are made of keys, values, recent queries and constant numbers alone, and pass gradient on."""
-        if self.head_state_fields(2) or self.needs_attention or self.needs_output_norms:
+        if self.head_state_fields(2) or self.needs_attention or self.needs_output_norms or self.needs_rotation:
             return False
-        if self.state_fields:
-            return self.state_is_constant
-        try:
-            with torch.enable_grad():
-                return self.logits(_probe(self)).requires_grad
-        except (RuntimeError, IndexError):  # a shape that needs the model's rotary frequencies
+        if self.state_fields and not self.state_is_constant:
             return False
+        with torch.enable_grad():
+            return self.logits(_probe(self)).requires_grad
 
     def _logits(self, given: Tensor, layer: LayerState) -> Tensor:
         scores = given.to(torch.float32)
@@ -103,5 +100,5 @@ def _probe(compressor: Drawn) -> LayerState:
         prompt_lengths=torch.zeros(1, dtype=torch.int64), queries=torch.ones(1, 1, queries, 2, requires_grad=True),
         query_positions=(count - 1 - torch.arange(queries))[None], sequence_keys=torch.zeros(1, dtype=torch.int64),
         prompt_keys=torch.zeros(1, dtype=torch.int64), layer_index=0, scale=1.0, inv_freq=torch.zeros(0),
-        attention_scaling=1.0,
+        attention_scaling=1.0, state={name: torch.zeros(shape, requires_grad=True) for name in compressor.state_fields},
     )  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.base import Compressor, ModelSizes
 from sparse_rl_lightning.compressors.entries import newest_position
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import write_files
@@ -27,47 +28,58 @@ FILE = "learned_score.safetensors"
 class ScoreNetwork(nn.Module):
     """One hidden layer per layer and KV head, from an entry's key, value and hidden state to its worth.
 
-    It starts at a worth of 0 for everything, and keys, values and hidden states enter at unit root mean square.
+    It starts at a worth of 0 for everything. Keys, values and hidden states enter at unit root mean square, and
+    everything is float32 whatever precision the policy trains in.
 
     Args:
-        num_layers: Layers L.
-        num_kv_heads: KV heads H of a layer.
-        head_dim: Size D of a key.
-        hidden_size: Size E of a hidden state.
+        sizes: Sizes of the model.
         width: Hidden units M.
     """
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int, width: int) -> None:
+    def __init__(self, sizes: ModelSizes, width: int) -> None:
         super().__init__()
-        inputs, heads = 2 * head_dim + hidden_size, (num_layers, num_kv_heads)
-        bound = 1 / math.sqrt(inputs)
+        heads = (sizes.num_layers, sizes.num_kv_heads)
         # the same for everybody, whatever was drawn before: ranks and repeated runs start alike
-        start = torch.rand(*heads, inputs, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-        self.inner = nn.Parameter((2 * start - 1) * bound)
-        self.bias = nn.Parameter(torch.zeros(*heads, width, dtype=torch.float32))
-        self.outer = nn.Parameter(torch.zeros(*heads, width, dtype=torch.float32))
-        self.recency = nn.Parameter(torch.zeros(heads, dtype=torch.float32))  # per logarithm of an entry's age
+        generator = torch.Generator("cpu").manual_seed(0)
+        bound = 1 / math.sqrt(2 * sizes.head_dim + sizes.hidden_size)
+
+        def uniform(inputs: int) -> nn.Parameter:
+            start = torch.rand(*heads, inputs, width, generator=generator, dtype=torch.float32, device="cpu")
+            return nn.Parameter((2 * start - 1) * bound)
+
+        def zero(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*heads, *shape, dtype=torch.float32, device="cpu"))
+
+        self.key, self.value = uniform(sizes.head_dim), uniform(sizes.head_dim)
+        self.hidden = uniform(sizes.hidden_size)
+        self.bias, self.outer = zero(width), zero(width)
+        self.recency = zero()  # per logarithm of an entry's age
 
     def forward(self, layer: int, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
         """Worth (S, H, Q) of entries with keys and values (S, H, Q, D) and hidden states (S, Q, E)."""
-        count = keys.shape[1]
-        parts = [_unit(t.to(torch.float32)) for t in (keys, values)]
-        seen = torch.cat([*parts, _unit(hidden)[:, None].expand(-1, count, -1, -1)], dim=-1)
-        units = torch.tanh(seen @ self.inner[layer] + self.bias[layer][:, None])
+        products = _unit(keys) @ self.key[layer] + _unit(values) @ self.value[layer]
+        products = products + torch.einsum("sqe,hem->shqm", _unit(hidden), self.hidden[layer])
+        units = torch.tanh(products + self.bias[layer][:, None])
         return (units * self.outer[layer][:, None]).sum(dim=-1)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow the module to its device, but not to another type."""
+        super()._apply(lambda own: own.to(fn(own).device), recurse)  # type: ignore[no-untyped-call]
+        return self
+
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Layers, KV heads, and 2 D + E."""
-        return self.inner.shape[0], self.inner.shape[1], self.inner.shape[2]
+    def sizes(self) -> ModelSizes:
+        """Of the model that it is for."""
+        layers, heads, head_dim, _ = self.key.shape
+        return ModelSizes(layers, heads, head_dim, self.hidden.shape[2])
 
 
 class LearnedScore(Compressor):
     """Keep the entries that a small learned network per layer and head finds worth keeping (as arXiv 2602.10238).
 
     The network reads key, value and hidden state of a token once, when it enters the cache; its worth is a number kept
-    with the entry, plus a learned rate times the logarithm of its age. ``LearnedEvictionGRPO`` trains the network
-    inside :class:`~sparse_rl_lightning.compressors.Drawn`; untrained it gives every entry the same worth.
+    with the entry, minus a learned rate times the logarithm of its age. ``LearnedEvictionGRPO`` trains the network
+    inside :class:`~sparse_rl_lightning.compressors.Drawn`, from equal worths on, under which draws are by chance.
 
     Args:
         budget: Tokens kept per layer and KV head, like all sizes not listed here as in :class:`Compressor`.
@@ -82,6 +94,7 @@ class LearnedScore(Compressor):
 
     needs_hidden_states = True
     scores_are_logits = True
+    num_queries = 0
 
     def __init__(
         self, budget: int | LengthSchedule, *, weights: str | None = None, width: int = 16, **sizes: Any
@@ -92,58 +105,54 @@ class LearnedScore(Compressor):
         self._network: ScoreNetwork | None = None if weights is None else load_network(weights)
 
     @property
-    def num_queries(self) -> int:
-        """None."""
-        return 0
-
-    @property
     def state_fields(self) -> tuple[str, ...]:
-        """The worth of an entry."""
+        """Worth of an entry."""
         return ("worth",)
 
     @property
     def state_is_constant(self) -> bool:
-        """It is that of its token."""
+        """True: a worth is that of the entry's own token."""
         return True
 
-    def build(self, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> ScoreNetwork:
-        """The network for a model of these sizes, made anew if there is none yet.
+    def build(self, sizes: ModelSizes, anew: bool = False) -> nn.Module:
+        """The network for a model of these sizes.
 
         Raises:
-            ValueError: If there is one of other sizes.
+            ValueError: If there is none yet and none is to be made, or it is for a model of other sizes.
         """
-        if self._network is None:
-            self._network = ScoreNetwork(num_layers, num_kv_heads, head_dim, hidden_size, self.width)
-        wanted = (num_layers, num_kv_heads, 2 * head_dim + hidden_size)
-        if self._network.sizes != wanted:
+        if self._network is None and anew:
+            self._network = ScoreNetwork(sizes, self.width)
+        network = self._learned()
+        if network.sizes != sizes:
             raise UserError(
-                f"LearnedScore: weights={self.weights!r} is of a model with (layers, KV heads, 2 x head size + hidden "
-                f"size) = {self._network.sizes}, this one has {wanted}. Give the file that was trained with it."
+                f"LearnedScore: weights={self.weights!r} is for a model of {network.sizes}, this one has {sizes}. Give "
+                "the file that was trained with it."
             )
-        return self._network
+        return network
 
     def update_state(self, update: StateUpdate) -> None:
         """Note what the new entries are worth."""
-        network = self._on(update.keys.device)
+        network = self._learned().to(update.keys.device)
         worth = network(update.layer_index, update.keys, update.values, update.hidden_states)
         update.state["worth"].scatter_(-1, update.entries, worth)
 
     def score(self, layer: LayerState) -> Tensor:
-        """What each entry was found worth, and the learned preference for young or old ones: (S, H, N)."""
+        """What each entry was found worth, minus the learned rate times the logarithm of its age: (S, H, N)."""
+        if self._network is None:  # a probe: what is not learned has no rate
+            return layer.state["worth"]
         age = (newest_position(layer)[:, None, None] - layer.positions).clamp(min=0)
-        recency = self._on(layer.keys.device).recency[layer.layer_index][:, None]
-        return layer.state["worth"] - recency * torch.log1p(age.to(torch.float32))
+        return layer.state["worth"] - self._network.recency[layer.layer_index][:, None] * torch.log1p(age.float())
 
-    def _on(self, device: torch.device) -> ScoreNetwork:
+    def _learned(self) -> ScoreNetwork:
         if self._network is None:
             raise UserError(
                 "LearnedScore has no network yet: give weights, the learned_score.safetensors of an exported policy, "
                 "or train one with LearnedEvictionGRPO."
             )
-        return self._network.to(device)
+        return self._network
 
 
-def save_network(network: ScoreNetwork, path: Path) -> None:
+def save_network(network: nn.Module, path: Path) -> None:
     """Write a network as a safetensors file."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     write_files({path: partial(save_file, tensors)})
@@ -160,8 +169,8 @@ def load_network(path: str) -> ScoreNetwork:
         raise UserError(f"LearnedScore: there is no file weights={path!r}. Exported policies have one: FOLDER/{FILE}.")
     try:
         tensors = load_file(place)
-        layers, heads, inputs, width = tensors["inner"].shape
-        network = ScoreNetwork(layers, heads, 0, inputs, width)
+        layers, heads, head_dim, width = tensors["key"].shape
+        network = ScoreNetwork(ModelSizes(layers, heads, head_dim, tensors["hidden"].shape[2]), width)
         network.load_state_dict(tensors)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"LearnedScore: weights={path!r} does not hold a network of it. Give FOLDER/{FILE}.") from error
@@ -169,4 +178,4 @@ def load_network(path: str) -> ScoreNetwork:
 
 
 def _unit(numbers: Tensor) -> Tensor:
-    return F.rms_norm(numbers, numbers.shape[-1:])
+    return F.rms_norm(numbers.to(torch.float32), numbers.shape[-1:])

@@ -8,8 +8,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.base import Compressor, ModelSizes
 from sparse_rl_lightning.compressors.entries import newest_queries
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 SIZES = (
@@ -60,11 +61,16 @@ class Wrapped(Compressor):
         parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
         return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
 
-    def build(self, num_layers: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> nn.Module | None:
-        """Weights of all parts that learn any."""
-        built = [part.build(num_layers, num_kv_heads, head_dim, hidden_size) for part in self._parts]
-        own = [weights for weights in built if weights is not None]
-        return nn.ModuleList(own) if own else None
+    def build(self, sizes: ModelSizes, anew: bool = False) -> nn.Module | None:
+        """Weights of the part that has learned any.
+
+        Raises:
+            ValueError: If several have.
+        """
+        own = [weights for part in self._parts if (weights := part.build(sizes, anew)) is not None]
+        if len(own) > 1:
+            raise UserError(f"{type(self).__name__} takes one compressor that is learned, got {len(own)}.")
+        return own[0] if own else None
 
     def update_state(self, update: StateUpdate) -> None:
         """Let every part that has running numbers update its own."""

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import nn
 
 from sparse_rl_lightning.callbacks.calls import correct
 from sparse_rl_lightning.compressors import Drawn
-from sparse_rl_lightning.compressors.learned_score import FILE, ScoreNetwork, save_network
+from sparse_rl_lightning.compressors.learned_score import FILE, save_network
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evictions import EvictionDraws
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.losses import eviction_loss
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
-from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 from sparse_rl_lightning.replay.draws import draw_statistics
 
@@ -42,7 +42,7 @@ class LearnedEvictionGRPO(ReplayGRPO):
         compressor: Drawn evictions of a method whose scores have a gradient: SnapKV, R-KV, TOVA, KeyDiff, and
             combinations of them that are not ranked, or ``LearnedScore``, whose network is trained with the policy.
         eviction_weight: Factor of the draws' term; 0 learns tokens alone.
-        network_lr: Learning rate of that network, whose numbers begin at nothing; null for the policy's.
+        network_lr: Learning rate of that network, which begins at equal worths; null for the policy's.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
@@ -64,9 +64,9 @@ class LearnedEvictionGRPO(ReplayGRPO):
             )
         if not compressor.has_gradient:
             raise UserError(
-                "LearnedEvictionGRPO recomputes scores, with gradient, from keys, values and recent queries alone, "
-                f"which those of {compressor} are not made of. Use SnapKV, RKV, TOVA, KeyDiff, KNorm or LearnedScore, "
-                "or Combined of them with normalization: standard."
+                "LearnedEvictionGRPO recomputes scores, with gradient, from keys, values, recent queries and numbers "
+                f"that tokens enter with, which those of {compressor} are not made of. Use SnapKV, RKV, TOVA, KeyDiff, "
+                "KNorm or LearnedScore, or Combined of them with normalization: standard."
             )
         if compressor.budget_rule.splits_heads:
             raise UserError(
@@ -84,13 +84,17 @@ class LearnedEvictionGRPO(ReplayGRPO):
         self.network: nn.Module | None = None
 
     def on_policy_loaded(self) -> None:
-        """Load the policy as ReplayGRPO does; make what the compressor learns besides it a part of this module."""
-        super().on_policy_loaded()
-        g = CacheGeometry.of(self.policy)
-        hidden_size = self.policy.config.get_text_config().hidden_size
-        self.network = self.drawn.build(g.num_layers, g.num_kv_heads, g.head_dim, hidden_size)
+        """Make what the compressor learns besides the policy a part of this module; load as ReplayGRPO does."""
+        geometry = CacheGeometry.of(self.policy)
+        self.network = self.drawn.build(model_sizes(self.policy, geometry), anew=True)
         if self.network is not None:
-            self.network.to(g.device)
+            self.network.to(geometry.device)
+        elif self.network_lr is not None:
+            raise UserError(
+                f"network_lr={self.network_lr} is the learning rate of a compressor's own network, and {self.drawn} "
+                "has none. Set it to null, or use LearnedScore."
+            )
+        super().on_policy_loaded()
 
     def parameter_groups(self) -> list[Any]:
         """The policy's parameters, and those of the compressor's network with their own learning rate."""
@@ -103,15 +107,17 @@ class LearnedEvictionGRPO(ReplayGRPO):
     def export(self, folder: str | Path) -> None:
         """Write policy and tokenizer, and the compressor's network beside them."""
         super().export(folder)
-        if self._trainer is None or self.global_rank == 0:
-            for network in (part for part in self.modules() if isinstance(part, ScoreNetwork)):
-                save_network(network, Path(folder) / FILE)
+        if self.network is not None and (self._trainer is None or self.global_rank == 0):
+            save_network(self.network, Path(folder) / FILE)
 
     def _check_ranks(self) -> None:
-        """Refuse weights that are shared out over ranks, from which a compressor's network would be left out."""
+        """Refuse strategies whose checkpoints hold the policy alone, without what the compressor learns."""
         super()._check_ranks()
-        if self.network is not None and is_sharded(self.policy):
-            raise UserError("LearnedScore trains with one device, DDP or ZeRO up to stage 2, not ZeRO-3 or FSDP2.")
+        if self.network is not None and isinstance(self.trainer.strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
+            raise UserError(
+                "LearnedScore trains on one device or with DDP: checkpoints of DeepSpeed and FSDP2 hold the policy "
+                "alone. Set trainer.strategy to ddp."
+            )
 
     @torch.no_grad()
     def rescore(self, scored: ScoredRollout) -> None:
@@ -141,7 +147,7 @@ class LearnedEvictionGRPO(ReplayGRPO):
         metrics = {**output.metrics, **term.metrics, "entropy": entropy[part.completion_mask].mean().detach()}
         total = output.loss + self.eviction_weight * term.loss
         if self.network is not None:  # DDP waits for a gradient of every parameter, and there may be no draw to credit
-            total = total + 0.0 * torch.stack([own.sum() for own in self.network.parameters()]).sum()
+            total = total + sum(own.flatten()[:0].sum() for own in self.network.parameters())
         return LossOutput(total, metrics)
 
     def _statistics(self, part: Rollout) -> tuple[torch.Tensor, torch.Tensor, EvictionDraws]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.policies.admission import GROWING, attention_modules, check_supported
@@ -65,6 +66,12 @@ class CacheGeometry:
             kv_dtype=kv_dtype or dtype,
             device=weight.device,
         )
+
+
+def model_sizes(model: PreTrainedModel, geometry: CacheGeometry) -> ModelSizes:
+    """What weights of a compressor depend on."""
+    g = geometry
+    return ModelSizes(g.num_layers, g.num_kv_heads, g.head_dim, model.config.get_text_config().hidden_size)
 
 
 def kv_type(kind: torch.dtype | str | None, argument: str = "kv_dtype") -> torch.dtype | None:

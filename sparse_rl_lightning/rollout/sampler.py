@@ -14,7 +14,7 @@ from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type
+from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type, model_sizes
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
@@ -98,6 +98,7 @@ class RolloutSampler:
         geometry = CacheGeometry.of(model, kv_type(kv_dtype))  # refuses unsupported models
         self.model = model
         self.compressor = compressor or FullKV()
+        self.compressor.build(model_sizes(model, geometry))
         self.retriever = retriever
         if retriever is not None:
             check_retriever(retriever, self.compressor, geometry.num_layers, geometry.kv_dtype)

@@ -37,6 +37,7 @@ from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, retrieval_logprobs
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
 from sparse_rl_lightning.testing import random_layer, tiny_model
+from tests.learned import learned_score
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 30)]
 PARAMS = SamplingParams(max_completion_length=14, seed=3, top_p=0.95)
@@ -59,10 +60,11 @@ def methods(statistics: Any, **sizes: Any) -> list[Compressor]:
         KeyDiff(**sizes, protect_token_ids=[7]), SnapKV(**snap), LagKV(**snap, lag_size=4),
         SnapKV(**{**sizes, "budget_rule": Uniform()}), KNorm(**{**sizes, "budget_rule": Pyramid(1.5)}),
         KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}), Drawn(KeyDiff(**sizes)),
+        learned_score(**sizes),
     ]  # fmt: skip
 
 
-NUMBER = 26
+NUMBER = 27
 every_method = pytest.mark.parametrize("index", range(NUMBER))
 
 

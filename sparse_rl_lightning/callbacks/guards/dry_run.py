@@ -251,7 +251,7 @@ class WorstCase:
             replay_logprobs=zeros if self.module.keeps_evictions else None,
             evictions=EvictionRecord.from_dense(alive) if self.module.keeps_evictions else None,
             advantages=torch.ones(shape[:1], device=device),
-            # what rejection takes away costs most where it is replayed
+            # what rejection takes away costs most where it is replayed; other objectives pass over it all the same
             keep=mask & (not self.module.learns_from_rejected),
             weights=zeros + 1,
             weight_reference=zeros + 1,
