@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Combined, Drawn, KeyDiff, LearnedScore
@@ -141,6 +142,20 @@ def test_draws_follow_finite_differences_of_the_network() -> None:
         along = float((slope.double() * step.double()).sum())
         assert (totals[0] - totals[1]) / 2 == pytest.approx(along, rel=0.05, abs=2e-4), name
         assert slope.abs().max() > 0, name
+
+
+def test_a_resumed_run_goes_on_with_the_same_network(tmp_path: Path) -> None:
+    def run(steps: int, **options: Any) -> Any:
+        grpo = module(**KIND, compressor=drawn())
+        fit(grpo, steps, callbacks=options.pop("callbacks", None), **options)
+        return grpo
+
+    straight = run(5)
+    keep = ModelCheckpoint(dirpath=tmp_path, save_last=True, every_n_train_steps=3, save_top_k=0)
+    run(3, callbacks=[keep], enable_checkpointing=True)
+    resumed = run(5, ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(network_of(resumed), network_of(straight))
+    assert torch.equal(weights(resumed), weights(straight))
 
 
 @pytest.mark.parametrize("normalization", ["rank", "standard"])
