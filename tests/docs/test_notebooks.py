@@ -106,11 +106,9 @@ def check_what_was_evicted(notebook: nbformat.NotebookNode, printed: str) -> Non
 def check_what_it_learned_to_keep(notebook: nbformat.NotebookNode, printed: str) -> None:
     full, own = numbers_after("FullKV", printed)[0], numbers_after("learned eviction", printed)
     assert full > 0.6
-    assert max(numbers_after("SnapKV", printed) + numbers_after("RandomEviction", printed)) < 0.2, (
-        "rules lose nearly all"
-    )
-    assert len(own) == 5
-    assert numbers_after("gained:", printed)[0] > 0.08
+    assert max(numbers_after("SnapKV", printed) + numbers_after("RandomEviction", printed)) < 0.3, "rules lose most"
+    assert len(own) == 4
+    assert numbers_after("gained:", printed)[0] > 0.3
     assert min(numbers_after("full cache", printed)) > 0.6, "and the full cache has not unlearned"
     assert len(re.findall(r"held at the end by \d+%", printed)) == 8
     assert len(shown(notebook, "text/html")) == 2
