@@ -22,13 +22,13 @@ from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, SlotBytes, plan_slots, slot_bytes
+from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
 
 FLOOR_GOAL, RATIO_GOAL = 0.6, 2.3
 GOAL_CELL = ("1.5B", 16384, 256)  # where the ratio has a goal
 WARM_UP, BUFFER = 16, 32  # steps before the clock runs, and those it counts
 NEW_TOKENS = WARM_UP + BUFFER + 2
 SHARE = 0.9  # of the free memory that slots may take; the rest is for results, activations and logits
-LOOK_AHEAD = 8  # tokens a slot may be ahead of the host
 HEADER = (
     "model", "batch", "length", "cache", "ms per step", "tokens/s", "floor ms", "share of the floor", "goal", "met",
     "times as fast as FullKV", "goal", "met", "KV GB",
@@ -71,7 +71,8 @@ def compressors(budgets: tuple[int, ...]) -> dict[str, Compressor]:
 
 def needed(policy: PreTrainedModel, compressor: Compressor, length: int, params: SamplingParams) -> SlotBytes:
     """What a slot takes that starts with ``length`` tokens."""
-    geometry, longest = CacheGeometry.of(policy), length + params.max_completion_length + LOOK_AHEAD
+    geometry, past = CacheGeometry.of(policy), steps_past_end(policy.device)
+    longest = length + params.max_completion_length + past
     capacity = compressor.budget + compressor.buffer if compressor.evicts else longest
     size = CacheSize(1, (capacity,) * geometry.num_layers, compressor.num_queries, longest)
     return slot_bytes(geometry, size, params)

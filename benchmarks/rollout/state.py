@@ -21,7 +21,7 @@ STEPS = 8  # of a measurement, behind a few that warm up
 
 def milliseconds(session: RolloutSession, ended: list[int]) -> float:
     """Milliseconds of a step, after the sequences in these slots have ended."""
-    session.engine.logs.last[ended] = 0
+    session.engine.logs.end[ended] = 0
     session.advance(max_steps=4)
     start, before = time.perf_counter(), session.scheduler.num_steps
     session.advance(max_steps=STEPS)

@@ -20,7 +20,12 @@ from sparse_rl_lightning.compressors import H2O, Compressor, FullKV, RandomEvict
 from sparse_rl_lightning.testing import tiny_model
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 3}
-SEEN_BY_NAME = {"QueryStatistics", "Compressor", "Drawn"}  # not methods of their own
+SEEN_BY_NAME = {
+    "QueryStatistics",
+    "Compressor",
+    "Drawn",
+    "LearnedScore",
+}  # no methods of their own, or not before training
 
 
 @pytest.fixture(scope="module")
