@@ -86,6 +86,27 @@ class Decoder(Protocol):
         ...
 
 
+class Made:
+    """The model that a decoder was made of, and how it was then.
+
+    Args:
+        model: The model.
+        geometry: Sizes and compute type of the model.
+        in_float32: Whether logits are float32, not rounded to the compute type.
+    """
+
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> None:
+        check_weights(model)
+        self.model, self.geometry, self.in_float32 = model, geometry, in_float32
+        self._signature = signature(model)
+
+    def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
+        """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
+        own = self.geometry
+        same = (geometry.dtype, geometry.kv_dtype, in_float32) == (own.dtype, own.kv_dtype, self.in_float32)
+        return model is self.model and same and self._signature == signature(model)
+
+
 def head_product(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """The head's product (n, V); padded so that a row's bits do not depend on the number of rows."""
     n = hidden.shape[0]

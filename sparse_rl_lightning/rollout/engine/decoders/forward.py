@@ -25,11 +25,11 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.replay.hooks import named_attention, register
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
+    Made,
     Way,
     check_weights,
     head_product,
     per_head,
-    signature,
 )
 from sparse_rl_lightning.rollout.engine.decoders.head import made_head
 from sparse_rl_lightning.rollout.engine.decoders.products import Copied, copied_bytes, join
@@ -37,7 +37,7 @@ from sparse_rl_lightning.rollout.engine.decoders.products import Copied, copied_
 ROLLOUT = "sparse_rl_rollout"
 
 
-class Forward:
+class Forward(Made):
     """A causal language model as a function of packed tokens, through its own forward pass.
 
     Args:
@@ -52,9 +52,7 @@ class Forward:
     way: Way = "forward"
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> None:
-        check_weights(model)
-        self.model, self.geometry, self.in_float32 = model, geometry, in_float32
-        self._signature = signature(model)
+        super().__init__(model, geometry, in_float32)
         self._decoder: Any = model.get_decoder()
         self._scaling = LogitScaling.of(model.config)
         self._head = made_head(model.get_output_embeddings(), geometry.dtype, in_float32)
@@ -110,12 +108,6 @@ class Forward:
         if missing is not None:
             raise UserError(f"This compressor reads o_proj of each attention, which {type(missing).__name__} lacks.")
         return per_head([module.o_proj for module in self._attention], self.geometry)
-
-    def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
-        """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
-        own = self.geometry
-        same = (geometry.dtype, geometry.kv_dtype, in_float32) == (own.dtype, own.kv_dtype, self.in_float32)
-        return model is self.model and same and self._signature == signature(model)
 
     def reach(self, length: int) -> None:
         """Nothing to prepare: the model computes its own angles."""

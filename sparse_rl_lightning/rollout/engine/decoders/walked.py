@@ -28,11 +28,11 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal, uncompiled
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
+    Made,
     Way,
     check_weights,
     head_product,
     per_head,
-    signature,
 )
 from sparse_rl_lightning.rollout.engine.decoders.fused import AddNorm, FeedForward, GatedMLP, NormWeight
 from sparse_rl_lightning.rollout.engine.decoders.head import made_head
@@ -64,7 +64,7 @@ class _Layer:
     head_norms: tuple[NormWeight, NormWeight] | None  # those two, if the op can apply them
 
 
-class Walked:
+class Walked(Made):
     """A causal language model as a function of packed tokens: embedding, layers, final norm, output head.
 
     Args:
@@ -81,11 +81,9 @@ class Walked:
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> None:
         decoder: Any = model.get_decoder()
-        self.model, self.geometry, self.in_float32 = model, geometry, in_float32
-        self._signature = signature(model)
-        self._projections: list[Projection] = []
         _check_walked(decoder)
-        check_weights(model)
+        super().__init__(model, geometry, in_float32)
+        self._projections: list[Projection] = []
         self.embedding: nn.Module = decoder.embed_tokens
         self.inv_freq: Tensor = geometry.inv_freq.to(torch.float32)
         self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
@@ -174,12 +172,6 @@ class Walked:
     def output_weights(self) -> list[Tensor]:
         """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
         return per_head([layer.project_out for layer in self.layers], self.geometry)
-
-    def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
-        """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
-        own = self.geometry
-        same = (geometry.dtype, geometry.kv_dtype, in_float32) == (own.dtype, own.kv_dtype, self.in_float32)
-        return model is self.model and same and self._signature == signature(model)
 
     def reach(self, length: int) -> None:
         """Prepare the angles of positions up to a length, which does not shrink."""
