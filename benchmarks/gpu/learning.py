@@ -29,7 +29,7 @@ def fit(folder: Path, config: str, device: str, *options: str) -> None:
     """Train with a configuration in this folder."""
     where = f"--trainer.accelerator={'gpu' if device == 'cuda' else 'cpu'}"
     command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / config}.yaml", where]
-    if run_in(folder, [*command, "--trainer.enable_progress_bar=false", *options]):
+    if run_in(folder, [*command, *options]):
         sys.exit(f"{config} stopped:\n{(folder / 'log.txt').read_text(encoding='utf-8')[-2000:]}")
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     shutil.rmtree(folder / "runs" / "quickstart", ignore_errors=True)
     short = ["--trainer.max_steps=4"] if args.quick else []
     if not (folder / "runs/warmup/policy/config.json").is_file():
-        fit(folder, "warmup", args.device, *short)
+        fit(folder, "warmup", args.device, "--trainer.enable_progress_bar=false", *short)
     graphs = ["--model.rollout.cuda_graphs=require"] if args.device == "cuda" else []
     fit(folder, "quickstart", args.device, *graphs, *short)
     file = folder / "runs" / "quickstart" / SUMMARY
