@@ -118,31 +118,21 @@ def control_table(results: Results, studies: Sequence[Study] = CONTROL) -> Table
     """Methods by what training under them comes to, chance first."""
     table = Table("", ["", *(f"{arm.label}, {name}" for arm in studies[0].arms for name in BRIEFLY)])
     for study in studies:
-        cells = []
-        for arm in study.arms:
-            own = list(results.of(study, arm).values())
-            cells += [COLUMNS[name](own) if own else MISSING for name in BRIEFLY]
-        table.add(study.method, *cells)
+        table.add(study.method, *(cell for arm in study.arms for cell in cells(results, study, arm, BRIEFLY)))
     return table
 
 
 def countdown_table(results: Results, studies: Mapping[int, Study] = COUNTDOWN) -> Table:
     """Arms by accuracy under the cache they trained with and with the full one, at each compression."""
-    names = [f"{name}, {times}x" for times in studies for name in ("compressed cache", "full cache")]
-    table = Table("", ["", *names])
-    started = [
-        next((run for arm in study.arms for run in results.of(study, arm).values()), None) for study in studies.values()
-    ]
-    before = [
-        [MISSING] * 2 if run is None else [f"{run.sparse_before:.2f}", f"{run.dense_before:.2f}"] for run in started
-    ]
-    table.add("before training", *(cell for cells in before for cell in cells))
+    caches = ("compressed cache", "full cache")
+    table = Table("", ["", *(f"{name}, {times}x" for times in studies for name in caches)])
+    before: list[str] = []
+    for study in studies.values():
+        started = [run for arm in study.arms for run in results.of(study, arm).values()][:1]  # the same policy for all
+        before += [f"{n:.2f}" for run in started for n in (run.sparse_before, run.dense_before)] or [MISSING] * 2
+    table.add("before training", *before)
     for arm in next(iter(studies.values())).arms:
-        cells = []
-        for study in studies.values():
-            own = list(results.of(study, arm).values())
-            cells += [COLUMNS[name](own) if own else MISSING for name in ("compressed cache", "full cache")]
-        table.add(arm.label, *cells)
+        table.add(arm.label, *(cell for study in studies.values() for cell in cells(results, study, arm, caches)))
     return table
 
 
@@ -150,9 +140,14 @@ def overview(results: Results) -> Table:
     """Arms of the main comparison in three columns: what the README shows."""
     table = Table("", ["", *BRIEFLY])
     for arm in ALL:
-        own = list(results.of(MAIN, arm).values())
-        table.add(arm.label, *(COLUMNS[name](own) if own else MISSING for name in BRIEFLY))
+        table.add(arm.label, *cells(results, MAIN, arm, BRIEFLY))
     return table
+
+
+def cells(results: Results, study: Study, arm: Arm, names: Sequence[str]) -> list[str]:
+    """Columns of an arm by their names."""
+    own = list(results.of(study, arm).values())
+    return [COLUMNS[name](own) if own else MISSING for name in names]
 
 
 def rounding(results: Results) -> float:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,8 +22,7 @@ from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.replay.hooks import named_attention, register
-from sparse_rl_lightning.replay.masked_attention import group_heads
+from sparse_rl_lightning.replay.hooks import causal_attention, named_attention, register
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 RECORD = "sparse_rl_record"
@@ -72,8 +70,7 @@ def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tenso
 
 def _record(queries: list[Tensor], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     queries.append(query)
-    alike = group_heads(query, key, value)
-    return F.scaled_dot_product_attention(*alike, is_causal=True, scale=scale).reshape(query.shape)
+    return causal_attention(query, key, value, scale)
 
 
 register(RECORD, "recorded_queries", _record)

@@ -132,7 +132,9 @@ class LearnedScore(Compressor):
 
     def update_state(self, update: StateUpdate) -> None:
         """Note what the new entries are worth."""
-        network = self._learned().to(update.keys.device)
+        network = self._learned()
+        if network.recency.device != update.keys.device:  # of a sampler that no module moved it with
+            network.to(update.keys.device)
         worth = network(update.layer_index, update.keys, update.values, update.hidden_states)
         update.state["worth"].scatter_(-1, update.entries, worth)
 

@@ -261,14 +261,14 @@ class PolicyModule(LightningModule):
         own = self.state_dict()
         unknown, missing = sorted(other.keys() - own.keys()), sorted(own.keys() - other.keys())
         shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
-        learned = [name for name in {*unknown, *missing, *shapes} if not name.startswith("policy.")]
-        if learned and len(learned) == len(unknown) + len(missing) + len(shapes):
+        differing = [*unknown, *missing, *shapes]
+        if differing and not any(name.startswith("policy.") for name in differing):
             raise UserError(
-                f"ckpt_path: this checkpoint is of another compressor's network, for example {min(learned)!r}. Resume "
-                "with the LearnedScore it was trained with, width included. Elsewhere use what `sparse-rl export` "
-                "writes: the folder as policy, and LearnedScore with weights: FOLDER/learned_score.safetensors."
+                f"ckpt_path: this checkpoint is of another compressor's network, for example {min(differing)!r}. "
+                "Resume with the LearnedScore it was trained with, width included. Elsewhere use what `sparse-rl "
+                "export` writes: the folder as policy, and LearnedScore with weights: FOLDER/learned_score.safetensors."
             )
-        if unknown or missing or shapes:
+        if differing:
             example = shapes[0] if shapes else (unknown or missing)[0]
             raise UserError(
                 f"ckpt_path: this checkpoint is of another model: {len(unknown)} unknown, {len(missing)} missing and "

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.compressors.drawn import Drawn, log_exponential
 from sparse_rl_lightning.evictions import EvictionDraws, EvictionRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.policies.admission import attention_modules
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.replay.death_attention import death_attention
 from sparse_rl_lightning.replay.hooks import attention_implementation, register
@@ -83,8 +84,8 @@ class _Watch:
         def catch(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             self.hidden = args[0] if args else named["hidden_states"]
 
-        layers: Any = model.get_decoder().layers if self.compressor.needs_hidden_states else ()
-        hooks = [layer.self_attn.register_forward_pre_hook(catch, with_kwargs=True) for layer in layers]
+        watched = attention_modules(model) if self.compressor.needs_hidden_states else ()
+        hooks = [module.register_forward_pre_hook(catch, with_kwargs=True) for module in watched]
         try:
             yield
         finally:

@@ -96,9 +96,10 @@ def _under_deaths(death: Tensor, layer: int, query: Tensor, key: Tensor, value: 
     return death_attention(query, key, value, death[layer], scale)
 
 
-def _causal(_: None, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Torch's own causal attention (B, Hq, T, D)."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
 
 
 register(REPLAY, "death", _under_deaths)
-register(CAUSAL, "causal", _causal)
+register(CAUSAL, "causal", lambda _, layer, *given: causal_attention(*given))

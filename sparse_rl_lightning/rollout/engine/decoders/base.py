@@ -6,6 +6,7 @@ There are two ways through the layers, with the same numbers: ``walked.Walked`` 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -41,12 +42,26 @@ class Attend(Protocol):
         ...
 
 
-class Decoder(Protocol):
-    """A causal language model as a function of packed tokens."""
+class Decoder(ABC):
+    """A causal language model as a function of packed tokens, made of the model as it is now.
+
+    Args:
+        model: The model.
+        geometry: Sizes and compute type of the model.
+        in_float32: Whether logits are float32, not rounded to the compute type.
+
+    Raises:
+        ValueError: If a weight is NaN.
+    """
 
     way: Way
-    model: PreTrainedModel
 
+    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> None:
+        check_weights(model)
+        self.model, self.geometry, self.in_float32 = model, geometry, in_float32
+        self._signature = signature(model)
+
+    @abstractmethod
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute hidden states after the final norm.
 
@@ -58,47 +73,29 @@ class Decoder(Protocol):
         Returns:
             The hidden states (R, E).
         """
-        ...
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V); a row's bits do not depend on the number of rows."""
-        ...
 
+    @abstractmethod
     def refresh(self) -> None:
         """Update the copies of weights after an optimizer step.
 
         Raises:
             ValueError: If a weight is NaN.
         """
-        ...
+        check_weights(self.model)
+        self.__dict__.pop("output_weights", None)
 
     @property
+    @abstractmethod
     def output_weights(self) -> list[Tensor]:
         """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
-        ...
 
-    def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
-        """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
-        ...
-
+    @abstractmethod
     def reach(self, length: int) -> None:
         """Prepare for positions up to a length, which does not shrink."""
-        ...
-
-
-class Made:
-    """The model that a decoder was made of, and how it was then.
-
-    Args:
-        model: The model.
-        geometry: Sizes and compute type of the model.
-        in_float32: Whether logits are float32, not rounded to the compute type.
-    """
-
-    def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> None:
-        check_weights(model)
-        self.model, self.geometry, self.in_float32 = model, geometry, in_float32
-        self._signature = signature(model)
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
         """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""

@@ -25,9 +25,8 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.replay.hooks import named_attention, register
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
-    Made,
+    Decoder,
     Way,
-    check_weights,
     head_product,
     per_head,
 )
@@ -37,7 +36,7 @@ from sparse_rl_lightning.rollout.engine.decoders.products import Copied, copied_
 ROLLOUT = "sparse_rl_rollout"
 
 
-class Forward(Made):
+class Forward(Decoder):
     """A causal language model as a function of packed tokens, through its own forward pass.
 
     Args:
@@ -91,15 +90,10 @@ class Forward(Made):
         return self._scaling(head_product(self._head, hidden))
 
     def refresh(self) -> None:
-        """Update the copies of weights after an optimizer step.
-
-        Raises:
-            ValueError: If a weight is NaN.
-        """
-        check_weights(self.model)
+        """Update the copies of weights after an optimizer step."""
+        super().refresh()
         for product in (self._head, *(own for _, own in self._products)):
             product.refresh()
-        self.__dict__.pop("output_weights", None)
 
     @cached_property
     def output_weights(self) -> list[Tensor]:

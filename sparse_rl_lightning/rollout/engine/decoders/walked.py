@@ -28,9 +28,8 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal, uncompiled
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
-    Made,
+    Decoder,
     Way,
-    check_weights,
     head_product,
     per_head,
 )
@@ -64,7 +63,7 @@ class _Layer:
     head_norms: tuple[NormWeight, NormWeight] | None  # those two, if the op can apply them
 
 
-class Walked(Made):
+class Walked(Decoder):
     """A causal language model as a function of packed tokens: embedding, layers, final norm, output head.
 
     Args:
@@ -119,16 +118,7 @@ class Walked(Made):
         )
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Compute hidden states after the final norm.
-
-        Args:
-            ids: Tokens (R,), R a multiple of :data:`ROW_MULTIPLE`.
-            positions: True positions (R,) of the tokens, below the length given to :meth:`reach`.
-            attend: Attention, called once per layer.
-
-        Returns:
-            The hidden states (R, E).
-        """
+        """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
         g = self.geometry
         x: Tensor = self.embedding(ids)
         if is_changed(self.embedding) or type(self.embedding) is not nn.Embedding:
@@ -156,17 +146,12 @@ class Walked(Made):
         return head_product(self.head, hidden)
 
     def refresh(self) -> None:
-        """Update the copies of weights after an optimizer step.
-
-        Raises:
-            ValueError: If a weight is NaN.
-        """
-        check_weights(self.model)
+        """Update the copies of weights after an optimizer step."""
+        super().refresh()
         for projection in self._projections:
             projection.refresh()
         for norm in self._norms():
             norm.refresh()
-        self.__dict__.pop("output_weights", None)
 
     @cached_property
     def output_weights(self) -> list[Tensor]:
