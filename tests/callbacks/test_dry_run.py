@@ -11,12 +11,14 @@ from lightning.pytorch import Callback, Trainer
 from tiny_grpo import Recorder, Rows, fit, likes_a, module, weights
 from torch import Tensor
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import DryRun, ImportanceReweighting, SparsityAwareRejection
-from sparse_rl_lightning.compressors import RKV, FullKV, StreamingLLM
+from sparse_rl_lightning.callbacks.guards.dry_run import oldest_go
+from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, StreamingLLM
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO, SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy
-from sparse_rl_lightning.records import LayerState
-from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.records import NEVER, LayerState
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 LONGEST = 17  # tokens of the longest prompt of Rows
@@ -44,6 +46,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "partial": {"num_slots": 6, "partial_rollout_steps": 4},
     "oversampling": {"oversampling": 2.0},
 }
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        StreamingLLM(budget=8, buffer=3, num_sinks=2, window=2),
+        StreamingLLM(budget=8, buffer=3, num_sinks=2, window=2, compress_prompt=False),
+        StreamingLLM(budget=LengthSchedule([0, 20], [8, 12]), buffer=2, num_sinks=1, window=2),
+        FullKV(),
+    ],
+    ids=["prompt too", "prompt whole", "schedule", "full"],
+)
+@pytest.mark.parametrize("prompt_length", [5, 17])
+def test_the_longest_sequences_lose_what_a_rollout_would(method: Compressor, prompt_length: int) -> None:
+    model, length = tiny_model(), 41
+    sampler = RolloutSampler(model, method, end_token_ids=[])
+    params = SamplingParams(max_completion_length=length - prompt_length)
+    real = sampler.generate([list(range(1, prompt_length + 1))], params).evictions
+    death = oldest_go(method, model.config.num_hidden_layers, prompt_length, length)
+    assert real is not None
+    assert torch.equal(real.death[:, 0, 0], death)
+    assert (death < NEVER).any() == method.evicts
 
 
 @pytest.mark.parametrize("name", SETTINGS)

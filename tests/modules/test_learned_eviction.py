@@ -175,11 +175,26 @@ def test_what_cannot_be_learned_is_refused(options: dict[str, Any], match: str) 
 
 
 def test_a_rehearsal_before_training_passes() -> None:
-    """Of the largest update, whose made-up sequences have no draws."""
+    """Of the largest update, whose made-up sequences lose their oldest tokens, by draws."""
+    grpo, rehearsed = module(**KIND), []
+    own = grpo.micro_batch_loss
+
+    def watched(part: Rollout, denominators: Any) -> Any:
+        output = own(part, denominators)
+        if not rehearsed:
+            rehearsed.append((len(part), grpo._statistics(part)[2]))
+        return output
+
+    grpo.micro_batch_loss = watched  # type: ignore[method-assign]
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        trainer = fit(module(**KIND), 1, [DryRun(enabled=True)])
+        trainer = fit(grpo, 1, [DryRun(enabled=True)])
     assert trainer.global_step == 1
+    ((count, draws),) = rehearsed
+    assert draws.steps.shape[0] == count
+    assert (draws.steps >= 0).sum(dim=1).tolist() == [draws.steps.shape[1]] * count  # as many as the longest may have
+    assert draws.steps.shape[1] >= 4
+    assert draws.logprobs.isfinite().all()
 
 
 @pytest.mark.parametrize(

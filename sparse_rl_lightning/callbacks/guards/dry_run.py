@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.callbacks.base import RolloutModule, rollout_module
+from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.sampler import rows_of
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
@@ -240,7 +241,8 @@ class WorstCase:
         tokens = (self.prompt * (self.length // len(self.prompt) + 1))[: self.length]
         mask = (torch.arange(self.length, device=device) >= len(self.prompt)).expand(shape)
         zeros, g = torch.zeros(shape, device=device), self.geometry
-        alive = torch.full((g.num_layers, self.micro_batch, g.num_kv_heads, self.length), NEVER, device=device)
+        death = oldest_go(self.module.generator.compressor, g.num_layers, len(self.prompt), self.length).to(device)
+        death = death[:, None, None].expand(-1, self.micro_batch, g.num_kv_heads, -1)
         return Rollout(
             sequences=torch.tensor(tokens, device=device).repeat(self.micro_batch, 1),
             prompt_lengths=torch.full(shape[:1], len(self.prompt), device=device),
@@ -249,10 +251,27 @@ class WorstCase:
             sampler_logprobs=zeros,
             old_logprobs=zeros,
             replay_logprobs=zeros if self.module.keeps_evictions else None,
-            evictions=EvictionRecord.from_dense(alive) if self.module.keeps_evictions else None,
+            evictions=EvictionRecord.from_dense(death) if self.module.keeps_evictions else None,
             advantages=torch.ones(shape[:1], device=device),
             # what rejection takes away costs most where it is replayed; other objectives pass over it all the same
             keep=mask & (not self.module.learns_from_rejected),
             weights=zeros + 1,
             weight_reference=zeros + 1,
+            keys=torch.zeros(self.micro_batch, 2, dtype=torch.int64, device=device),
         )
+
+
+def oldest_go(compressor: Compressor, num_layers: int, prompt_length: int, length: int) -> torch.Tensor:
+    """The death (L, T) of the tokens of a sequence of which every compression evicts the oldest behind the sinks."""
+    trigger, sinks = Trigger(compressor, num_layers), compressor.num_sinks
+    death = torch.full((num_layers, length), NEVER)
+    before, step = (0,) * num_layers, prompt_length
+    lost, room = trigger.after_prompt(prompt_length)
+    while True:
+        for own, first, end in zip(death, before, lost, strict=True):
+            own[sinks + first : sinks + end] = step
+        step += room
+        if step >= length:
+            return death
+        before, lost = lost, trigger.evicted(step, lost)
+        room = trigger.room(step, lost)
