@@ -35,6 +35,7 @@ from sparse_rl_lightning.callbacks import (
 )  # fmt: skip
 from sparse_rl_lightning.checkpoints import sharded
 from sparse_rl_lightning.checkpoints.files import incomplete
+from sparse_rl_lightning.compressors import Drawn, LearnedScore
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.policies.sharding import whole_weights
@@ -80,10 +81,19 @@ class Tap(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.fit_loop._should_accumulate():
             return  # DeepSpeed accumulates itself
-        self.gradients.append({n: gradient(p).clone() for n, p in pl_module.policy.named_parameters()})
+        self.gradients.append(
+            {n: gradient(p).clone() for n, p in (*pl_module.policy.named_parameters(), *own(pl_module))}
+        )
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.weights = {name: value.detach().clone() for name, value in whole_weights(pl_module.policy)}
+        weights = (*whole_weights(pl_module.policy), *own(pl_module))
+        self.weights = {name: value.detach().clone() for name, value in weights}
+
+
+def own(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """What a module learns besides its policy."""
+    network = getattr(module, "network", None)
+    return [] if network is None else [(f"network.{name}", value) for name, value in network.named_parameters()]
 
 
 class Sampled(Recorder):
@@ -257,6 +267,9 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     options = {**SETTINGS, **job.get("settings", {}), **job.get("learner", {})}
     reward = letters if job.get("letters") else counted if job.get("uneven") else likes_a
     kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
+    if job.get("learns_evictions"):  # which these files of plain numbers cannot say
+        kind = modules.LearnedEvictionGRPO
+        options["compressor"] = Drawn(LearnedScore(budget=8, buffer=3, num_sinks=1, window=2), temperature=0.5)
     grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
     with torch.no_grad():
         next(grpo.policy_source.load()[0].parameters()).mul_(job.get("scale", 1.0))  # as a file that is another one
