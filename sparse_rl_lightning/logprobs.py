@@ -24,6 +24,7 @@ from sparse_rl_lightning.output_head import (
     logprobs_of_ids,
     logprobs_of_logits,
     output_head,
+    product_dtype,
 )
 from sparse_rl_lightning.policies.replaced import check_reachable, is_plain_linear
 from sparse_rl_lightning.policies.sharding import in_one_call
@@ -182,7 +183,7 @@ def token_logprobs(
     if not is_plain_linear(lm_head):
         return _checkpointed(lm_head, hidden, targets, temperature, chunk_size, head_in_float32, scaling)
 
-    dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else _product_dtype(hidden)
+    dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else product_dtype(hidden)
     found: tuple[Tensor, Tensor] = in_one_call(
         lm_head,
         lambda hidden, targets: ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -232,14 +233,6 @@ def _checkpointed(
         return logprobs, entropy
 
     return in_one_call(lm_head, found_by, hidden, targets)
-
-
-def _product_dtype(hidden: Tensor) -> torch.dtype:
-    """The type that ``F.linear`` would multiply in: autocast's type inside its region, except for float64."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype
 
 
 def _call(

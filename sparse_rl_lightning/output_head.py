@@ -109,6 +109,14 @@ def output_head(model: PreTrainedModel) -> nn.Module:
     return head
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type that ``F.linear`` would multiply in: autocast's type inside its region, except for float64."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
 class ChunkedLogprobs(torch.autograd.Function):
     """Log-probability of each target and entropy of its distribution: exact gradients, at most n x V logits at a time.
 

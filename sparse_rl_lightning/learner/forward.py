@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.learner.checkpointing import Checkpointing, check_checkpointing, checkpoint_layers
 from sparse_rl_lightning.learner.packing import Compute, in_parts
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import eval_mode
@@ -31,24 +32,27 @@ class LearnerOptions:
         head_in_float32: Compute logits in float32 whatever type the policy has. The sampler does so with
             ``rollout.head_in_float32``: otherwise its rounding is part of the mismatch that is measured.
         gradient_checkpointing: Keep only the inputs of the policy's layers for the backward pass, and compute each
-            layer again there: less memory for a third more time. Rollouts and rescoring are not affected.
+            layer again there: less memory for a third more time. ``selective`` keeps the attention's output too and
+            does not attend again, ``offload`` keeps the inputs in the host's memory, page-locked on a GPU. Rollouts
+            and rescoring are not affected.
         disable_dropout: Set every dropout of the policy to zero. With dropout every sequence of a rollout is rescored,
             even those of the first optimizer step.
 
     Raises:
-        ValueError: If a number is not positive.
+        ValueError: If a number is not positive, or checkpointing unknown.
     """
 
     micro_batch_tokens: int | None = None
     head_chunk_size: int = 512
     head_in_float32: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = False
     disable_dropout: bool = True
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_tokens", "head_chunk_size"):
             if getattr(self, name) is not None:
                 check_number(f"learner.{name}", getattr(self, name), least=1)
+        check_checkpointing(self.gradient_checkpointing)
 
     @property
     def packs(self) -> bool:
@@ -73,16 +77,8 @@ class Learner:
     replays: bool = False
 
     def prepare(self, policy: PreTrainedModel) -> None:
-        """Switch gradient checkpointing on, in the form that needs no gradient of the embeddings (frozen under LoRA).
-
-        It works while the policy is in training mode, which it never is in rollouts and rescoring.
-        """
-        if not self.options.gradient_checkpointing:
-            return
-        name = "activation_checkpointing_enable"  # gradient_checkpointing_enable in older transformers
-        enable = getattr(policy, name, None) or policy.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        policy.disable_input_require_grads()  # a hook on the embeddings, which the sampler calls too
+        """Switch gradient checkpointing on; it works in training mode, which rollouts and rescoring never are in."""
+        checkpoint_layers(policy, self.options.gradient_checkpointing)
 
     def logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) that the policy is trained on."""

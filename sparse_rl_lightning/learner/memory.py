@@ -16,9 +16,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
+from sparse_rl_lightning.learner.checkpointing import checkpoint_layers
+from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.logprobs import hidden_states, token_logprobs
 from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.output_head import LogitScaling, output_head
@@ -43,6 +45,7 @@ class LearnerBytes:
 
     kept: int  # what the forward pass leaves for the backward pass
     peak: int  # most at any time, besides weights and their gradients
+    host: int = 0  # what the forward pass leaves in the host's memory, where layer inputs are offloaded
 
 
 def learner_bytes(
@@ -70,7 +73,8 @@ def learner_bytes(
     with FakeTensorMode():
         _make_fake(model)
         model.train()
-        Learner(options).prepare(model)
+        host = _Elsewhere()
+        checkpoint_layers(model, options.gradient_checkpointing, store=lambda: host)
         for parameter in model.parameters():  # as they are from the second micro-batch of a step on
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         mixed = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
@@ -80,7 +84,19 @@ def learner_bytes(
                 loss = _loss(model, part, options)
             kept = live.now
             loss.backward()  # type: ignore[no-untyped-call]
-        return LearnerBytes(kept, live.most)
+        return LearnerBytes(kept, live.most, host.bytes)
+
+
+class _Elsewhere(saved_tensors_hooks):
+    """What is saved leaves no bytes here, and comes back as new memory; the bytes are counted."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        super().__init__(self._pack, lambda kept: torch.empty(kept[0], dtype=kept[1]))
+
+    def _pack(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self.bytes += tensor.nbytes
+        return tensor.shape, tensor.dtype
 
 
 def _make_fake(model: PreTrainedModel) -> None:

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.policies.quantized import Quantization, QuantizedLinear, dequantize, quantize
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 
 
@@ -26,6 +27,8 @@ class LoraPolicy(PolicySource):
         lora_alpha: Numerator of the factor lora_alpha / r on the adapters' output.
         lora_dropout: Dropout on the adapters' input; has no effect with the module's ``disable_dropout``.
         target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head.
+        quantization: The frozen linear layers in 4 bits (``nf4``, QLoRA, arXiv 2305.14314; needs ``pip install
+            'sparse-rl-lightning[quantization]'``) or in 8 (``int8``), for sampler and learner alike. Null leaves them.
     """
 
     def __init__(
@@ -35,21 +38,31 @@ class LoraPolicy(PolicySource):
         lora_alpha: float = 32.0,
         lora_dropout: float = 0.0,
         target_modules: list[str] | str = "all-linear",
+        quantization: Quantization | None = None,
     ) -> None:
         check_adapter(r, lora_alpha)
+        if quantization is not None:
+            check_choice("quantization", quantization, Quantization, "LoraPolicy")
         check_number("lora_dropout", lora_dropout, least=0, below=1)
         self.base = resolve_policy(policy)
         self.attn_implementation = self.base.attn_implementation
         self.options: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         self.target_modules = target_modules
+        self.quantization = quantization
         self._model: PreTrainedModel | None = None
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The base policy with fresh adapters, whose output is zero until they are trained."""
         model, tokenizer = self.base.load()
-        add_adapter(model, self.target_modules, **self.options)
+        self.adapt(model)
         self._model = model
         return model, tokenizer
+
+    def adapt(self, model: PreTrainedModel) -> None:
+        """Quantize a model, if asked to, and add fresh adapters, in place; works for a model of shapes alone."""
+        if self.quantization is not None:
+            quantize(model, self.quantization)
+        add_adapter(model, self.target_modules, **self.options)
 
     def load_reference(self) -> PreTrainedModel:
         """The model of the last :meth:`load` with its adapters switched off, for log-probs only."""
@@ -57,7 +70,7 @@ class LoraPolicy(PolicySource):
         return cast(PreTrainedModel, _AdaptersOff(model))
 
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
-        """A copy with the adapters merged into the weights and removed."""
+        """A copy with the adapters merged into the weights and removed; what was quantized is whole, on the host."""
         return without_adapters(model, merge=True)
 
 
@@ -112,7 +125,7 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **optio
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.add_adapter(LoraConfig(**options, target_modules=target_modules))
-        if model.device.type == "meta":
+        if model.device.type == "meta" or any(isinstance(module, QuantizedLinear) for module in model.modules()):
             model.to(model.dtype)  # type: ignore[arg-type]  # peft gives adapters their layer's type, but not here
     _check_trainable(model)
 
@@ -122,6 +135,7 @@ def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     plain = copy.deepcopy(model)
+    dequantize(plain)
     for name, module in list(plain.named_modules()):
         if isinstance(module, BaseTunerLayer):
             if merge:

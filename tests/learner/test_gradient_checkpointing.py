@@ -12,8 +12,12 @@ from test_sparse_grpo import Recorder, fit, weights
 from test_sparse_grpo import module as sparse_module
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.compressors import RKV
+from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.modules import LearnerOptions
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.testing import tiny_model
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": (sparse_module, {}),
@@ -24,7 +28,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def build(case: str, checkpointing: bool) -> Any:
+FORMS: list[Any] = [(case, True) for case in CASES]
+FORMS += [(case, how) for case in ("packed", "mixed") for how in ("selective", "offload")]
+
+
+def build(case: str, checkpointing: Any) -> Any:
     kind, options = CASES[case]
     options = dict(options)
     if "adapters" in options:
@@ -36,7 +44,7 @@ def build(case: str, checkpointing: bool) -> Any:
     return grpo
 
 
-def trained(case: str, checkpointing: bool) -> tuple[torch.Tensor, list[Rollout], list[int]]:
+def trained(case: str, checkpointing: Any) -> tuple[torch.Tensor, list[Rollout], list[int]]:
     """Weights after two rollouts, the rollouts, and passes through a layer with gradient and without."""
     grpo, recorder, passes = build(case, checkpointing), Recorder(), [0, 0]
 
@@ -48,10 +56,10 @@ def trained(case: str, checkpointing: bool) -> tuple[torch.Tensor, list[Rollout]
     return weights(grpo), [scored.rollout for scored in recorder.scored], passes
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training_is_the_same_and_layers_run_twice(case: str) -> None:
+@pytest.mark.parametrize(("case", "how"), FORMS)
+def test_training_is_the_same_and_layers_run_twice(case: str, how: Any) -> None:
     plain, rollouts, (without, once) = trained(case, False)
-    checkpointed, same, (still_without, twice) = trained(case, True)
+    checkpointed, same, (still_without, twice) = trained(case, how)
     untrained = build(case, False)
     assert (plain - weights(untrained)).abs().max() > 1e-4
     torch.testing.assert_close(checkpointed, plain, atol=1e-6, rtol=0)
@@ -63,6 +71,29 @@ def test_training_is_the_same_and_layers_run_twice(case: str) -> None:
     # a split micro-batch goes through the layers twice anyway, part by part
     assert twice == (1.5 if case == "packed" else 2) * once > 0
     assert still_without == without  # rollouts and rescoring
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [None, 60])
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("how", [True, "selective", "offload"])
+def test_gradients_are_the_same_bit_by_bit(how: Any, replays: bool, micro_batch_tokens: int | None) -> None:
+    gradients = []
+    for checkpointing in (False, how):
+        model = tiny_model(initializer_range=0.2, eos_token_id=None)
+        sampler = RolloutSampler(model, RKV(budget=12, buffer=5, num_sinks=1, window=3))
+        rollout = sampler.generate([list(range(3, 20)), [4, 5]], SamplingParams(max_completion_length=30))
+        options = LearnerOptions(micro_batch_tokens=micro_batch_tokens, gradient_checkpointing=checkpointing)
+        learner = Learner(options, replays=replays)
+        learner.prepare(model.train())
+        learner.logprobs(model, rollout)[0].square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("how", [None, "layers", 2])
+def test_an_unknown_form_is_refused(how: Any) -> None:
+    with pytest.raises(ValueError, match="must be true, false, 'selective' or 'offload', got gradient_checkpointing="):
+        LearnerOptions(gradient_checkpointing=how)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "packed"])

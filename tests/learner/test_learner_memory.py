@@ -19,6 +19,7 @@ from sparse_rl_lightning.policies.lora import add_adapter
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
 }  # fmt: skip
+HOW: tuple[Any, ...] = (False, True, "selective", "offload")
 FAMILIES = [Qwen2Config, Qwen3Config, LlamaConfig]
 LORA = partial(add_adapter, target_modules="all-linear", r=4, lora_alpha=8.0, lora_dropout=0.0)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -54,15 +55,21 @@ def measured(
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
-@pytest.mark.parametrize("options", [LearnerOptions(), LearnerOptions(gradient_checkpointing=True)], ids=repr)
+@pytest.mark.parametrize("options", [LearnerOptions(gradient_checkpointing=how) for how in HOW], ids=repr)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_prediction_is_what_the_pass_takes(family: Any, options: LearnerOptions, setting: str) -> None:
     config, part = family(**SIZES, num_hidden_layers=3), MicroBatch(rows=2, length=40, completion=25)
     given = SETTINGS[setting]
     found, want = learner_bytes(config, part, options, **given), measured(config, part, options, **given)
     bookkeeping = 8 * part.rows * part.length  # masks of real tokens, and log-probs put back in their place
-    assert abs(found.kept - want.kept) <= bookkeeping
-    assert abs(found.peak - want.peak) <= bookkeeping
+    if options.gradient_checkpointing == "offload":
+        inputs = 3 * part.rows * part.length * SIZES["hidden_size"] * given.get("dtype", torch.float32).itemsize
+        assert found.host == inputs
+        assert found.peak < want.peak  # here everything is on the host
+    else:
+        assert found.host == 0
+        assert abs(found.peak - want.peak) <= bookkeeping
+    assert abs(found.kept + found.host - want.kept) <= bookkeeping
     assert want.kept > 40 * bookkeeping, "nothing that matters was measured"
 
 
@@ -75,6 +82,17 @@ def test_chunks_of_the_head_and_one_sequence_count() -> None:
         assert found.peak == pytest.approx(want.peak, abs=8 * 70)
         peaks.append(found.peak)
     assert peaks[1] - peaks[0] > 50 * 5000 * 4, "the logits of a chunk are there at a time"
+
+
+def test_offload_leaves_no_input_of_a_layer_on_the_device() -> None:
+    config, part = Qwen2Config(**SIZES, num_hidden_layers=8), MicroBatch(rows=2, length=200, completion=20)
+    found = {how: learner_bytes(config, part, LearnerOptions(gradient_checkpointing=how)) for how in HOW}
+    inputs, bookkeeping = 8 * 2 * 200 * SIZES["hidden_size"] * 4, 8 * 2 * 200
+    assert found["offload"].host == inputs
+    assert abs(found[True].kept - inputs - found["offload"].kept) <= bookkeeping
+    assert found[True].peak - found["offload"].peak > 0.8 * inputs
+    attended = inputs + 8 * 2 * 200 * SIZES["num_attention_heads"] * 4  # as wide as a layer, and a number per query
+    assert abs(found["selective"].kept - found[True].kept - attended) <= bookkeeping
 
 
 def test_shapes_of_real_models_need_no_weights() -> None:

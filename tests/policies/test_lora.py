@@ -20,6 +20,7 @@ from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import GRPOLoss, SparseGRPO
 from sparse_rl_lightning.policies import LoraPolicy, TinyPolicy
+from sparse_rl_lightning.policies.quantized import quantize
 
 TINY = TinyPolicy(alphabet="abcdefgh", hidden_size=32, num_layers=2)
 
@@ -89,15 +90,19 @@ def test_the_sampler_and_the_learner_see_the_adapted_model(targets: Any) -> None
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "lm_head"]])
-def test_the_reference_is_the_model_without_adapters(targets: Any) -> None:
-    policy = source(target_modules=targets)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_reference_is_the_model_without_adapters(targets: Any, quantization: Any) -> None:
+    policy = source(target_modules=targets, quantization=quantization)
     model = perturbed(policy.load()[0]).train()
     reference = policy.load_reference()
     with torch.no_grad():
         before = sequence_logprobs(model, *tokens())[0]
         found = sequence_logprobs(reference, *tokens())[0]
         after = sequence_logprobs(model, *tokens())[0]
-        expected = sequence_logprobs(TINY.load()[0], *tokens())[0]
+        base = TINY.load()[0]
+        if quantization is not None:
+            quantize(base, quantization)
+        expected = sequence_logprobs(base, *tokens())[0]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     assert torch.equal(before, after)
     assert (before - found).abs().max() > 0.01

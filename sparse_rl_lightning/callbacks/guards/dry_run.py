@@ -23,6 +23,7 @@ from sparse_rl_lightning.data.sampler import rows_of
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import Progress
 
@@ -81,7 +82,7 @@ def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None
     with _untouched(trainer, module, fresh):
         told = [
             _try(
-                module, f"optimizer step of {sum(p.numel() for p in module.policy.parameters()):,} parameters",
+                module, f"optimizer step of {count_weights(module.policy):,} parameters",
                 lambda: _step(fresh),
                 "Choose a smaller policy, weights in bfloat16, or an optimizer with less state",
             ),

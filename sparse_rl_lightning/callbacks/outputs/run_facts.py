@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.callbacks.calls import rollout_callbacks
+from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.rewards import reward_names
 from sparse_rl_lightning.text import shortened
 
@@ -31,10 +32,9 @@ def default_title(module: RolloutModule) -> str:
 def describe(module: RolloutModule) -> dict[str, str]:
     """The most important settings, in words."""
     policy, generator = module.policy, module.generator
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
     corrections = [type(callback).__name__ for callback in rollout_callbacks(module) if callback.corrects]
     return {
-        "policy": f"{type(policy).__name__}, {parameters / 1e6:,.2f} million parameters",
+        "policy": f"{type(policy).__name__}, {count_weights(policy) / 1e6:,.2f} million parameters",
         "compressor": str(generator.compressor),
         **({} if generator.retriever is None else {"retriever": str(generator.retriever)}),
         "corrections": ", ".join(corrections) or "none",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.quantized import product_bytes
 from sparse_rl_lightning.rollout.engine.decoders.agreement import check_agreement, layers_turned_otherwise
 from sparse_rl_lightning.rollout.engine.decoders.base import Decoder, Way
 from sparse_rl_lightning.rollout.engine.decoders.forward import Forward, forward_bytes
@@ -56,10 +57,14 @@ def make_decoder(
 def decoder_bytes(
     model: PreTrainedModel, geometry: CacheGeometry, length: int, way: Way, in_float32: bool = False
 ) -> int:
-    """The bytes of the copies of weights that a decoder makes on a GPU, and of its angles for this many positions."""
+    """The bytes that a decoder needs on a GPU for copies of weights, and for its angles of this many positions.
+
+    A quantized layer makes its matrix for each product: the largest counts, in the CUDA graphs' memory and outside.
+    """
+    made = 2 * product_bytes(model, geometry.dtype)
     if way == "walked":
-        return walked_bytes(model, geometry, length, in_float32)
-    return forward_bytes(model, geometry, in_float32)
+        return made + walked_bytes(model, geometry, length, in_float32)
+    return made + forward_bytes(model, geometry, in_float32)
 
 
 def check_rotation(compressor: Compressor, decoder: Decoder, geometry: CacheGeometry) -> None:
