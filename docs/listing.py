@@ -168,7 +168,7 @@ LOGS = {
     "ImportanceReweighting": _RATIOS,
     "AcceptanceMonitor": "the `acceptance/` keys of the table above",
     "TailGuard": "`guard/tail_margin`, `guard/rejection_rate`, `guard/length_ratio`, `guard/budget` and `guard/raises`",
-    "MismatchSplit": "`mismatch_split/{rounding,compression}/{kl_k1,kl_k3,ratio_p05}`",
+    "MismatchSplit": "`mismatch_split/{rounding,compression,routing}/{kl_k1,kl_k3,ratio_p05}`",
     "EmptyRollouts": "`empty_rollouts`",
     "StepGuard": "`grad_norm`, `distill/grad_norm`, `skipped_steps`",
     "StepTimes": "the keys of the table above",
