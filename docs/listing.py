@@ -126,8 +126,8 @@ their order in the file. The numbers they log are explained with the others in [
 OWN = list(modules.SparseGRPO.default_callbacks)
 CORRECTIONS = [callbacks.SparsityAwareRejection, callbacks.ImportanceReweighting]
 PUBLISHED = [
-    callbacks.TIS, callbacks.IcePop, callbacks.SequenceTIS, callbacks.GeometricTIS, callbacks.SequenceMIS,
-    callbacks.SequenceMaskTIS, callbacks.MIS,
+    callbacks.TIS, callbacks.IcePop, callbacks.CIS, callbacks.SequenceTIS, callbacks.GeometricTIS,
+    callbacks.SequenceMIS, callbacks.SequenceMaskTIS, callbacks.MIS,
 ]  # fmt: skip
 TAIL = [callbacks.AcceptanceMonitor, callbacks.TailGuard, callbacks.MismatchSplit]
 _LISTED = [*OWN, *CORRECTIONS, *PUBLISHED, *TAIL, callbacks.RolloutCallback]
@@ -161,7 +161,7 @@ SNIPPETS = {
 _REJECTION = "nothing of its own: `rejection_rate`, `token_mask_rate` and `kept_fraction` show what it did"
 _RATIOS = "nothing of its own: `sampling/importance_sampling_ratio/*` and `mismatch/ess` show the ratios"
 LOGS = {
-    **dict.fromkeys(["TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS"], _RATIOS),
+    **dict.fromkeys(["TIS", "IcePop", "CIS", "SequenceTIS", "GeometricTIS", "SequenceMIS"], _RATIOS),
     "SparsityAwareRejection": _REJECTION,
     "SequenceMaskTIS": _REJECTION,
     "MIS": _REJECTION,
