@@ -126,8 +126,8 @@ their order in the file. The numbers they log are explained with the others in [
 OWN = list(modules.SparseGRPO.default_callbacks)
 CORRECTIONS = [callbacks.SparsityAwareRejection, callbacks.ImportanceReweighting]
 PUBLISHED = [
-    callbacks.TIS, callbacks.IcePop, callbacks.SequenceTIS, callbacks.GeometricTIS, callbacks.SequenceMIS,
-    callbacks.SequenceMaskTIS, callbacks.MIS,
+    callbacks.TIS, callbacks.IcePop, callbacks.CIS, callbacks.SequenceTIS, callbacks.GeometricTIS,
+    callbacks.SequenceMIS, callbacks.SequenceMaskTIS, callbacks.MIS,
 ]  # fmt: skip
 TAIL = [callbacks.AcceptanceMonitor, callbacks.TailGuard, callbacks.MismatchSplit]
 _LISTED = [*OWN, *CORRECTIONS, *PUBLISHED, *TAIL, callbacks.RolloutCallback]
@@ -161,14 +161,14 @@ SNIPPETS = {
 _REJECTION = "nothing of its own: `rejection_rate`, `token_mask_rate` and `kept_fraction` show what it did"
 _RATIOS = "nothing of its own: `sampling/importance_sampling_ratio/*` and `mismatch/ess` show the ratios"
 LOGS = {
-    **dict.fromkeys(["TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS"], _RATIOS),
+    **dict.fromkeys(["TIS", "IcePop", "CIS", "SequenceTIS", "GeometricTIS", "SequenceMIS"], _RATIOS),
     "SparsityAwareRejection": _REJECTION,
     "SequenceMaskTIS": _REJECTION,
     "MIS": _REJECTION,
     "ImportanceReweighting": _RATIOS,
     "AcceptanceMonitor": "the `acceptance/` keys of the table above",
     "TailGuard": "`guard/tail_margin`, `guard/rejection_rate`, `guard/length_ratio`, `guard/budget` and `guard/raises`",
-    "MismatchSplit": "`mismatch_split/{rounding,compression}/{kl_k1,kl_k3,ratio_p05}`",
+    "MismatchSplit": "`mismatch_split/{rounding,compression,routing}/{kl_k1,kl_k3,ratio_p05}`",
     "EmptyRollouts": "`empty_rollouts`",
     "StepGuard": "`grad_norm`, `distill/grad_norm`, `skipped_steps`",
     "StepTimes": "the keys of the table above",

@@ -44,7 +44,11 @@ DISTILL: list[Row] = [
 ]
 SPLIT: list[Row] = [
     (f"mismatch_split/{part}/{name}", unit, meaning.format(pair))
-    for part, pair in (("rounding", "sampler and replay"), ("compression", "replay and dense policy"))
+    for part, pair in (
+        ("rounding", "sampler and replay"),
+        ("compression", "replay and dense policy"),
+        ("routing", "replay with recorded and with free choices of experts; with `rollout.record_routing`"),
+    )
     for name, unit, meaning in (
         ("kl_k1", "nats/token", "KL between {}, unbiased, may be negative"),
         ("kl_k3", "nats/token", "the same, never negative"),
@@ -125,6 +129,7 @@ HEALTHY = {
     "empty_rollouts": "0",
     "grad_norm": "stays of one size",
     "skipped_steps": "0; under float16 a few at the start",
+    "mismatch_split/routing/kl_k3": "what `rollout.record_routing` saves",
     "mismatch_split/rounding/kl_k3": "below a tenth of the compression's",
     "time/rollout": "most of `time/block`; if not, see [slow](troubleshooting.md#it-is-slow)",
     "sharding/wait_seconds": "small against `time/rollout`",

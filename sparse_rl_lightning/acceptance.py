@@ -93,7 +93,7 @@ def rollout_acceptance(
         )
     mask = rollout.completion_mask
     dense = logprobs_at(
-        model, rollout.sequences, rollout.topk_ids, mask, temperature, chunk_size, head_in_float32
+        model, rollout.sequences, rollout.topk_ids, mask, temperature, chunk_size, head_in_float32, rollout.routing
     )  # (B, T, K)
     lower, upper = acceptance_bounds(dense, rollout.topk_logprobs)
     return lower * mask, upper * mask

@@ -137,6 +137,29 @@ def importance_weights(
     return normalize_weights(weights, weights, mask) if normalize else weights
 
 
+def calibrated_weights(
+    log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor, threshold: float = 2.3, floor: float = 5e-3
+) -> Tensor:
+    """Weights min(xi, 1 + threshold x max(1 - p, floor)) (B, T), with p the token's dense probability.
+
+    Calibrated importance sampling (arXiv 2609.32444): rounding moves a token's log-odds by an amount eps that depends
+    little on how sure the policy is, and xi = p + (1 - p) exp(eps). So one bound on exp(eps), 1 + ``threshold``, is a
+    bound on xi that is tighter for sure tokens. The weights are detached, and 0 outside ``mask``.
+
+    Args:
+        log_ratio: Log-ratios (B, T) from :func:`consistency_log_ratio`.
+        old_logprobs: Log-probabilities (B, T) of the dense policy that the rollout used.
+        mask: Completion tokens (B, T), bool, rejected ones included.
+        threshold: Bound on exp(eps), minus 1.
+        floor: Least 1 - p, near the resolution of the log-probabilities.
+    """
+    check_number("threshold", threshold, least=0)
+    check_number("floor", floor, least=0)
+    unsure = -torch.expm1(old_logprobs.detach().masked_fill(~mask, 0.0))
+    capped = _ratio(log_ratio.detach()).minimum(1 + threshold * unsure.clamp(min=floor))
+    return torch.where(mask, capped, 0.0)
+
+
 def normalize_weights(weights: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
     """Divide ``weights`` (B, T) by the mean of ``reference`` (B, T) over ``mask``; a mean of 0 divides nothing.
 

@@ -27,6 +27,7 @@ from sparse_rl_lightning.output_head import (
     product_dtype,
 )
 from sparse_rl_lightning.policies.replaced import check_reachable, is_plain_linear
+from sparse_rl_lightning.policies.routing import replayed_routing
 from sparse_rl_lightning.policies.sharding import in_one_call
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def sequence_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 512,
     head_in_float32: bool = False,
+    routing: Tensor | None = None,
     **attention_kwargs: object,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every token of ``mask``, given all tokens before it.
@@ -55,6 +57,7 @@ def sequence_logprobs(
         temperature: Divisor of the logits; 1 for tokens that were drawn greedily.
         chunk_size: Number of tokens whose logits exist at the same time.
         head_in_float32: Compute the logits in float32 whatever type the hidden states and the head have.
+        routing: Recorded choices of experts, as in :func:`hidden_states`.
         **attention_kwargs: Arguments for the model's forward, e.g. ``attention_mask`` of a replayed eviction.
 
     Returns:
@@ -68,7 +71,7 @@ def sequence_logprobs(
     """
     _check_mask(sequences, mask)
     scaling = LogitScaling.of(model.config)
-    hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
+    hidden = hidden_states(model, sequences, routing, **attention_kwargs)[:, :-1][mask[:, 1:]]
     logprobs, entropy = token_logprobs(
         output_head(model), hidden, sequences[mask], temperature, chunk_size, head_in_float32, scaling
     )
@@ -85,6 +88,7 @@ def logprobs_at(
     temperature: float = 1.0,
     chunk_size: int = 512,
     head_in_float32: bool = False,
+    routing: Tensor | None = None,
     **attention_kwargs: object,
 ) -> Tensor:
     """Log-probabilities of any K candidates for every token of ``mask``, without gradient.
@@ -97,6 +101,7 @@ def logprobs_at(
         temperature: Divisor of the logits.
         chunk_size: Number of tokens whose logits exist at the same time.
         head_in_float32: Precision of the logits, as in :func:`sequence_logprobs`.
+        routing: Recorded choices of experts, as in :func:`hidden_states`.
         **attention_kwargs: Arguments for the model's forward, as in :func:`sequence_logprobs`.
 
     Returns:
@@ -109,7 +114,7 @@ def logprobs_at(
     _check_settings(temperature, chunk_size)
     if ids.ndim != 3 or ids.shape[:2] != sequences.shape:
         raise UserError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
-    hidden = hidden_states(model, sequences, **attention_kwargs)[:, :-1][mask[:, 1:]]
+    hidden = hidden_states(model, sequences, routing, **attention_kwargs)[:, :-1][mask[:, 1:]]
     lm_head, scaling = output_head(model), LogitScaling.of(model.config)
     plain = is_plain_linear(lm_head)
 
@@ -124,25 +129,30 @@ def logprobs_at(
     return logprobs
 
 
-def hidden_states(model: PreTrainedModel, sequences: Tensor, **attention_kwargs: object) -> Tensor:
+def hidden_states(
+    model: PreTrainedModel, sequences: Tensor, routing: Tensor | None = None, **attention_kwargs: object
+) -> Tensor:
     """The decoder's last hidden state at every position, with positions 0, 1, 2, ... and no cache.
 
     Args:
         model: Causal language model of transformers.
         sequences: Token ids (B, T), right-padded.
+        routing: Recorded choices of experts (B, T, L, K), which the routers then make; None lets them choose.
         **attention_kwargs: Arguments for the decoder's forward.
 
     Returns:
         The hidden states (B, T, C), after the final norm.
 
     Raises:
-        ValueError: If the model's own forward does something before or after its decoder.
+        ValueError: If the model's own forward does something before or after its decoder, or the choices are of
+            another model.
     """
     check_reachable(model)
     positions = torch.arange(sequences.shape[1], device=sequences.device).unsqueeze(0)
-    outputs = model.get_decoder()(
-        input_ids=sequences, position_ids=positions, use_cache=False, return_dict=True, **attention_kwargs
-    )
+    with replayed_routing(model, routing):
+        outputs = model.get_decoder()(
+            input_ids=sequences, position_ids=positions, use_cache=False, return_dict=True, **attention_kwargs
+        )
     states: Tensor = outputs.last_hidden_state
     return states
 

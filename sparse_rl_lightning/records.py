@@ -168,6 +168,7 @@ class Rollout:
     topk_ids: Tensor | None = None  # (B, T, K) the sparse policy's most likely tokens, if requested
     topk_logprobs: Tensor | None = None  # (B, T, K)
     policy_versions: Tensor | None = None  # (B, T) int32 version that drew each token, in partial rollouts
+    routing: Tensor | None = None  # (B, T, L, K) 1 + the experts that read token t, 0 if it was never fed, if recorded
     evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not determine what was seen
     kv: KVUsage | None = None
     keys: Tensor | None = None  # (B, 2) int64 random keys of the prompt and of the sequence

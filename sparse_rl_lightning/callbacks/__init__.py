@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.corrections.presets import (
+    CIS,
     MIS,
     TIS,
     GeometricTIS,
@@ -34,6 +35,7 @@ from sparse_rl_lightning.callbacks.outputs.summary import RunSummary
 from sparse_rl_lightning.callbacks.sharding import ZeroSharding
 
 __all__ = [
+    "CIS",
     "MIS",
     "TIS",
     "AcceptanceMonitor",

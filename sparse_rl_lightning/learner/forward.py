@@ -87,7 +87,8 @@ class Learner:
     def dense(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) under the full cache."""
         return self._in_parts(
-            lambda part: sequence_logprobs(policy, part.sequences, part.completion_mask, *self._head), part
+            lambda part: sequence_logprobs(policy, part.sequences, part.completion_mask, *self._head, part.routing),
+            part,
         )
 
     def replayed(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""Modes of a policy: frozen, without dropout, temporary evaluation, and drawing."""
+"""Modes of a policy: frozen, without dropout, temporary evaluation, drawing, and contexts of a learner's pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -60,3 +61,33 @@ def drawing(model: PreTrainedModel) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(default)
+
+
+@contextmanager
+def recomputed_within(model: torch.nn.Module, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Run the model within a context, of which a new one is entered for whatever is recomputed in the backward pass.
+
+    Gradient checkpointing computes layers again after this context has ended; anything else that runs meanwhile is not
+    affected.
+    """
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    own: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
+
+    def again(function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any) -> Any:
+            with context():
+                return function(*args)
+
+        return forward
+
+    def wrapped(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda function, *args: run(again(function), *args)
+
+    for layer, run in zip(layers, own, strict=True):
+        layer._gradient_checkpointing_func = wrapped(run)
+    try:
+        with context():
+            yield
+    finally:
+        for layer, run in zip(layers, own, strict=True):
+            layer._gradient_checkpointing_func = run

@@ -195,7 +195,9 @@ def draw_statistics(
     known = None if draws is None else draws.order[events.rows, events.places]
     watch = _Watch(compressor, rollout, death, events, known)
     with attention_implementation(model, DRAWS), watch.watching(model):
-        logprobs, entropy = sequence_logprobs(model, rollout.sequences, rollout.completion_mask, draws=watch, **head)
+        logprobs, entropy = sequence_logprobs(
+            model, rollout.sequences, rollout.completion_mask, draws=watch, routing=rollout.routing, **head
+        )
     most = int(evictions.num_steps.max()) if draws is None else draws.steps.shape[1]
     return logprobs, entropy, _collected(watch, len(rollout), most)
 

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.admission import WORKS
+from sparse_rl_lightning.policies.modes import recomputed_within
 from sparse_rl_lightning.replay.death_attention import death_attention
 
 REPLAY = "sparse_rl_replay"
@@ -54,30 +55,10 @@ def register(name: str, keyword: str, attend: Attend) -> None:
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Run the model with another attention function, and restore its own whatever happens.
 
-    Gradient checkpointing computes layers again in the backward pass, after this context has ended. This recomputation
-    uses the attention of this context, and anything else that runs meanwhile is not affected.
+    What gradient checkpointing computes again in the backward pass uses the attention of this context too.
     """
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
-    own: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
-
-    def again(function: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any) -> Any:
-            with named_attention(model, name):
-                return function(*args)
-
-        return forward
-
-    def wrapped(run: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda function, *args: run(again(function), *args)
-
-    for layer, run in zip(layers, own, strict=True):
-        layer._gradient_checkpointing_func = wrapped(run)
-    try:
-        with named_attention(model, name):
-            yield
-    finally:
-        for layer, run in zip(layers, own, strict=True):
-            layer._gradient_checkpointing_func = run
+    with recomputed_within(model, lambda: named_attention(model, name)):
+        yield
 
 
 @contextmanager

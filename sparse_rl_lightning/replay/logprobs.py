@@ -50,7 +50,7 @@ def replay_statistics(
     with attention_implementation(model, REPLAY):
         return sequence_logprobs(
             model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
-            death=evictions.death,
+            rollout.routing, death=evictions.death,
         )  # fmt: skip
 
 

@@ -52,6 +52,13 @@ def retrieval_logprobs(
     pages = LearnerPages(rollout.prompt_lengths, retriever, num_layers=int(model.config.num_hidden_layers))
     with attention_implementation(model, RETRIEVAL):
         found = sequence_logprobs(
-            model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32, retrieval=pages
+            model,
+            rollout.sequences,
+            rollout.completion_mask,
+            temperature,
+            chunk_size,
+            head_in_float32,
+            rollout.routing,
+            retrieval=pages,
         )
     return RetrievalLogprobs(*found)

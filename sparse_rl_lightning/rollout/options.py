@@ -40,6 +40,8 @@ class RolloutOptions:
             error, instead of a slower rollout with a warning.
         head_in_float32: Compute the sampler's logits in float32 whatever type the policy has, as the learner does with
             ``learner.head_in_float32``: set both or neither.
+        record_routing: With mixtures of experts, record which experts read each token of a rollout; all of the
+            learner's passes over it then let the tokens go to the same experts.
         partial_rollout_steps: Number of decode steps of a partial rollout: the learner then continues with the complete
             groups, while unfinished sequences stay in their slots for the next rollout. Null is off.
         partial_checkpoint: Treatment of unfinished sequences in checkpoints: ``store``, or ``restart`` after a resume.
@@ -70,6 +72,7 @@ class RolloutOptions:
     chat_template_kwargs: dict[str, Any] | None = None
     generation_kwargs: dict[str, Any] | None = None
     decoder: DecoderChoice = "auto"
+    record_routing: bool = False
 
     def __post_init__(self) -> None:
         if self.num_slots is not None:
@@ -151,6 +154,7 @@ class RolloutOptions:
             retriever=retriever,
             decoder=self.decoder,
             head_in_float32=self.head_in_float32,
+            record_routing=self.record_routing,
         )
         sampler.end_token_ids = sorted({*sampler.end_token_ids, *(vocabulary[token] for token in self.end_tokens)})
         return sampler

@@ -16,6 +16,7 @@ from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type, model_sizes
 from sparse_rl_lightning.policies.modes import drawing
+from sparse_rl_lightning.policies.routing import Routers
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
@@ -62,6 +63,8 @@ class RolloutSampler:
             ``"forward"`` by transformers' own forward pass, for any model; ``"auto"`` walks where it can.
         head_in_float32: Whether the logits of a policy in 16 bits are float32, not rounded, as with the learner's
             option of this name; on CUDA GPUs and CPUs, with an output head that is a plain ``nn.Linear``.
+        record_routing: Whether to record which experts read each token, prompts included, as ``rollout.routing``;
+            learner and replay then let the tokens go to the same experts.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -88,6 +91,7 @@ class RolloutSampler:
         retriever: Retriever | None = None,
         decoder: DecoderChoice = "auto",
         head_in_float32: bool = False,
+        record_routing: bool = False,
     ) -> None:
         if num_slots is not None and num_slots < 1:
             raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
@@ -111,6 +115,7 @@ class RolloutSampler:
         self.keep_pool = keep_pool
         self.cuda_graphs = cuda_graphs
         self.head_in_float32 = head_in_float32
+        self.routed = Routers(model).shape if record_routing else None  # refuses models without known routers
         self.memory_limit = memory_limit
         self.way = choose_way(model, decoder)
         logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.way)
@@ -206,14 +211,14 @@ class RolloutSampler:
         if self.memory_limit is not None:
             decoder = decoder_bytes(self.model, g, length, self.way, self.head_in_float32)
             logits = torch.promote_types(g.dtype, torch.float32) if self.head_in_float32 else g.dtype
-            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits)
+            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits, self.routed)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
             if before is None or plan.why != before.why:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
             g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, self.way,
-            plan, self.head_in_float32,
+            plan, self.head_in_float32, self.routed is not None,
         )  # fmt: skip
 
     def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:

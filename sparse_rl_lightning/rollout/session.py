@@ -211,6 +211,7 @@ class RolloutSession:
             "max_prompt_length + max_completion_length": size.max_length,
             "top_logprobs": params.top_logprobs,
             "truncated sampling": params.truncates,
+            "record_routing": self.engine.key.record_routing,
             "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
             "kv_dtype": str(g.kv_dtype),
             "type of the queries": str(g.query_dtype),

@@ -12,6 +12,7 @@ from tiny_run import config, write
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks import (
+    CIS,
     MIS,
     TIS,
     GeometricTIS,
@@ -77,7 +78,31 @@ def test_weights_by_hand(callback: RolloutCallback, expected: list[list[float]])
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS", "MIS"])
+@pytest.mark.parametrize("floor", [0.0, 5e-3])
+def test_calibrated_weights_truncate_the_displacement_of_the_log_odds(floor: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, 4, 50, generator=generator, dtype=torch.float64)
+    p[0, :5], mask = torch.tensor([1 - 1e-3, 1 - 1e-5, 1.0, 0.5, 1e-4]), torch.ones(4, 50, dtype=torch.bool)
+    mask[:, 40:] = False
+    rollout = Rollout(
+        sequences=mask.long(), prompt_lengths=mask[:, 0].long(), completion_mask=mask, finished=mask[:, 0],
+        sampler_logprobs=q.log(), old_logprobs=p.log(), keep=mask.clone(),
+    )  # fmt: skip
+    CIS(threshold=1.5, floor=floor).correct(Trainer(accelerator="cpu", logger=False), LightningModule(), rollout)
+    odds = (p / (1 - p)) / (q / (1 - q))  # exp(eps)
+    want = p + (1 - p) * odds.clamp(max=1 + 1.5)
+    want = torch.where(1 - p > floor, want, (p / q).clamp(max=1 + 1.5 * floor))
+    want[0, 2] = min(1 / float(q[0, 2]), 1 + 1.5 * floor)
+    assert bool((want < p / q - 1e-9)[mask].any())
+    assert bool((want == 1 + 1.5 * floor).any())
+    torch.testing.assert_close(rollout.weights[mask], want[mask])
+    assert not bool(rollout.weights[~mask].any())
+    for wrong in ({"threshold": -1.0}, {"floor": -1.0}):
+        with pytest.raises(ValueError, match="must be at least 0"):
+            CIS(**wrong)
+
+
+@pytest.mark.parametrize("name", ["TIS", "IcePop", "CIS", "SequenceTIS", "GeometricTIS", "SequenceMIS", "MIS"])
 def test_one_word_on_the_command_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = write(config(callbacks=[], max_steps=1, logger=False, enable_checkpointing=False))

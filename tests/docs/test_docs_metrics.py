@@ -21,8 +21,8 @@ from sparse_rl_lightning.rewards.math.checker import COUNTERS
 
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)
 LIGHTNINGS = {"epoch"}
-ELSEWHERE = (  # several ranks, a GPU, a record of pages, benchmarks: tests of their own
-    "sharding/", "memory/", "test/", "val/{benchmark}/", "rewards/{function}/{counter}",
+ELSEWHERE = (  # several ranks, a GPU, a record of pages or experts, benchmarks: tests of their own
+    "sharding/", "memory/", "test/", "val/{benchmark}/", "rewards/{function}/{counter}", "mismatch_split/routing/",
 )  # fmt: skip
 
 

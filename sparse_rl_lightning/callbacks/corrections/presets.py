@@ -9,11 +9,13 @@ ratio of dense to sparse probability of a token, called xi elsewhere.
 from __future__ import annotations
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutModule
-from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
+from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
 from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting, Normalization
+from sparse_rl_lightning.corrections import calibrated_weights
 from sparse_rl_lightning.records import Rollout
 
 
@@ -38,6 +40,28 @@ class IcePop(ImportanceReweighting):
 
     def __init__(self, clip_min: float = 0.5, clip_max: float = 5.0) -> None:
         super().__init__("token_mask", clip_min, clip_max)
+
+
+class CIS(ImportanceReweighting):
+    """Calibrated importance sampling: min(r, 1 + threshold x max(1 - p, floor)), p dense (arXiv 2609.32444).
+
+    Rounding moves the log-odds of sure and unsure tokens alike, and so the ratio of sure ones less: their bound is
+    tighter.
+
+    Args:
+        threshold: Bound on the factor of the odds, minus 1.
+        floor: Least 1 - p, near the resolution of the log-probabilities.
+    """
+
+    def __init__(self, threshold: float = 2.3, floor: float = 5e-3) -> None:
+        super().__init__()
+        calibrated_weights(NO_TOKENS[0], *NO_TOKENS, threshold, floor)
+        self.threshold, self.floor = threshold, floor
+
+    def weigh(self, part: Rollout, log_ratio: Tensor) -> Tensor:
+        """The weights (B, T) of tokens with these log-ratios, 0 outside the completions."""
+        assert part.old_logprobs is not None
+        return calibrated_weights(log_ratio, part.old_logprobs, part.completion_mask, self.threshold, self.floor)
 
 
 class SequenceTIS(ImportanceReweighting):

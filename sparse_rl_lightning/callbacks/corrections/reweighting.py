@@ -75,7 +75,7 @@ class ImportanceReweighting(CorrectionCallback):
     def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
         """Multiply ``weights``; a mean over micro-batches is left to the loss, through ``weight_reference``."""
         log_ratio, mask = self.log_ratio(part), part.completion_mask
-        weights = importance_weights(log_ratio, mask, self.mode, self.clip_min, self.clip_max)
+        weights = self.weigh(part, log_ratio)
         reference = self._reference(log_ratio, mask, weights)
         if self.normalize == "batch":
             weights = normalize_weights(weights, reference, mask) * self._own_to_common(trainer, reference, mask)
@@ -84,6 +84,10 @@ class ImportanceReweighting(CorrectionCallback):
                 raise UserError("Only one ImportanceReweighting may have normalize='micro_batch'. Remove the other.")
             part.weight_reference = reference
         part.weights = weights if part.weights is None else part.weights * weights
+
+    def weigh(self, part: Rollout, log_ratio: Tensor) -> Tensor:
+        """The weights (B, T) of tokens with these log-ratios, 0 outside the completions."""
+        return importance_weights(log_ratio, part.completion_mask, self.mode, self.clip_min, self.clip_max)
 
     def _own_to_common(self, trainer: Trainer, reference: Tensor, mask: Tensor) -> Tensor | float:
         """The ratio of this rank's mean of the reference to the mean over all ranks."""

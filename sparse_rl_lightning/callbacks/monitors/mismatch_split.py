@@ -1,6 +1,8 @@
-"""MismatchSplit: the shares of compression and rounding in the mismatch."""
+"""MismatchSplit: the shares of compression, rounding and routing in the mismatch."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from lightning.pytorch import Trainer
@@ -24,8 +26,12 @@ class MismatchSplit(RolloutCallback):
 
     The sampler and the learner differ because entries were evicted, and because they compute the same numbers in
     another order and precision. Under the sampler's own evictions only the second remains. Each part is logged as
-    never negative) and the 5th percentile of the ratio of probabilities, replayed / sampler's and dense / replayed.
-    Costs two forward passes over a rollout, without gradient.
+    ``kl_k1``, ``kl_k3`` (never negative) and the 5th percentile of the ratio of probabilities, replayed / sampler's and
+    dense / replayed. Costs two forward passes over a rollout, without gradient.
+
+    Where choices of experts are recorded (``rollout.record_routing``) both passes make them again, and a third one
+    shows what routers would add that choose anew: ``routing``, replayed with free routers / replayed. Otherwise that is
+    part of rounding.
 
     Sequences that several versions of the policy drew (partial rollouts) cannot be replayed and are left out; if
     none remain, nothing is logged.
@@ -82,14 +88,18 @@ class MismatchSplit(RolloutCallback):
 
 @torch.no_grad()
 def mismatch_split(module: RolloutModule, rollout: Rollout) -> dict[str, Tensor]:
-    """Compute the six scalars of :class:`MismatchSplit` for a rollout, with its evictions, of the current policy."""
+    """Compute the scalars of :class:`MismatchSplit` for a rollout, with its evictions, of the current policy."""
     policy, learner = module.policy, module.learner
     parts = rollout.parts(module.steps_per_generation)
     with eval_mode(policy):
         replay = torch.cat([module.replayed(part)[0] for part in parts])
         dense = torch.cat([learner.dense(policy, part)[0] for part in parts])
+        pairs = [("rounding", replay, rollout.sampler_logprobs), ("compression", dense, replay)]
+        if rollout.routing is not None:
+            free = torch.cat([module.replayed(replace(part, routing=None))[0] for part in parts])
+            pairs.append(("routing", free, replay))
     split = {}
-    for name, new, old in (("rounding", replay, rollout.sampler_logprobs), ("compression", dense, replay)):
+    for name, new, old in pairs:
         mask = rollout.completion_mask
         statistics = mismatch_statistics(consistency_log_ratio(new, old, mask), mask)
         split.update({f"mismatch_split/{name}/{short}": statistics[long] for long, short in NAMES.items()})

@@ -28,6 +28,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.routing import Routers, recording
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder, Way
 from sparse_rl_lightning.rollout.engine.decoders.choice import check_rotation, make_decoder
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
@@ -86,6 +87,7 @@ class EngineKey:
     way: Way | None = None  # of the decoder; None for the one that the model allows
     memory_plan: MemoryPlan | None = field(default=None, compare=False)  # the plan that limited the slots
     head_in_float32: bool = False
+    record_routing: bool = False
 
     def after(self, last: EngineKey) -> EngineKey:
         """This key with the memory of the last engine if that fits, or with room for both if rollouts alternate.
@@ -138,7 +140,9 @@ class Engine:
         self.decoder.reach(size.max_length)
         self.cache = cache or size.allocate(g)
         self.cache.geometry = g
-        self.logs = key.logs(size.num_slots, size.max_length, key.params, g.device)
+        self.routers = Routers(model) if key.record_routing else None
+        routed = None if self.routers is None else self.routers.shape
+        self.logs = key.logs(size.num_slots, size.max_length, key.params, g.device, routed)
         self.end_ids = torch.tensor(key.end_token_ids, dtype=torch.int64, device=g.device)
         self._graphs = self._new_graphs()
         if self._graphs is not None and beside is not None and beside._graphs is not None:
@@ -152,6 +156,7 @@ class Engine:
         del self.decoder, self._graphs  # free copies of weights before new ones are made
         self.decoder = make_decoder(model, geometry, self.key.way, self.key.head_in_float32)
         self.decoder.reach(self.key.size.max_length)
+        self.routers = Routers(model) if self.key.record_routing else None
         self._graphs = self._new_graphs()
 
     def decode(self, rows: StepRows) -> None:
@@ -180,7 +185,9 @@ class Engine:
                 self.compression.note_step(cache, layer, rows.used, positions, probs, hidden, weights)
             return out
 
-        hidden = decoder(tokens, positions, attend)
+        with recording(self.routers) as experts:
+            hidden = decoder(tokens, positions, attend)
+        self.logs.note_routing(rows.places, positions, experts())
         at = cache.end_step(rows.slots, rows.places, positions)
         self.draw(decoder.logits(hidden), rows.places, at)
 

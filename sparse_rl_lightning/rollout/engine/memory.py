@@ -29,6 +29,7 @@ from sparse_rl_lightning.ops.draw import reference
 from sparse_rl_lightning.ops.library import has_kernel
 from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.routing import RoutingShape
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
@@ -72,6 +73,7 @@ def slot_bytes(
     vocabulary: int = 0,
     decoder: int = 0,
     logits: torch.dtype | None = None,
+    routed: RoutingShape | None = None,
 ) -> SlotBytes:
     """Measure the memory of one slot of a cache.
 
@@ -83,6 +85,7 @@ def slot_bytes(
         vocabulary: Number of tokens: on a GPU the memory of drawing counts too; without it does not.
         decoder: Bytes of the copies of weights made for decoding: they count on a GPU, beside the slots.
         logits: Type of the logits, None for the type that the model computes in.
+        routed: Sizes of the record of experts, which is one of the logs, None without one.
 
     Raises:
         ValueError: If ``size.capacities`` does not have one number per layer.
@@ -98,7 +101,7 @@ def slot_bytes(
         cache = replace(size, num_slots=num_slots).allocate(g)
         parts = cache.parts()
         if params is not None:
-            own = vars(logs(num_slots, size.max_length, params, g.device)).values()
+            own = vars(logs(num_slots, size.max_length, params, g.device, routed)).values()
             parts["logs"] = [value for value in own if isinstance(value, Tensor)]
         held = {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}
         if params is not None and geometry.device.type == "cuda":

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import to_stored
 from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.policies.routing import Routers, recording
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
 
 HALF = (torch.bfloat16, torch.float16)
@@ -51,33 +53,54 @@ class Prefill:
         return cls(tokens, slot, trigger.limits(len(tokens)), evicted, room)
 
 
+class ReadPrompt(NamedTuple):
+    """A prompt that went through the model."""
+
+    prompt: Prefill
+    logits: Tensor  # (V,) of its last token
+    staged_bytes: int  # staged outside the cache for it
+    routing: Tensor | None  # (P, L, K) experts that read its tokens, if they are recorded
+
+
 def prefill(
-    cache: SlotCache, decoder: Decoder, compression: Compression, prompts: list[Prefill], max_tokens: int
-) -> Iterator[tuple[Prefill, Tensor, int]]:
+    cache: SlotCache,
+    decoder: Decoder,
+    compression: Compression,
+    prompts: list[Prefill],
+    max_tokens: int,
+    routers: Routers | None = None,
+) -> Iterator[ReadPrompt]:
     """Fill the slots of these prompts, at most ``max_tokens`` tokens in one forward pass.
 
-    ``cache.begin`` was called for their slots. The chunks of a prompt depend on nothing but its own length.
-
-    Yields:
-        Each prompt with the logits (V,) of its last token and the number of bytes staged outside the cache for it.
+    ``cache.begin`` was called for their slots. The chunks of a prompt depend on nothing but its own length. The choices
+    of ``routers`` are recorded.
     """
     # packs of similar lengths, since scores are padded to the longest prompt of a pack
     short = [p for p in prompts if len(p.tokens) <= max_tokens]
     for pack in _packs(sorted(short, key=lambda p: len(p.tokens)), max_tokens):
         whole = _Pack(cache, decoder, compression, pack)
-        hidden = decoder(whole.ids, whole.positions, whole)
+        with recording(routers) as recorded:
+            hidden = decoder(whole.ids, whole.positions, whole)
         # the last token of each prompt: its logits give the first completion token
-        logits = decoder.logits(hidden[whole.last])
-        yield from ((p, row, whole.staged_bytes) for p, row in zip(pack, logits, strict=True))
+        logits, experts, start = decoder.logits(hidden[whole.last]), recorded(), 0
+        for p, row in zip(pack, logits, strict=True):
+            own = slice(start, start + len(p.tokens))
+            yield ReadPrompt(p, row, whole.staged_bytes, None if experts is None else experts[own])
+            start = own.stop
     for prompt in prompts:
         if len(prompt.tokens) > max_tokens:
             chunks = _Chunks(cache, decoder, compression, prompt)
+            chosen: list[Tensor] = []
             # chunks of nearly equal length; only the last one has the logits that are needed
             for start, stop in _cuts(len(prompt.tokens), max_tokens):
                 chunks.start, chunks.stop = start, stop
                 ids, positions = upload(_rows([prompt.tokens[start:stop]], start), cache.tokens.device)
-                hidden = decoder(ids, positions, chunks)
-            yield prompt, decoder.logits(hidden[stop - start - 1 : stop - start])[0], chunks.staged_bytes
+                with recording(routers) as recorded:
+                    hidden = decoder(ids, positions, chunks)
+                experts = recorded()
+                chosen += [] if experts is None else [experts[: stop - start]]
+            logits = decoder.logits(hidden[stop - start - 1 : stop - start])[0]
+            yield ReadPrompt(prompt, logits, chunks.staged_bytes, torch.cat(chosen) if chosen else None)
 
 
 def _packs(prompts: list[Prefill], max_tokens: int) -> Iterator[list[Prefill]]:

@@ -60,6 +60,7 @@ class ParkedPrompt:
     prefill: Prefill
     logits: Tensor  # (V,) of its last token
     content: dict[str, Tensor]  # content of its slot; empty if all samples have found a slot
+    routing: Tensor | None  # (P, L, K) experts that read its tokens, if they are recorded
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +241,7 @@ class Scheduler:
             logits += [parked.logits] * len(slots)
             for slot in slots:
                 self.running[slot].begin(parked.prefill.room, parked.prefill.evicted)
+            self.logs.note_prompts(slots, parked.routing)
         places, keys, sources, copies = self._upload(admitted)
         if len(copies):
             self.cache.fork(sources, copies)
@@ -272,13 +274,15 @@ class Scheduler:
         prompts = [Prefill.of(own, slot, trigger) for own, slot in zip(tokens, number_of, strict=True)]
         parked_bytes = sum(parked.nbytes for parked in self.parked.values())
         try:
-            read = prefill(self.cache, engine.decoder, engine.compression, prompts, self.max_prefill_tokens)
-            for prompt, logits, staged in read:
+            read = prefill(
+                self.cache, engine.decoder, engine.compression, prompts, self.max_prefill_tokens, engine.routers
+            )
+            for prompt, logits, staged, routing in read:
                 number = number_of[prompt.slot]
                 # the slot's content is copied only if samples of this prompt are left without a slot
                 is_wanted = self.groups[number].num_waiting > 0
                 content = self.cache.save(prompt.slot, prompt.held) if is_wanted else {}
-                self.parked[number] = ParkedPrompt(prompt, logits, content)
+                self.parked[number] = ParkedPrompt(prompt, logits, content, routing)
                 parked_bytes += self.parked[number].nbytes
                 self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked_bytes)
         except ValueError as error:

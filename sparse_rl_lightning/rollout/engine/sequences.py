@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl_lightning.cache.slots import Cuts, SlotCache
 from sparse_rl_lightning.ops.draw import Drawn
+from sparse_rl_lightning.policies.routing import RoutingShape
 from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout, tensors_to
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
@@ -31,12 +32,16 @@ class SequenceLogs:
         length: Length of the longest sequence, plus the tokens that may be drawn past its end until the host knows.
         params: Sampling parameters, which determine the logs that are needed.
         device: Device of the logs.
+        routed: Sizes of the record of experts, None without one.
     """
 
-    per_token: tuple[str, ...] = ("logprobs", "behavior", "topk_ids", "topk_logprobs")
+    per_token: tuple[str, ...] = ("logprobs", "behavior", "topk_ids", "topk_logprobs", "routing")
     """Tensors (S + 1, T, ...) that a finished sequence takes along; None if not needed."""
 
-    def __init__(self, num_slots: int, length: int, params: SamplingParams, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, length: int, params: SamplingParams, device: torch.device,
+        routed: RoutingShape | None = None,
+    ) -> None:  # fmt: skip
         # float32 is explicit: under precision=bf16-true Lightning makes bfloat16 the default
         shape = (num_slots + 1, length)
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -44,6 +49,7 @@ class SequenceLogs:
         top = (*shape, params.top_logprobs)
         self.topk_ids = torch.zeros(top, dtype=torch.int64, device=device)
         self.topk_logprobs = torch.zeros(top, dtype=torch.float32, device=device)
+        self.routing = None if routed is None else routed.empty(*shape, device=device)
         # indices of the first end token, and of the first token drawn from NaN or infinite logits
         self.end = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)
         self.broken = self.end.clone()
@@ -70,6 +76,17 @@ class SequenceLogs:
             self.topk_ids[slots, at] = drawn.topk_ids
             self.topk_logprobs[slots, at] = drawn.topk_logprobs
         self.note_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
+
+    def note_routing(self, slots: Tensor, at: Tensor, routing: Tensor | None) -> None:
+        """Log the experts (n, L, K) that read the tokens at ``at`` (n,), if they are recorded."""
+        if self.routing is not None and routing is not None:
+            self.routing[slots, at] = routing
+
+    def note_prompts(self, slots: Sequence[int], routing: Tensor | None) -> None:
+        """Log the experts (P, L, K) that read the prompt of these slots, if they are recorded."""
+        if self.routing is not None and routing is not None:
+            for slot in slots:
+                self.routing[slot, : len(routing)] = routing
 
     def note_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
         """Log that tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
@@ -103,8 +120,11 @@ class VersionedLogs(SequenceLogs):
 
     per_token = (*SequenceLogs.per_token, "versions")
 
-    def __init__(self, num_slots: int, length: int, params: SamplingParams, device: torch.device) -> None:
-        super().__init__(num_slots, length, params, device)
+    def __init__(
+        self, num_slots: int, length: int, params: SamplingParams, device: torch.device,
+        routed: RoutingShape | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_slots, length, params, device, routed)
         self.versions = torch.zeros(num_slots + 1, length, dtype=torch.int32, device=device)
         self.version = torch.zeros((), dtype=torch.int32, device=device)  # version of the policy that draws now
 
@@ -155,7 +175,7 @@ class FinishedSequence:
     prompt_length: int
     by_token: bool  # finished by an end token or a stop string, not by length
     tokens: Tensor  # (T,)
-    logs: dict[str, Tensor]  # by name: logprobs, behavior, versions (T,); topk_ids, topk_logprobs (T, K)
+    logs: dict[str, Tensor]  # by name: logprobs, behavior, versions (T,); topk_ids, topk_logprobs (T, K); routing
     evictions: EvictionRecord | None  # of this sequence; None if deaths alone do not determine what was visible
     stored: Tensor  # () entries held at the end, a mean over layers and heads
     stored_integral: Tensor  # () summed over all decode steps
@@ -177,7 +197,7 @@ class FinishedSequence:
             prompt_length,
             by_token,
             tokens=cache.tokens[slot, : end + 1].clone(),
-            logs={n: _completion(t[slot, : end + 1], prompt_length) for n, t in rows.items() if t is not None},
+            logs={n: _logged(n, t[slot, : end + 1], prompt_length) for n, t in rows.items() if t is not None},
             evictions=cache.evictions_of(slot, end, running.cuts),
             stored=held[end - 1],  # the last token drawn was never fed
             # the step that feeds token t reads the entries held before, and t itself
@@ -236,6 +256,7 @@ def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_by
         topk_ids=logs["topk_ids"] if has_top else None,
         topk_logprobs=logs["topk_logprobs"] if has_top else None,
         policy_versions=logs.get("versions"),
+        routing=logs.get("routing"),
         evictions=EvictionRecord.cat(evictions) if evictions else None,
         kv=usage,
     )
@@ -246,8 +267,11 @@ def _note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> N
     first.scatter_reduce_(0, slots, torch.where(happened, at, UNLIMITED), "amin")
 
 
-def _completion(row: Tensor, prompt_length: int) -> Tensor:
-    """A copy with zeros in place of the prompt."""
+def _logged(name: str, row: Tensor, prompt_length: int) -> Tensor:
+    """A copy of a log with zeros where it says nothing: in the prompt, or for the experts of the last token."""
     row = row.clone()
-    row[:prompt_length] = 0
+    if name == "routing":
+        row[-1] = 0  # of a sequence before in this slot, or of a step past the end
+    else:
+        row[:prompt_length] = 0
     return row
