@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from sparse_rl_lightning.cache.compression import Compression, Trigger
+from sparse_rl_lightning.cache.linear_states import in_pieces
 from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
 from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.ops.append import Turn
@@ -65,7 +66,8 @@ def prefill(
     short = [p for p in prompts if len(p.tokens) <= max_tokens]
     for pack in _packs(sorted(short, key=lambda p: len(p.tokens)), max_tokens):
         whole = _Pack(cache, decoder, compression, pack)
-        hidden = decoder(whole.ids, whole.positions, whole)
+        recur = in_pieces(cache.linear, [(p.slot, len(p.tokens)) for p in pack])
+        hidden = decoder(whole.ids, whole.positions, whole, recur)
         # the last token of each prompt: its logits give the first completion token
         logits = decoder.logits(hidden[whole.last])
         yield from ((p, row, whole.staged_bytes) for p, row in zip(pack, logits, strict=True))
@@ -76,7 +78,8 @@ def prefill(
             for start, stop in _cuts(len(prompt.tokens), max_tokens):
                 chunks.start, chunks.stop = start, stop
                 ids, positions = upload(_rows([prompt.tokens[start:stop]], start), cache.tokens.device)
-                hidden = decoder(ids, positions, chunks)
+                recur = in_pieces(cache.linear, [(prompt.slot, stop - start)])
+                hidden = decoder(ids, positions, chunks, recur)
             yield prompt, decoder.logits(hidden[stop - start - 1 : stop - start])[0], chunks.staged_bytes
 
 
