@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,20 @@ def test_states_stand_in_the_plan_and_go_with_the_pool() -> None:
         ValueError, match=rf"11,264 for linear attention \(4 layers; as much as .* of {tokens} tokens\)"
     ):
         RolloutSampler(model, SnapKV(**SMALL), memory_limit=1000).generate(PROMPTS, PARAMS)
+
+
+def test_a_decoder_that_is_kept_holds_no_states() -> None:
+    sampler = RolloutSampler(family("qwen3_5_text"), SnapKV(**SMALL), 4)
+    sampler.generate(PROMPTS, PARAMS)
+    assert sampler._engine is not None
+    decoder, own = (
+        sampler._engine.decoder,
+        {tensor.untyped_storage().data_ptr() for tensor in last_states(sampler).tensors},
+    )
+    sampler.release()
+    alive = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.layout == torch.strided]
+    assert not [one.shape for one in alive if not one.is_mkldnn and one.untyped_storage().data_ptr() in own]
+    assert decoder.way == "forward"
 
 
 def test_a_session_of_another_model_is_refused_by_its_states() -> None:

@@ -87,6 +87,7 @@ class Forward(Decoder):
             out = self._decoder(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_attention=attention
             )
+        self._recur = None  # a decoder may outlive the states
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 

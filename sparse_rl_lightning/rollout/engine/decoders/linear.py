@@ -30,6 +30,8 @@ def run_of(module: Any, own: Callable[..., Tensor]) -> Run:
 
     def run(hidden: Tensor, conv: Tensor, recurrent: Tensor) -> Tensor:
         held.conv_states[0], held.recurrent_states[0] = conv, recurrent
-        return own(hidden, cache_params=cache)
+        out = own(hidden, cache_params=cache)
+        held.conv_states[0] = held.recurrent_states[0] = None  # views of memory that may be freed
+        return out
 
     return run
