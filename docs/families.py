@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common.tables import Table
 from docs.quoted import measured
-from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.geometry import CacheGeometry, LinearSizes
 from sparse_rl_lightning.rollout.engine.decoders.choice import choose_way
 
 SLOT = 640  # tokens: budget 512 and buffer 128
@@ -25,10 +25,21 @@ class Checkpoint:
 
     model_type: str
     name: str
-    layers: int
+    layers: int  # with keys and values
     heads: int
     kv_heads: int
     head_dim: int
+    linear: LinearSizes | None = None
+
+    @property
+    def state(self) -> int:
+        """Bytes of a sequence's states in linear layers, whatever its length."""
+        return 0 if self.linear is None else self.linear.nbytes
+
+    def saved(self, tokens: int) -> float:
+        """The share that a slot saves of what a sequence of this many tokens takes."""
+        slot, full = (self.state + count * self.bytes_per_token for count in (SLOT, tokens))
+        return 1 - slot / full
 
     @property
     def bytes_per_token(self) -> int:
@@ -47,6 +58,11 @@ class Checkpoint:
             return choose_way(AutoModelForCausalLM.from_config(config))
 
 
+def delta_networks(layers: int) -> LinearSizes:
+    """The states of linear layers that these checkpoints have alike: 16 heads of keys, 32 of values, 128 channels."""
+    return LinearSizes(layers, (2 * 16 * 128 + 32 * 128, 4), (32, 128, 128), torch.bfloat16)
+
+
 CHECKPOINTS = (
     Checkpoint("qwen2", "Qwen2.5-7B", 28, 28, 4, 128),
     Checkpoint("qwen3", "Qwen3-8B", 36, 32, 8, 128),
@@ -63,19 +79,27 @@ CHECKPOINTS = (
     Checkpoint("mixtral", "Mixtral-8x7B", 32, 32, 8, 128),
     Checkpoint("olmoe", "OLMoE-1B-7B", 16, 16, 16, 128),
     Checkpoint("glm4_moe", "GLM-4.5-Air", 46, 96, 8, 128),
+    Checkpoint("qwen3_5_text", "Qwen3.5-9B", 8, 16, 4, 256, delta_networks(24)),
+    Checkpoint("qwen3_5_moe_text", "Qwen3.5-35B-A3B", 10, 16, 2, 256, delta_networks(30)),
+    Checkpoint("qwen3_next", "Qwen3-Next-80B-A3B", 12, 16, 2, 256, delta_networks(36)),
 )
 
 
 def models_table() -> str:
     """Families by checkpoint, with the memory of a sequence and of a slot."""
     lengths = (f"full cache of {length:,} tokens, MiB" for length in LENGTHS)
-    head = ("`model_type`", "checkpoint", "decoder", "KV per token, KiB", *lengths, f"slot of {SLOT} tokens, MiB")
+    saved = (f"saved at {length:,}" for length in LENGTHS)
+    head = ("`model_type`", "checkpoint", "decoder", "KV per token, KiB", *lengths, f"slot of {SLOT} tokens, MiB",
+            "linear states, MiB", *saved)  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for one in CHECKPOINTS:
         sizes = (f"{tokens * one.bytes_per_token / 2**20:,.0f}" for tokens in (*LENGTHS, SLOT))
-        rows.append((one.model_type, one.name, one.way, f"{one.bytes_per_token / 1024:,.0f}", *sizes))
-    shares = " and ".join(f"{1 - SLOT / length:.0%} at {length:,} tokens" for length in LENGTHS)
-    note = f"In bfloat16. The slot saves {shares.replace('%', ' %')}, in every family alike."
+        state = f"{one.state / 2**20:,.1f}" if one.state else ""
+        saved = (f"{one.saved(length):.0%}".replace("%", " %") for length in LENGTHS)
+        rows.append((one.model_type, one.name, one.way, f"{one.bytes_per_token / 1024:,.0f}", *sizes, state, *saved))
+    note = (
+        "In bfloat16, recurrent states in float32. What a slot saves counts the states of linear layers on both sides."
+    )
     return Table("", head, note, rows).untitled
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.arenas import Arenas
 from sparse_rl_lightning.cache.chosen import ChosenSlots
+from sparse_rl_lightning.cache.linear_states import LinearStates
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.append import Turn
@@ -141,6 +142,7 @@ class SlotCache:
         self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
         self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
         # per sequence, with the row for padding
+        self.linear = None if g.linear is None else LinearStates.allocate(g.linear, slots + 1, device)
         self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
         self.prompt_lengths = torch.zeros_like(self.seen)
@@ -160,6 +162,7 @@ class SlotCache:
             "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
             "queries": [self.queries],
             "the eviction record": [self.death],
+            "linear attention": [] if self.linear is None else self.linear.tensors,
             "attention probabilities": [self._probabilities],
             "tokens and counters": own if p.errors is None else [*own, p.errors],
         }
@@ -348,6 +351,8 @@ class SlotCache:
         self.lengths.index_fill_(1, places, 0)
         self.head_state.index_fill_(1, places, 0)
         self.death.index_fill_(1, places, NEVER)
+        if self.linear is not None:
+            self.linear.clear(places)
         self.seen[places] = self.prompt_lengths[places] = counts
         self.sequence_keys[places] = self.prompt_keys[places] = keys
         self.tokens[places, :longest] = tokens
@@ -386,6 +391,7 @@ class SlotCache:
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
+        content |= {} if self.linear is None else self.linear.save(slot)
         return content | ({} if self.arenas is None else {"room": self.pools.capacities[:, slot].clone()})
 
     def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
@@ -401,6 +407,8 @@ class SlotCache:
             getattr(self, name)[:, slot] = content[name]
         for name in self.per_slot:
             getattr(self, name)[slot] = content[name]
+        if self.linear is not None:
+            self.linear.restore(slot, content)
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots (B,) to as many others: prompts to their samples. No slot is in both."""
@@ -412,6 +420,8 @@ class SlotCache:
         for name in self.per_slot:
             tensor: Tensor = getattr(self, name)
             tensor[destinations] = tensor[sources]
+        if self.linear is not None:
+            self.linear.copy(sources, destinations)
 
     def _room(self, room: Tensor, slots: Tensor) -> Tensor:
         """The number of entries (B, 1) that a head of each slot (B,) takes before the next compression, or its end."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.policies.admission import LINEAR
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,18 @@ class ModelShape:
             kv_bytes: Bytes of one number in the cache.
 
         Raises:
-            ValueError: If there is no shape of this name.
+            ValueError: If there is no shape of this name, or the model has layers of linear attention.
         """
         if isinstance(model, str):
             if model not in SHAPES:
                 raise UserError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
             return cls(*SHAPES[model], weight_bytes, kv_bytes)
         config = getattr(model, "config", model)
+        if LINEAR in (getattr(config, "layer_types", None) or ()):
+            raise UserError(
+                f"The cost model has no price for the linear attention of {config.model_type!r}: calibrate without a "
+                "file of hardware, and measure instead of predicting."
+            )
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -100,6 +100,7 @@ def calibrate(
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).load()
     model.to(device or _default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    shape = None if hardware is None else ModelShape.of(model, *[model.dtype.itemsize] * 2)
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     params = rollout.for_evaluation(sampling)
     params = replace(params, top_logprobs=min(params.top_logprobs, model.config.vocab_size))
@@ -115,8 +116,8 @@ def calibrate(
         found = run_calibration(sweep, method, budgets, binning, target, check, monotone, progress)
     found.write(place)
     _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {params.num_generations}")
-    if hardware is not None:
-        _predict(found, method, ModelShape.of(model, *[model.dtype.itemsize] * 2), hardware, sweep)
+    if hardware is not None and shape is not None:
+        _predict(found, method, shape, hardware, sweep)
     return found
 
 

@@ -1,7 +1,8 @@
 """Which models can be rolled out: by what their layers are, not by their name.
 
-A model needs attention in every layer, with keys and values of heads in a cache of its own, rotary positions (or none
-in some layers), and frequencies that stay as they are while a sequence grows. What a configuration does not show,
+A model needs attention with keys and values of heads in a cache of its own, rotary positions (or none in some layers),
+and frequencies that stay as they are while a sequence grows. Layers of a hybrid may instead be linear attention with a
+state of fixed size, which nothing is evicted from. What a configuration does not show,
 :mod:`~sparse_rl_lightning.rollout.engine.decoders.agreement` finds before the first rollout.
 """
 
@@ -18,12 +19,16 @@ from sparse_rl_lightning.policies.replaced import check_reachable
 
 TESTED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "glm4", "glm4_moe", "granite", "ministral3", "mixtral", "olmo2",
-    "olmoe", "phi3", "qwen3_moe", "smollm3",
+    "olmoe", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
 )  # fmt: skip
 """Model types that the tests of this library roll out, replay and train."""
 WORKS = f"Tested are {', '.join(TESTED)}; others of full attention may work, see docs/models.md."
 GROWING = ("dynamic", "longrope")
 """Rotary types whose frequencies change when a sequence outgrows the original context."""
+LINEAR = "linear_attention"
+"""The type of a layer that keeps a recurrent state in place of keys and values."""
+STATE = ("layer_idx", "conv_dim", "conv_kernel_size", "num_v_heads", "head_k_dim", "head_v_dim")
+"""Attributes of transformers' gated delta networks that say how large their states are."""
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -48,13 +53,15 @@ def refusal(model: PreTrainedModel, reason: str) -> str:
 
 
 def attention_modules(model: PreTrainedModel) -> list[Any]:
-    """The attention of each layer that has a cache, in the order of the layers.
+    """The attention of each layer that has a cache of keys and values, in the order of the layers.
 
     Raises:
         ValueError: If a layer has none, or several.
     """
     found = []
     for index, layer in enumerate(getattr(model.get_decoder(), "layers", ())):
+        if _has_state(layer):
+            continue
         own = getattr(layer, "self_attn", None)
         candidates = [own] if _is_attention(own) else [module for module in layer.modules() if _is_attention(module)]
         if len(candidates) != 1:
@@ -63,6 +70,18 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     if not found:
         raise UserError(refusal(model, f"its {type(model.get_decoder()).__name__} has no list of layers"))
     return found
+
+
+def linear_modules(model: PreTrainedModel) -> list[Any]:
+    """The linear attention of each layer that has a recurrent state in place of a cache, in the order of the layers."""
+    return [layer.linear_attn for layer in getattr(model.get_decoder(), "layers", ()) if _has_state(layer)]
+
+
+def cache_layer(module: Any) -> int:
+    """The index of an attention module among the layers with a cache of keys and values."""
+    index: int = module.layer_idx
+    types = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    return index - types[:index].count(LINEAR)
 
 
 def check_window(model: PreTrainedModel, longest: int) -> None:
@@ -95,16 +114,23 @@ def _is_attention(module: Any) -> bool:
     return hasattr(module, "layer_idx") and hasattr(module, "scaling")
 
 
+def _has_state(layer: Any) -> bool:
+    own = getattr(layer, "linear_attn", None)
+    return own is not None and all(hasattr(own, name) for name in STATE)
+
+
 def _obstacle(model: PreTrainedModel) -> str:
     """What stands in the way of evicting from this model, in words; empty if nothing does."""
     config, decoder = model.config, model.get_decoder()
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        return f"it has layers of type {sorted(others)}, and only layers of full attention can be evicted from"
+    types, linear = list(getattr(config, "layer_types", None) or ()), linear_modules(model)
+    others = set(types) - {"full_attention", "sliding_attention"}
+    if others and (others != {LINEAR} or types.count(LINEAR) != len(linear)):
+        known = "full attention, or linear attention as in Qwen3-Next and Qwen3.5"
+        return f"it has layers of type {sorted(others)}, and rollouts know {known}"
     if getattr(config, "num_kv_shared_layers", 0):
         return f"its last {config.num_kv_shared_layers} layers share the keys and values of others"
     attention = attention_modules(model)
-    if [module.layer_idx for module in attention] != list(range(config.num_hidden_layers)):
+    if sorted(module.layer_idx for module in attention + linear) != list(range(config.num_hidden_layers)):
         return f"its layers are not numbered from 0 to {config.num_hidden_layers - 1}"
     for module in attention:
         if hasattr(module, "kv_lora_rank"):

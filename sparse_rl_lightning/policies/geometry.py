@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +13,39 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import FLOAT8
-from sparse_rl_lightning.policies.admission import GROWING, attention_modules, check_supported
+from sparse_rl_lightning.policies.admission import GROWING, attention_modules, check_supported, linear_modules
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """The state that a model's linear-attention layers keep of a sequence, whatever its length."""
+
+    num_layers: int
+    conv: tuple[int, int]  # channels, and tokens that the convolution sees
+    recurrent: tuple[int, int, int]  # heads, channels of a key and of a value
+    dtype: torch.dtype  # type of the convolution's inputs; the recurrent state is float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's states in all linear layers."""
+        return self.num_layers * (math.prod(self.conv) * self.dtype.itemsize + math.prod(self.recurrent) * 4)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype) -> LinearSizes | None:
+        """Read the sizes from a supported model; None without such layers."""
+        modules = linear_modules(model)
+        if not modules:
+            return None
+        one = modules[0]
+        recurrent = (one.num_v_heads, one.head_k_dim, one.head_v_dim)
+        return cls(len(modules), (one.conv_dim, one.conv_kernel_size), recurrent, dtype)
 
 
 @dataclass(frozen=True)
 class CacheGeometry:
     """The properties of a model that its cache depends on: sizes, types, and the rotary frequencies for compressors."""
 
-    num_layers: int
+    num_layers: int  # layers with keys and values; linear ones have none
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -29,6 +55,7 @@ class CacheGeometry:
     dtype: torch.dtype  # type that the model computes in
     kv_dtype: torch.dtype  # type that keys and values are stored in
     device: torch.device
+    linear: LinearSizes | None = None  # of a hybrid's other layers
 
     @property
     def query_dtype(self) -> torch.dtype:
@@ -47,24 +74,25 @@ class CacheGeometry:
         Keys and values are stored in ``kv_dtype``, by default the type that the model computes in.
         """
         check_supported(model)
-        config, rotary = model.config, model.get_decoder().rotary_emb
+        config, rotary, attention = model.config, model.get_decoder().rotary_emb, attention_modules(model)
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an nn.Module attribute
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         return cls(
-            num_layers=config.num_hidden_layers,
+            num_layers=len(attention),
             num_heads=num_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=head_dim,
-            scale=attention_modules(model)[0].scaling,
+            scale=attention[0].scaling,
             # a longer sequence, elsewhere, may have changed the others in place
             inv_freq=rotary.original_inv_freq if rotary.rope_type in GROWING else rotary.inv_freq,
             attention_scaling=rotary.attention_scaling,
             dtype=dtype,
             kv_dtype=kv_dtype or dtype,
             device=weight.device,
+            linear=LinearSizes.of(model, dtype),
         )
 
 

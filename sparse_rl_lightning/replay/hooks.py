@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.admission import WORKS
+from sparse_rl_lightning.policies.admission import WORKS, cache_layer
 from sparse_rl_lightning.policies.modes import recomputed_within
 from sparse_rl_lightning.replay.death_attention import death_attention
 
@@ -39,12 +39,13 @@ def register(name: str, keyword: str, attend: Attend) -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
         **others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        layer: int = module.layer_idx  # type: ignore[assignment]  # torch types module attributes as tensors
+        layer = cache_layer(module)
         unknown = [words for name, words in FOREIGN.items() if others.get(name) is not None]
         if unknown or keyword not in others:
             reason = f"has {' and '.join(unknown)}" if unknown else "does not receive the arguments of the model's call"
             raise UserError(
-                f"{type(module).__name__} (layer {layer}) {reason}, so rollouts and replay cannot reproduce it. {WORKS}"
+                f"{type(module).__name__} (layer {module.layer_idx}) {reason}, so rollouts and replay cannot reproduce "
+                f"it. {WORKS}"
             )
         return attend(others[keyword], layer, query, key, value, scaling).transpose(1, 2), None
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.policies.admission import check_window
+from sparse_rl_lightning.policies.admission import attention_modules, check_window
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.hooks import attention_implementation
 from sparse_rl_lightning.retrieval.attention import RETRIEVAL, LearnerPages
@@ -49,7 +49,7 @@ def retrieval_logprobs(
             "not those of its tokens. Only a sampler with FullKV and a retriever can be followed."
         )
     check_window(model, rollout.sequences.shape[1])
-    pages = LearnerPages(rollout.prompt_lengths, retriever, num_layers=int(model.config.num_hidden_layers))
+    pages = LearnerPages(rollout.prompt_lengths, retriever, num_layers=len(attention_modules(model)))
     with attention_implementation(model, RETRIEVAL):
         found = sequence_logprobs(
             model,

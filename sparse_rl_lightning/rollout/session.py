@@ -220,7 +220,7 @@ class RolloutSession:
             "state_fields": list(size.state_fields),
             "head_state_fields": [list(one) for one in size.head_state_fields],
             "unequal heads": size.per_head,
-        }
+        } | ({} if g.linear is None else {"states of linear layers": str(g.linear)})
 
     def _check_settings(self, state: dict[str, Any]) -> None:
         slots = state.get("slots", {}).values()
@@ -236,4 +236,4 @@ class RolloutSession:
 def changed_settings(was: dict[str, Any], own: dict[str, Any], state: dict[str, Any]) -> str:
     """What has changed of the settings that a session's state depends on: of a restart only the first."""
     names = list(own) if state["slots"] else ["num_generations"]
-    return "; ".join(f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name])
+    return "; ".join(f"{name} was {was.get(name)}, is {own[name]}" for name in names if was.get(name) != own[name])

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.policies.admission import check_window
+from sparse_rl_lightning.policies.admission import attention_modules, check_window
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
@@ -119,7 +119,7 @@ def forced_rollout(
         logs.logprobs[slots, at] = logprobs.gather(-1, texts[slots, at][:, None]).squeeze(-1)
         logs.note_end(slots, at, at == last[slots])
 
-    compression = Compression(compressor, model.config.num_hidden_layers)
+    compression = Compression(compressor, len(attention_modules(model)))
     forced = force(model, texts, prompt_lengths.tolist(), compression, params, note, head_in_float32=head_in_float32)
     return _as_wide(forced, rollout)
 

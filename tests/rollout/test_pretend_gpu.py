@@ -23,6 +23,7 @@ from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.rollout.engine.engine import Engine
 from sparse_rl_lightning.rollout.engine.prefill import packed_attention
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.families import HYBRIDS, family
 from tests.pretend_gpu import DeviceTensor, PretendGPU, host
 
 PROMPTS = [([5 + i, 9, 11, 40, 22] * 9)[: 3 + 11 * i] for i in range(3)]
@@ -83,11 +84,14 @@ CASES = {
     "llama": Case(architecture="llama"),
     "qwen3": Case(architecture="qwen3"),
     "own forward pass": Case(architecture="qwen3", options={"decoder": "forward"}),
+    "hybrid": Case(architecture="qwen3_5_text"),
     "own forward pass, turned queries": Case(c.ExpectedAttention(**SMALL), options={"decoder": "forward"}),
 }
 
 
 def policy(architecture: str = "qwen2") -> PreTrainedModel:
+    if architecture in HYBRIDS:
+        return family(architecture, vocab_size=len(TOKENIZER))
     return tiny_model(architecture, vocab_size=len(TOKENIZER), hidden_size=32, num_heads=2, num_kv_heads=1,
                       initializer_range=0.4)  # fmt: skip
 
@@ -144,9 +148,10 @@ def in_a_session(model: PreTrainedModel, compressor: Compressor) -> tuple[Rollou
     return session.take(numbers).to("cpu"), session.scheduler.num_steps
 
 
-@pytest.mark.parametrize("name", ["rkv", "adaptive", pytest.param("h2o", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["rkv", "adaptive", "hybrid", pytest.param("h2o", marks=pytest.mark.slow)])
 def test_a_session_over_two_updates_is_what_it_is_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, model = CASES[name], policy()
+    case = CASES[name]
+    model = policy(case.architecture)
     monkeypatch.setattr(scheduler, "CHECK_EVERY", {})  # refilled after the same steps, before the same update
     compressor = made(case.compressor, model)
     with PretendGPU() as gpu:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.cache.compression import Compression
+from sparse_rl_lightning.cache.linear_states import each_row
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
@@ -186,7 +187,7 @@ class Engine:
             return out
 
         with recording(self.routers) as experts:
-            hidden = decoder(tokens, positions, attend)
+            hidden = decoder(tokens, positions, attend, each_row(cache.linear, rows.places))
         self.logs.note_routing(rows.places, positions, experts())
         at = cache.end_step(rows.slots, rows.places, positions)
         self.draw(decoder.logits(hidden), rows.places, at)

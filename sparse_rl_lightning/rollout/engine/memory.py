@@ -155,12 +155,17 @@ class _DrawBytes(LiveBytes):  # type: ignore[no-untyped-call]
 def _words(g: CacheGeometry, size: CacheSize) -> dict[str, str]:
     """Explanations of the largest numbers."""
     heads = g.num_layers * g.num_kv_heads
+    state = ""
+    if g.linear is not None:
+        tokens = g.linear.nbytes // (heads * g.bytes_per_entry)
+        state = f" ({g.linear.num_layers} layers; as much as keys and values of {tokens:,} tokens)"
     rows = f"{sum(size.entries):,} entries in {g.num_layers} layers x {g.num_kv_heads} KV heads"
     return {
         "keys and values": f" ({rows} x 2 x {g.head_dim} x {g.kv_dtype.itemsize} bytes)",
         "queries": f" ({size.num_queries} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x "
         f"{g.query_dtype.itemsize})",
         "the eviction record": f" ({size.max_length:,} tokens x {heads} heads of all layers x 4)",
+        "linear attention": state,
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from sparse_rl_lightning.cache.compression import Compression, Trigger
+from sparse_rl_lightning.cache.linear_states import in_pieces
 from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
 from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.ops.append import Turn
@@ -79,8 +80,9 @@ def prefill(
     short = [p for p in prompts if len(p.tokens) <= max_tokens]
     for pack in _packs(sorted(short, key=lambda p: len(p.tokens)), max_tokens):
         whole = _Pack(cache, decoder, compression, pack)
+        recur = in_pieces(cache.linear, [(p.slot, len(p.tokens)) for p in pack])
         with recording(routers) as recorded:
-            hidden = decoder(whole.ids, whole.positions, whole)
+            hidden = decoder(whole.ids, whole.positions, whole, recur)
         # the last token of each prompt: its logits give the first completion token
         logits, experts, start = decoder.logits(hidden[whole.last]), recorded(), 0
         for p, row in zip(pack, logits, strict=True):
@@ -95,8 +97,9 @@ def prefill(
             for start, stop in _cuts(len(prompt.tokens), max_tokens):
                 chunks.start, chunks.stop = start, stop
                 ids, positions = upload(_rows([prompt.tokens[start:stop]], start), cache.tokens.device)
+                recur = in_pieces(cache.linear, [(prompt.slot, stop - start)])
                 with recording(routers) as recorded:
-                    hidden = decoder(ids, positions, chunks)
+                    hidden = decoder(ids, positions, chunks, recur)
                 experts = recorded()
                 chosen += [] if experts is None else [experts[: stop - start]]
             logits = decoder.logits(hidden[stop - start - 1 : stop - start])[0]

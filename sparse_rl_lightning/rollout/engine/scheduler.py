@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.cache.linear_states import PARTS
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import Rollout
@@ -64,8 +65,8 @@ class ParkedPrompt:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored keys and values."""
-        return sum(self.content[name].nbytes for name in ("keys", "values") if self.content)
+        """Bytes of the stored keys, values and states of linear layers."""
+        return sum(self.content[name].nbytes for name in ("keys", "values", *PARTS) if name in self.content)
 
 
 class Scheduler:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.cache.linear_states import LinearStates, each_row, in_pieces
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
@@ -53,7 +54,9 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
     own = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
     attend = _Held(geometry)
     decoder.reach(size)
-    hidden = [decoder(*piece, attend) for piece in zip(ids.chunk(2), positions.chunk(2), strict=True)]
+    states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, 1, device)
+    recur = in_pieces(states, [(0, ROW_MULTIPLE)])
+    hidden = [decoder(*piece, attend, recur) for piece in zip(ids.chunk(2), positions.chunk(2), strict=True)]
     layers = list(range(geometry.num_layers))
     if attend.layers != 2 * layers:
         called = ", ".join(map(str, attend.layers[: len(attend.layers) // 2])) or "no"
@@ -87,7 +90,8 @@ def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[i
 
     positions = torch.arange(ROW_MULTIPLE, device=geometry.device)
     decoder.reach(ROW_MULTIPLE)
-    decoder(torch.ones_like(positions), positions, attend)
+    states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, ROW_MULTIPLE, geometry.device)
+    decoder(torch.ones_like(positions), positions, attend, each_row(states, positions))
     found = []
     for layer, own in keys.items():
         turned = rotate(own[:1], positions[:, None], geometry.inv_freq.float())

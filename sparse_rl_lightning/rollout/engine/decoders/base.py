@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.cache.linear_states import Recur
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import accumulation_dtype
@@ -31,7 +32,7 @@ class Attend(Protocol):
         """Compute the attention of one layer.
 
         Args:
-            layer: Layer index.
+            layer: Index among the layers that have a cache.
             projected: Queries, keys and values (R, Hq + 2 H, D).
             turn: Norms and angles for queries and keys, if the model has not applied them itself.
             hidden: Hidden states (R, E) from which they were projected.
@@ -62,13 +63,14 @@ class Decoder(ABC):
         self._signature = signature(model)
 
     @abstractmethod
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, recur: Recur | None = None) -> Tensor:
         """Compute hidden states after the final norm.
 
         Args:
             ids: Tokens (R,), R a multiple of :data:`ROW_MULTIPLE`.
             positions: True positions (R,) of the tokens, below the length given to :meth:`reach`.
-            attend: Attention, called once per layer.
+            attend: Attention, called once per layer that has a cache.
+            recur: Pass of the linear layers, for a model that has some.
 
         Returns:
             The hidden states (R, E).

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.cache.linear_states import Recur, Run
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.output_head import LogitScaling
-from sparse_rl_lightning.policies.admission import attention_modules, refusal
+from sparse_rl_lightning.policies.admission import attention_modules, linear_modules, refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.replay.hooks import named_attention, register
 from sparse_rl_lightning.rollout.engine.decoders.base import (
@@ -31,6 +32,7 @@ from sparse_rl_lightning.rollout.engine.decoders.base import (
     per_head,
 )
 from sparse_rl_lightning.rollout.engine.decoders.head import made_head
+from sparse_rl_lightning.rollout.engine.decoders.linear import run_of
 from sparse_rl_lightning.rollout.engine.decoders.products import Copied, copied_bytes, join
 
 ROLLOUT = "sparse_rl_rollout"
@@ -59,14 +61,17 @@ class Forward(Decoder):
         self._products = [(module, own) for module, own in products if isinstance(own, Copied)]
         self._attention = attention_modules(model)
         self._hidden = torch.zeros(0)  # the input of the attention that runs
+        self._recur: Recur | None = None  # of the pass that runs
         # the forwards of a pass, and those that the modules have themselves
         swaps: list[tuple[nn.Module, Callable[..., Any]]] = [*self._products]
         swaps += [(module, self._noting(module.forward)) for module in self._attention]
+        linear = enumerate(linear_modules(model))
+        swaps += [(module, self._recurring(layer, run_of(module, module.forward))) for layer, module in linear]
         self._swaps = [(vars(module), forward, vars(module).get("forward")) for module, forward in swaps]
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, recur: Recur | None = None) -> Tensor:
         """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
-        g = self.geometry
+        g, self._recur = self.geometry, recur
 
         def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             if value.shape != (1, g.num_kv_heads, len(ids), g.head_dim) or query.shape[1:2] != (g.num_heads,):
@@ -82,6 +87,7 @@ class Forward(Decoder):
             out = self._decoder(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_attention=attention
             )
+        self._recur = None  # a decoder may outlive the states
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -112,6 +118,15 @@ class Forward(Decoder):
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._hidden = hidden_states[0]
             return own(hidden_states, *args, **kwargs)
+
+        return forward
+
+    def _recurring(self, layer: int, run: Run) -> Callable[..., Tensor]:
+        """A forward of a linear module that regroups packed rows by sequence."""
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            assert self._recur is not None
+            return self._recur(layer, hidden_states, run)
 
         return forward
 

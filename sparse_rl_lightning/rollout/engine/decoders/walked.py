@@ -21,6 +21,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
+from sparse_rl_lightning.cache.linear_states import Recur
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
@@ -117,8 +118,9 @@ class Walked(Decoder):
             head_norms=head_norms,
         )
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, recur: Recur | None = None) -> Tensor:
         """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
+        assert recur is None, "no family that is walked has linear layers"
         g = self.geometry
         x: Tensor = self.embedding(ids)
         if is_changed(self.embedding) or type(self.embedding) is not nn.Embedding:

@@ -1,0 +1,129 @@
+"""The states of linear-attention layers: one of fixed size per layer and slot, beside the pool of keys and values.
+
+A linear layer sees every token once and keeps a sum of what it saw, so there is nothing to evict from it, and its state
+is the same under every compressor. It starts from zeros, is copied with a prompt to its samples, parked and saved with
+a slot. The arithmetic is the model's own: what is here says which rows of a pass go on from which state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparse_rl_lightning.policies.geometry import LinearSizes
+
+Run: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A linear layer on hidden states (B, n, E) from states (B, C, K) and (B, H, Dk, Dv), which it updates in place."""
+
+
+class Recur(Protocol):
+    """The pass of one linear layer over packed rows, each sequence from its own state."""
+
+    def __call__(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+        """Compute the layer's output.
+
+        Args:
+            layer: Index among the linear layers.
+            hidden: Hidden states (1, R, E).
+            run: The layer itself.
+
+        Returns:
+            The output (1, R, E), zeros in the rows after the last sequence.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LinearStates:
+    """The states of all linear layers for a number of places: slots, and one more for rows that pad a batch."""
+
+    conv: Tensor  # (L, P, C, K) inputs of the last K tokens to the convolution
+    recurrent: Tensor  # (L, P, H, Dk, Dv), float32
+
+    @classmethod
+    def allocate(cls, sizes: LinearSizes, places: int, device: torch.device) -> LinearStates:
+        """Allocate the states of sequences without tokens."""
+        rows = (sizes.num_layers, places)
+        conv = torch.zeros(*rows, *sizes.conv, dtype=sizes.dtype, device=device)
+        return cls(conv, torch.zeros(*rows, *sizes.recurrent, dtype=torch.float32, device=device))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Both tensors."""
+        return [self.conv, self.recurrent]
+
+    def clear(self, places: Tensor) -> None:
+        """Begin new sequences in these places (B,)."""
+        for tensor in self.tensors:
+            tensor.index_fill_(1, places, 0)
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy places (B,) to as many others."""
+        for tensor in self.tensors:
+            tensor[:, destinations] = tensor[:, sources]
+
+    def save(self, place: int) -> dict[str, Tensor]:
+        """Copy the states of one place, for :meth:`restore`."""
+        return {name: getattr(self, name)[:, place].clone() for name in PARTS}
+
+    def restore(self, place: int, content: dict[str, Tensor]) -> None:
+        """Fill a place with what :meth:`save` returned."""
+        for name in PARTS:
+            getattr(self, name)[:, place] = content[name]
+
+
+PARTS = tuple(field.name for field in fields(LinearStates))
+"""Names of the tensors, in a saved slot too."""
+
+
+@dataclass(frozen=True)
+class EachRow:
+    """Every row is the next token of another sequence."""
+
+    states: LinearStates
+    places: Tensor  # (R,)
+
+    def __call__(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+        """Compute the output as :class:`Recur` says, all rows at once."""
+        conv, recurrent = (tensor[layer] for tensor in self.states.tensors)
+        own = conv[self.places], recurrent[self.places]
+        out = run(hidden.transpose(0, 1), *own)
+        conv[self.places], recurrent[self.places] = own
+        return out.transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class InPieces:
+    """The rows are pieces of several tokens, one after the other, then padding.
+
+    Each piece is a call of its own: torch's form of these layers keeps no sequences of one batch apart, and a prompt's
+    numbers do not depend on its neighbours.
+    """
+
+    states: LinearStates
+    pieces: Sequence[tuple[int, int]]  # place and number of tokens
+
+    def __call__(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+        """Compute the output as :class:`Recur` says, piece by piece."""
+        conv, recurrent = (tensor[layer] for tensor in self.states.tensors)
+        start, found = 0, list[Tensor]()
+        for place, count in self.pieces:
+            at = slice(place, place + 1)
+            found.append(run(hidden[:, start : start + count], conv[at], recurrent[at]))
+            start += count
+        return F.pad(torch.cat(found, dim=1), (0, 0, 0, hidden.shape[1] - start))
+
+
+def each_row(states: LinearStates | None, places: Tensor) -> Recur | None:
+    """The linear layers of a decode step of slots (R,); None if there are none."""
+    return None if states is None else EachRow(states, places)
+
+
+def in_pieces(states: LinearStates | None, pieces: Sequence[tuple[int, int]]) -> Recur | None:
+    """The linear layers of a pass over pieces, each a place and a number of tokens; None if there are none."""
+    return None if states is None else InPieces(states, pieces)
