@@ -102,7 +102,7 @@ class InPieces:
     """The rows are pieces of several tokens, one after the other, then padding.
 
     Each piece is a call of its own: torch's form of these layers keeps no sequences of one batch apart, and a prompt's
-    numbers do not depend on its neighbours.
+    numbers do not depend on its neighbors.
     """
 
     states: LinearStates

@@ -84,6 +84,21 @@ def test_replay_needs_no_record_of_linear_layers(name: str) -> None:
         torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
 
 
+def test_replay_is_exact_at_the_sizes_of_a_checkpoint() -> None:
+    """States of 2 MiB, and a text of several of the chunks in which the learner reads."""
+    sizes: dict[str, Any] = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+                             "linear_value_head_dim": 128}  # fmt: skip
+    kinds = ["linear_attention", "full_attention"]
+    model = family("qwen3_5_text", **sizes, layer_types=kinds, num_hidden_layers=2)
+    prompt = [index * 7919 % 120 + 3 for index in range(200)]
+    params = SamplingParams(max_completion_length=80, seed=1)
+    sampler = RolloutSampler(model, RKV(**SMALL | {"budget": 64}), max_prefill_tokens=90, end_token_ids=[])
+    rollout = sampler.generate([prompt], params)
+    assert rollout.completion_lengths.tolist() == [80]
+    with torch.no_grad():
+        torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
 def spoil_fork(states: LinearStates, sources: Tensor, destinations: Tensor) -> None:
     states.recurrent[:, destinations] = 0
 
@@ -182,7 +197,7 @@ def test_a_decoder_that_is_kept_holds_no_states() -> None:
         {tensor.untyped_storage().data_ptr() for tensor in last_states(sampler).tensors},
     )
     sampler.release()
-    alive = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.layout == torch.strided]
+    alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and one.layout == torch.strided]
     assert not [one.shape for one in alive if not one.is_mkldnn and one.untyped_storage().data_ptr() in own]
     assert decoder.way == "forward"
 
