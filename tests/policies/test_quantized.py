@@ -96,6 +96,10 @@ def test_replay_is_as_exact_as_with_whole_weights(kind: Any, decoder: Any) -> No
     again = sampler.generate(PROMPTS, SamplingParams(num_generations=4, max_completion_length=40, seed=3))
     torch.testing.assert_close(again.sampler_logprobs, replay_logprobs(model, again), atol=2e-5, rtol=0)
     assert (again.sampler_logprobs - rollout.sampler_logprobs).abs().max() > 1e-3, "the update was not seen"
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad)[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"weights hold NaN: .*lora"):
+        sampler.generate(PROMPTS, SamplingParams(max_completion_length=4))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

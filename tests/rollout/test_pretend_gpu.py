@@ -16,6 +16,7 @@ from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies import LoraPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
@@ -40,6 +41,7 @@ class Case:
     params: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     architecture: str = "qwen2"
+    quantization: Any = None
     is_captured: bool = True
 
 
@@ -83,6 +85,9 @@ CASES = {
     "memory limit": Case(options={"memory_limit": 0.01}),
     "llama": Case(architecture="llama"),
     "qwen3": Case(architecture="qwen3"),
+    "8 bits": Case(quantization="int8"),
+    "4 bits": Case(quantization="nf4"),
+    "8 bits, own forward pass": Case(quantization="int8", options={"decoder": "forward"}),
     "own forward pass": Case(architecture="qwen3", options={"decoder": "forward"}),
     "hybrid": Case(architecture="qwen3_5_text"),
     "own forward pass, turned queries": Case(c.ExpectedAttention(**SMALL), options={"decoder": "forward"}),
@@ -94,6 +99,21 @@ def policy(architecture: str = "qwen2") -> PreTrainedModel:
         return family(architecture, vocab_size=len(TOKENIZER))
     return tiny_model(architecture, vocab_size=len(TOKENIZER), hidden_size=32, num_heads=2, num_kv_heads=1,
                       initializer_range=0.4)  # fmt: skip
+
+
+def need(quantization: str) -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
+    if quantization == "nf4":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
+
+
+def adapt(model: PreTrainedModel, quantization: Any) -> None:
+    """Quantize under adapters that change something."""
+    LoraPolicy("a folder", r=2, quantization=quantization).adapt(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.03, generator=torch.Generator().manual_seed(0))
 
 
 def made(compressor: Compressor | type[Compressor], model: PreTrainedModel) -> Compressor:
@@ -123,6 +143,9 @@ def assert_same(got: Rollout, want: Rollout) -> None:
 def test_a_rollout_is_what_it_is_on_the_cpu(name: str) -> None:
     case = CASES[name]
     model, params, steps = policy(case.architecture), SamplingParams(**{**PARAMS, **case.params}), list[int]()
+    if case.quantization is not None:
+        need(case.quantization)
+        adapt(model, case.quantization)
     compressor = made(case.compressor, model)
     want = RolloutSampler(model, compressor, num_slots=4, **case.options).generate(PROMPTS, params)
     with PretendGPU() as gpu:
