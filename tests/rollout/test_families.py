@@ -115,7 +115,7 @@ def test_a_session_goes_on_where_it_was_saved(name: str) -> None:
 @each_family
 def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family(name)
-    limit = 2**18 if getattr(model.config, "head_dim", 0) > 64 else 2**16
+    limit = 2**18 if (getattr(model.config, "head_dim", None) or 0) > 64 else 2**16
     sampler = RolloutSampler(model, SnapKV(**SMALL), memory_limit=limit)
     sampler.generate(PROMPTS, PARAMS)
     plan, engine = sampler.memory_plan, sampler._engine
