@@ -9,6 +9,7 @@ from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSched
 from sparse_rl_lightning.calibration.table import Binning
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware, statistics
 from sparse_rl_lightning.distributed import deepspeed as strategies
+from sparse_rl_lightning.downsampling import MaxReward, MaxVariance, Shortest
 from sparse_rl_lightning.rollout import SamplingParams
 
 Group = tuple[str, str, list[Any]]  # heading, introduction, classes
@@ -65,6 +66,11 @@ GROUPS: list[Group] = [
         "written without `class_path`, and a key that is left out keeps the module's default: "
         "`--model.sampling.temperature=0.7` leaves the other keys of `sampling` as they are.",
         [SamplingParams, modules.RolloutOptions, modules.GRPOLoss, modules.LearnerOptions, modules.SparseAdapter],
+    ),
+    (
+        "Down-sampling",
+        "`model.init_args.rollout.downsampling`, of modules that train: which samples of a prompt are kept.",
+        [MaxVariance, MaxReward, Shortest],
     ),
     (
         "Policies",

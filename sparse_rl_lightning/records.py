@@ -259,6 +259,7 @@ class ScoredRollout:
     seconds: dict[str, float] = field(default_factory=dict)  # time of each stage
     reward_counters: dict[str, float] = field(default_factory=dict)  # counts of the reward functions
     reward_failures: dict[str, int] = field(default_factory=dict)  # samples that each reward function could not score
+    downsampling: dict[str, Tensor] = field(default_factory=dict)  # numbers () of the samples drawn and dropped
     is_complete: bool = True  # False until the first optimizer step brings the dense log-probs of its sequences
 
     @property

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.downsampling import DownSampling
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.retrievers import Retriever
 
 BASES = (
-    PolicyModule, PromptDataModule, Compressor, Retriever, BudgetRule, LengthSchedule, PolicySource, Callback, Logger,
-    Optimizer,
+    PolicyModule, PromptDataModule, Compressor, Retriever, BudgetRule, LengthSchedule, DownSampling, PolicySource,
+    Callback, Logger, Optimizer,
 )  # fmt: skip
 """Base classes whose subclasses a configuration may name."""
 

@@ -21,6 +21,11 @@ rewards/{function}/failed                   samples      samples on which it rai
 reward                                      reward       mean of the weighted sum of the reward functions
 reward_std                                  reward       mean standard deviation within a prompt's samples
 frac_reward_zero_std                        share        prompts whose samples all have the same reward
+downsampling/drawn/reward                   reward       as `reward`, of all samples drawn (`rollout.downsampling`)
+downsampling/drawn/reward_std               reward       as `reward_std`, of all samples drawn
+downsampling/drawn/frac_reward_zero_std     share        prompts whose drawn samples all have the same reward
+downsampling/dropped/reward                 reward       mean of the samples that are not trained on
+downsampling/dropped/mean_length            tokens       mean length of their completions
 rejection_rate                              share        sequences without any token left by rejection
 token_mask_rate                             share        tokens left out, including rejected sequences
 mismatch/kl_k1                              nats/token   KL(sparse || dense), unbiased, may be negative
@@ -76,7 +81,7 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
     """
     rollout, mask = scored.rollout, scored.rollout.completion_mask
     keep = mask if rollout.keep is None else rollout.keep
-    metrics: dict[str, Tensor | float] = {**_completions(rollout), **_rewards(scored)}
+    metrics: dict[str, Tensor | float] = {**_completions(rollout), **_rewards(scored), **scored.downsampling}
     metrics |= {"rejection_rate": rejection_rate(keep, mask), "token_mask_rate": token_mask_rate(keep, mask)}
     if rollout.old_logprobs is not None:
         log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)

@@ -28,6 +28,7 @@ from sparse_rl_lightning.callbacks.calls import correct, report, rescores_all, r
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
 from sparse_rl_lightning.distributed import ranks
+from sparse_rl_lightning.downsampling import down_sample
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evaluation.evaluate import evaluate
 from sparse_rl_lightning.evaluation.validation import ValidationLog
@@ -106,7 +107,10 @@ class SparseGRPO(PolicyModule):
         sampling = rollout.for_training(sampling)
         check_number("steps_per_generation", steps_per_generation, least=1)
         check_number("num_iterations", num_iterations, least=1)
-        self.generator = Generator(compressor, sampling, rollout, retriever, steps_per_generation, rank_zero_info)
+        self.generator = Generator(
+            compressor, rollout.drawn(sampling), rollout, retriever, steps_per_generation, rank_zero_info
+        )
+        self._group_size = sampling.num_generations  # of training; the generator may draw more
         self.generator.version = partial(getattr, self, "global_step")  # no lambda: copies and pickles ask themselves
         self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn)
         self.learner = Learner(learner, sampling.temperature, retriever)
@@ -193,11 +197,12 @@ class SparseGRPO(PolicyModule):
         scored.seconds["rescoring"] = time.perf_counter() - start
 
     def score(self, scored: ScoredRollout) -> None:
-        """Compute rewards and advantages; nothing is rejected yet."""
-        start, rollout = time.perf_counter(), scored.rollout
-        rollout.rewards = self.rewards(scored)
+        """Compute rewards, of the samples kept advantages; nothing is rejected yet."""
+        start = time.perf_counter()
+        scored.rollout.rewards = self.rewards(scored)
         self.rewards.warn_of_none(scored)
-        rollout.advantages = self.advantages(rollout.rewards)
+        rewards, rollout = down_sample(scored, self.generator.options.downsampling, self._group_size), scored.rollout
+        rollout.advantages = self.advantages(rewards)
         rollout.keep = rollout.completion_mask.clone()
         scored.seconds["rewards"] = time.perf_counter() - start
 
@@ -412,10 +417,6 @@ class SparseGRPO(PolicyModule):
             )
 
     # ---------------------------------------------------------------- inside
-
-    @property
-    def _group_size(self) -> int:
-        return self.generator.sampling.num_generations
 
     @property
     def _accumulate(self) -> int:

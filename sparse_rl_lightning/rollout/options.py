@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.downsampling import DownSampling
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.policies.geometry import kv_type
 from sparse_rl_lightning.retrievers import Retriever
@@ -47,6 +48,8 @@ class RolloutOptions:
         partial_checkpoint: Treatment of unfinished sequences in checkpoints: ``store``, or ``restart`` after a resume.
         oversampling: Factor of dynamic sampling: roll out this many times the prompts that are trained on, and keep the
             groups whose rewards differ. 1 is off.
+        downsampling: Rule that keeps ``sampling.num_generations`` samples of each prompt by their rewards, of the more
+            that it draws; null trains on all.
         reward_timeout: Seconds that a reward function may take for a rollout; it then runs in a forked process of its
             own, which is killed at the timeout. Null: any time, in the trainer's process. Samples on which it
             takes longer, or raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
@@ -68,6 +71,7 @@ class RolloutOptions:
     partial_rollout_steps: int | None = None
     partial_checkpoint: PartialCheckpoint = "store"
     oversampling: float = 1.0
+    downsampling: DownSampling | None = None
     reward_timeout: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     generation_kwargs: dict[str, Any] | None = None
@@ -107,11 +111,21 @@ class RolloutOptions:
                 f"prompt; got num_generations={sampling.num_generations}. In Python SamplingParams has 1 unless it is "
                 "given: write sampling=SamplingParams(num_generations=8, ...)."
             )
+        if self.downsampling is not None and self.downsampling.num_samples < sampling.num_generations:
+            raise UserError(
+                f"rollout.downsampling must draw at least sampling.num_generations={sampling.num_generations} samples, "
+                f"of which as many are kept; got num_samples={self.downsampling.num_samples}."
+            )
         if sampling.temperature == 0:
             raise UserError(
                 "sampling.temperature must be above 0 in training: greedy samples of a prompt are all the same."
             )
         return sampling
+
+    def drawn(self, sampling: SamplingParams) -> SamplingParams:
+        """The sampling parameters of training with the number of samples that are drawn of each prompt."""
+        rule = self.downsampling
+        return sampling if rule is None else replace(sampling, num_generations=rule.num_samples)
 
     def for_evaluation(self, sampling: SamplingParams) -> SamplingParams:
         """Settings of drawing with ``generation_kwargs`` over them.
@@ -119,7 +133,7 @@ class RolloutOptions:
         Raises:
             ValueError: If an option is given that is of training alone.
         """
-        for name in ("partial_rollout_steps", "oversampling", "reward_timeout"):
+        for name in ("partial_rollout_steps", "oversampling", "downsampling", "reward_timeout"):
             if getattr(self, name) != getattr(RolloutOptions, name):
                 raise UserError(f"rollout.{name} is of training, got {name}={getattr(self, name)}: remove it.")
         return with_generation_kwargs(sampling, self.generation_kwargs)
@@ -172,6 +186,10 @@ class RolloutOptions:
                 self.oversampling > 1,
                 "a block may hold fewer groups than prompts, so none can be left out. Set model.rollout.oversampling "
                 "to 1",
+            ),
+            f"downsampling={type(self.downsampling).__name__}": (
+                self.downsampling is not None,
+                "a block's size follows from the samples drawn. Set model.rollout.downsampling to null",
             ),
             "keep_pool=False": (
                 not self.keep_pool,

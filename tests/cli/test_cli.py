@@ -209,3 +209,12 @@ def test_what_a_warm_up_cannot_do_is_said(
     values["model"] = {"class_path": "SupervisedWarmup", "init_args": {"policy": {"class_path": "TinyPolicy"}}}
     assert run_console(monkeypatch, subcommand, "--config", write(values)) == 1
     assert f"error: sparse-rl {subcommand} needs a model that generates" in capsys.readouterr().err
+
+
+def test_a_rule_of_down_sampling_by_its_name() -> None:
+    path = write(config(callbacks=[], max_steps=2, logger=False, enable_checkpointing=False))
+    rule = ["--model.rollout.downsampling=MaxVariance", "--model.rollout.downsampling.num_samples=5"]
+    cli = main(["fit", "--config", path, *rule])
+    assert cli.model.generator.sampling.num_generations == 5
+    assert len(cli.model.block.rollout) == 4 * 2
+    assert "downsampling/dropped/reward" in cli.trainer.callback_metrics

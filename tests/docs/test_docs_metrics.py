@@ -15,6 +15,7 @@ from tiny_grpo import fit, module
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, MismatchSplit, SparsityAwareRejection, TailGuard
 from sparse_rl_lightning.compressors import Drawn, KeyDiff
 from sparse_rl_lightning.data import ArithmeticTasks
+from sparse_rl_lightning.downsampling import MaxVariance
 from sparse_rl_lightning.modules import DistillSparse, LearnedEvictionGRPO, ReplayGRPO, SparseAdapter, SupervisedWarmup
 from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.rewards.math.checker import COUNTERS
@@ -62,7 +63,7 @@ def runs(logger: Keys) -> Iterator[None]:
         TailGuard(min_tokens=1, window=1),
         MismatchSplit(),
     ]
-    yield fit(module(beta=0.1), 3, watching, **common)
+    yield fit(module(beta=0.1, downsampling=MaxVariance(9)), 3, watching, **common)
     yield fit(module(kind=ReplayGRPO, replay_objective="mixed"), 1, **common)
     drawn = Drawn(KeyDiff(budget=8, buffer=3, num_sinks=1, window=2))
     yield fit(module(kind=LearnedEvictionGRPO, compressor=drawn), 1, **common)

@@ -17,7 +17,8 @@ from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRej
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
 from sparse_rl_lightning.callbacks.guards.step_guard import StepGuard
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
-from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.downsampling import MaxReward, MaxVariance
+from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy, TinyPolicy
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -125,6 +126,39 @@ def test_oversampling_keeps_informative_groups() -> None:
     available = sum(len(row["prompt"]) > 12 for row in seen[-1].rows)
     assert int(spread.sum()) <= min(2, available)
     assert trainer.global_step == 4
+
+
+def drawing(rule: Any, **options: Any) -> SparseGRPO:
+    return module(downsampling=rule, max_completion_length=10, **options)
+
+
+@pytest.mark.parametrize("kind", [SparseGRPO, ReplayGRPO])
+def test_more_samples_are_drawn_than_trained_on(kind: Any) -> None:
+    recorder = Recorder()
+    grpo = drawing(MaxVariance(7), kind=kind, beta=0.1, oversampling=2.0)
+    trainer = fit(grpo, 3, [recorder])
+    drawn = [grpo.generator.sampling.num_generations, grpo.plan(4).num_generations]
+    assert drawn == [7, 4]
+    for one in recorder.scored:
+        assert len(one.completions) == len(one.rollout) == 4 * 4  # of 4 x 7
+        advantages = one.rollout.advantages.view(4, 4)
+        torch.testing.assert_close(advantages.sum(1), torch.zeros(4), atol=1e-5, rtol=0)  # among those kept
+    assert len(grpo.block.rollout) == 2 * 4
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert values["reward_std"] >= values["downsampling/drawn/reward_std"]
+    assert trainer.global_step == 3
+
+
+def test_drawing_as_many_as_are_trained_on_changes_nothing() -> None:
+    results = []
+    for rule in (None, MaxReward(4)):
+        grpo = drawing(rule)
+        trainer = fit(grpo, 3)
+        metrics = {n: float(v) for n, v in trainer.callback_metrics.items() if not n.startswith(("time", "memory"))}
+        results.append((metrics, weights(grpo)))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+    assert not any(name.startswith("downsampling") for name in results[0][0])
 
 
 def test_truncated_completions_can_be_masked() -> None:

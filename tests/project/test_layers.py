@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rewards",),
     ("budgets",),
     ("ops",),
-    ("advantages", "corrections", "losses", "output_head"),
+    ("advantages", "corrections", "downsampling", "losses", "output_head"),
     ("errors", "evictions", "files", "fingerprints", "records", "text"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}

@@ -23,6 +23,7 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import family
+from tests.rollout.test_rollout_memory import allocated, attributes
 from tests.tiny_grpo import ALPHABET, Recorder, fit, module
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -113,6 +114,18 @@ def test_slots_chunks_and_sessions_do_not_matter(name: str) -> None:
     plain = RolloutSession(RolloutSampler(model, SnapKV(**SMALL), 3), PARAMS, max_prompt_length=40)
     with pytest.raises(ValueError, match="record_routing was True, is False"):
         plain.load_state(session.state())
+
+
+def test_the_memory_plan_counts_the_record() -> None:
+    model = family("qwen3_moe")
+    plain, sampler = (
+        RolloutSampler(model, SnapKV(**SMALL), memory_limit=2**16, record_routing=record) for record in (False, True)
+    )
+    for one in (plain, sampler):
+        one.generate(PROMPTS, PARAMS)
+    plan, engine = sampler.memory_plan, sampler._engine
+    assert plan.total_bytes == allocated(attributes(engine.cache), vars(engine.logs)) <= 2**16
+    assert plan.bytes_per_slot - plain.memory_plan.bytes_per_slot == 60 * 2 * 2  # tokens, layers, choices
 
 
 @each_routed

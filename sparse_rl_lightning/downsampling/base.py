@@ -1,0 +1,78 @@
+"""Down-sampling: draw more samples of a prompt than are trained on, and keep those that a rule chooses.
+
+A rule is one method. Advantages are computed among the samples kept, as in the papers below, so that a group's
+advantages sum to zero whatever was dropped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.advantages import informative_groups, nan_deviation
+from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.records import ScoredRollout
+
+
+class DownSampling(ABC):
+    """Draw ``num_samples`` of every prompt, and train on the ``num_generations`` that a rule chooses.
+
+    Args:
+        num_samples: Samples to draw per prompt, at least ``sampling.num_generations``.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        check_number("num_samples", num_samples, least=2)
+        self.num_samples = num_samples
+
+    @abstractmethod
+    def ranking(self, rewards: Tensor, lengths: Tensor, count: int) -> Tensor:
+        """Order the samples of one prompt, those to keep first.
+
+        Args:
+            rewards: Rewards (M,), float64, none of them NaN.
+            lengths: Completion tokens (M,).
+            count: How many will be kept, if there are as many.
+
+        Returns:
+            Indices (M,), or at least ``count`` of them.
+        """
+
+    def choose(self, rewards: Tensor, lengths: Tensor, count: int) -> Tensor:
+        """Indices (count,), ascending, of the samples of one prompt to keep; those without a reward (NaN) come last."""
+        scored = (~rewards.isnan()).nonzero().flatten()
+        order = scored[self.ranking(rewards[scored].double(), lengths[scored], count)][:count]
+        rest = rewards.isnan().nonzero().flatten()
+        return torch.cat([order, rest])[:count].sort().values
+
+
+def down_sample(scored: ScoredRollout, rule: DownSampling | None, count: int) -> Tensor:
+    """Leave ``count`` samples of each prompt in a rollout with rewards, and note in its numbers what was dropped.
+
+    Without a rule, or if it drops none, nothing changes.
+
+    Returns:
+        The rewards of the samples kept.
+    """
+    drawn, rewards, lengths = scored.num_generations, scored.rollout.rewards, scored.rollout.completion_lengths
+    assert rewards is not None
+    if rule is None or drawn == count:
+        return rewards
+    groups = zip(rewards.cpu().view(-1, drawn), lengths.cpu().view(-1, drawn), strict=True)
+    kept = torch.cat([number * drawn + rule.choose(*own, count) for number, own in enumerate(groups)])
+    is_dropped = torch.ones(len(rewards), dtype=torch.bool)
+    is_dropped[kept] = False
+    dropped = is_dropped.to(rewards.device)
+    scored.downsampling = {
+        "downsampling/drawn/reward": rewards.nanmean(),
+        "downsampling/drawn/reward_std": nan_deviation(rewards.view(-1, drawn)).mean(),
+        "downsampling/drawn/frac_reward_zero_std": 1 - informative_groups(rewards, drawn).float().mean(),
+        "downsampling/dropped/reward": rewards[dropped].nanmean(),
+        "downsampling/dropped/mean_length": lengths[dropped].float().mean(),
+    }
+    scored.rollout = scored.rollout[kept.to(rewards.device)]
+    scored.completions = [scored.completions[index] for index in kept.tolist()]
+    scored.reward_table = {name: values[kept.to(values.device)] for name, values in scored.reward_table.items()}
+    return rewards[kept.to(rewards.device)]
