@@ -24,6 +24,9 @@ from sparse_rl_lightning.planning.knobs import advice
 from sparse_rl_lightning.planning.propose import configuration, propose
 from sparse_rl_lightning.text import say
 
+ALIASES = {None: "32-true", 16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "32": "32-true"}
+"""Short forms of ``trainer.precision``."""
+
 
 def main(args: Sequence[str]) -> Plan:
     """Predict a configuration (``--config``), or propose one (``--model``).
@@ -97,6 +100,9 @@ def parser(proposes: bool = False) -> argparse.ArgumentParser:
 class _Configured(LightningCLI):
     """Parses a configuration and makes the module, which loads nothing yet; neither data nor trainer are made."""
 
+    def _set_seed(self) -> None:
+        """Nothing is drawn."""
+
     def instantiate_classes(self) -> None:
         try:
             only: Any = Namespace(model=self.config.model)  # type: ignore[no-untyped-call]
@@ -135,7 +141,8 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
     return Job(
         Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
         module.optimizer_factory, prompts, module.steps_per_generation, plan.optimizer_steps, module.num_passes,
-        own.retriever, module.loss.beta, str(trainer.precision or "32-true"), sharding_of(trainer), prompt,
+        own.retriever, module.loss.beta, ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer),
+        prompt,
     )  # fmt: skip
 
 

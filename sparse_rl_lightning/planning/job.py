@@ -61,7 +61,7 @@ class Job:
         half = HALF.get(self.precision.partition("-")[0])
         if half is not None and (self.precision.endswith("true") or self.sharding.stage):
             return half
-        return {"32-true": torch.float32, "64-true": torch.float64}.get(self.precision, self.blueprint.loaded_dtype)
+        return torch.float64 if self.precision == "64-true" else self.blueprint.loaded_dtype
 
     @property
     def autocast(self) -> torch.dtype | None:

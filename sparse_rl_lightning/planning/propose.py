@@ -20,8 +20,8 @@ from sparse_rl_lightning.planning.knobs import LORA
 from sparse_rl_lightning.planning.plan import Plan, make_plan
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 
-PROMPTS, GENERATIONS, MICRO_BATCHES, ACCUMULATE, BUFFER = 16, 8, 32, 16, 128
-"""Prompts of a rollout, samples of each, micro-batches of a rollout and of an optimizer step, tokens of the buffer."""
+PROMPTS, GENERATIONS, OPTIMIZER_STEPS, BUFFER = 16, 8, 2, 128
+"""Prompts of a rollout, samples of each, optimizer steps of a rollout, tokens of the buffer."""
 
 
 def levels(length: int) -> dict[str, tuple[Any, ...]]:
@@ -46,7 +46,7 @@ def job_of(
     model: str, length: int, *, trains_all: bool, budget: int, slots: int, checkpointing: bool, rows: int, chunk: int,
     foreach: bool | None, keep_pool: bool,
 ) -> Job:  # fmt: skip
-    """The job of a model with sequences of up to ``length`` tokens, ``rows`` of them in a pass of the learner."""
+    """The job of a model with sequences of up to ``length`` tokens, ``rows`` of them in a micro-batch."""
     return Job(
         Blueprint(model, "float32") if trains_all else Blueprint(model, "bfloat16", LORA),
         RKV(budget=budget, buffer=BUFFER, num_sinks=0),
@@ -54,7 +54,7 @@ def job_of(
         RolloutOptions(num_slots=slots, keep_pool=keep_pool),
         LearnerOptions(rows * length, chunk, gradient_checkpointing=checkpointing),
         partial(torch.optim.AdamW, weight_decay=0.0, foreach=foreach),
-        PROMPTS, MICRO_BATCHES, MICRO_BATCHES // ACCUMULATE, precision="bf16-mixed",
+        PROMPTS, PROMPTS * GENERATIONS // rows, OPTIMIZER_STEPS, precision="bf16-mixed",
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def configuration(plan: Plan, output: str, command: str, folder: str) -> str:
         folder: Folder of the runs.
     """
     job, path = plan.job, plan.job.blueprint.path
-    full = job.blueprint.adapters is None
+    full, learner = job.blueprint.adapters is None, job.learner
     policy = f"{{class_path: PretrainedPolicy, init_args: {{path: {path}, dtype: {job.blueprint.dtype}}}}}"
     if not full:
         policy = f"{{class_path: LoraPolicy, init_args: {{policy: {policy}, r: 16}}}}"
@@ -135,9 +135,9 @@ def configuration(plan: Plan, output: str, command: str, folder: str) -> str:
         policy=policy, budget=job.compressor.schedule.plain, buffer=BUFFER, generations=GENERATIONS,
         completion=job.sampling.max_completion_length, slots=job.rollout.num_slots, prompts=PROMPTS, folder=folder,
         ends='end_tokens: ["<|im_end|>"], ' if (known_name(path) or "").startswith("qwen") else "",
-        keep=_word(job.rollout.keep_pool), micro_batches=MICRO_BATCHES, tokens=job.learner.micro_batch_tokens,
-        chunk=job.learner.head_chunk_size, checkpointing=_word(job.learner.gradient_checkpointing),
-        rate="1.0e-6" if full else "1.0e-5", accumulate=ACCUMULATE,
+        keep=_word(job.rollout.keep_pool), micro_batches=job.steps_per_generation, tokens=learner.micro_batch_tokens,
+        chunk=learner.head_chunk_size, checkpointing=_word(learner.gradient_checkpointing),
+        rate="1.0e-6" if full else "1.0e-5", accumulate=job.steps_per_generation // OPTIMIZER_STEPS,
         foreach=_word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]
     )  # fmt: skip
     return "".join(f"# {line}".rstrip() + "\n" for line in head) + body

@@ -23,6 +23,7 @@ from sparse_rl_lightning.planning.plan import gigabytes
 from sparse_rl_lightning.planning.propose import job_of, levels
 from sparse_rl_lightning.testing import tiny_model
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LENGTH = 2048
 
 
@@ -130,10 +131,21 @@ def test_strategies_by_name(strategy: str, devices: Any, expected: Sharding) -> 
     assert sharding_of(trainer) == expected
 
 
+@pytest.mark.parametrize(
+    "name", ["quickstart", "dense", "replay", "learned_eviction", "retrieval", "recipes/dapo", "sparrow/qwen3-1.7b"]
+)
+def test_shipped_configurations_are_planned(name: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compressors, retrievers, schedules, learned scores and several rewards, with a tiny model."""
+    plan = main(["--config", str(CONFIGS / f"{name}.yaml"), f"--model.policy={tiny}", "--card", "h200-141gb"])
+    assert plan.of("cache") > 0
+    assert plan.of("activations") > 0
+    assert plan.slots == min(plan.job.rollout.num_slots or plan.job.sequences, plan.job.sequences)
+    assert "Fits: " in capsys.readouterr().out
+
+
 def test_modules_that_do_not_roll_out_are_refused(folder: Path) -> None:
-    path = Path(cli.__file__).parents[2] / "configs" / "warmup.yaml"
     with pytest.raises(UserError, match="got model=SupervisedWarmup"):
-        main(["--config", str(path)])
+        main(["--config", str(CONFIGS / "warmup.yaml")])
 
 
 # ---------------------------------------------------------------- proposing
@@ -161,7 +173,7 @@ def test_nothing_fits_with_the_nearest_miss_and_the_length_that_would(tiny: str)
 
 def test_a_file_is_not_replaced_by_accident(written: str) -> None:
     again = ["--model", "tiny", "--memory", "1.5GB", "--length", str(LENGTH), "--output", written]
-    with pytest.raises(UserError, match="exists. Give another name, or --overwrite"):
+    with pytest.raises(UserError, match=r"exists. Give another name, or --overwrite"):
         main(again)
     before = Path(written).read_text()
     main([*again, "--overwrite"])
@@ -187,7 +199,7 @@ def test_sizes_of_known_models() -> None:
 def test_folders_are_read_and_unknown_names_refused(tiny: str) -> None:
     assert read_config(tiny).num_hidden_layers == 3
     with pytest.raises(
-        UserError, match="the sizes of 'nobody/unknown' are not known.*Give a folder, or one of qwen2.5"
+        UserError, match=r"the sizes of 'nobody/unknown' are not known.*Give a folder, or one of qwen2.5"
     ):
         read_config("nobody/unknown")
 

@@ -156,6 +156,23 @@ def test_the_reference_is_whole_in_its_own_type(folder: str) -> None:
     assert reference_bytes(replace(given, blueprint=Blueprint(folder, "float32", LORA))) == 0
 
 
+@pytest.mark.parametrize(
+    ("precision", "loaded", "weights", "computed"),
+    [
+        ("32-true", "bfloat16", torch.bfloat16, torch.bfloat16),  # the trainer converts nothing
+        ("bf16-mixed", "float32", torch.float32, torch.bfloat16),
+        ("bf16-true", "float32", torch.bfloat16, torch.bfloat16),
+        ("16-mixed", "float32", torch.float32, torch.float16),
+        ("64-true", "float32", torch.float64, torch.float64),
+    ],
+)
+def test_types_by_precision(folder: str, precision: str, loaded: str, weights: Any, computed: Any) -> None:
+    given = job(folder, precision=precision, blueprint=Blueprint(folder, loaded))
+    assert (given.dtype, given.compute_dtype) == (weights, computed)
+    if precision.endswith("mixed"):  # DeepSpeed has no autocast: its weights are in 16 bits
+        assert replace(given, sharding=Sharding(2, 2)).dtype == computed
+
+
 # ---------------------------------------------------------------- the rollout
 
 
