@@ -40,8 +40,8 @@ def main(args: Sequence[str]) -> Plan:
     Raises:
         ValueError: If it does not fit, or an argument is wrong.
     """
-    is_given = any(argument.partition("=")[0] == "--config" for argument in args)
-    return planned(args) if is_given or not args or set(args) & {"-h", "--help"} else proposed(args)
+    is_given = any(argument.partition("=")[0] in ("--config", "-c") for argument in args)
+    return planned(args) if is_given else proposed(args)
 
 
 def proposed(args: Sequence[str]) -> Plan:
@@ -83,7 +83,8 @@ def parser(proposes: bool = False) -> argparse.ArgumentParser:
         prog="sparse-rl plan", allow_abbrev=False,
         description="Predict memory and time of a configuration per GPU, without loading weights (--config FILE), or "
         "write a configuration that fits (--model NAME --memory 24GB --length 16384 [--output FILE]).",
-        epilog="With --config everything else overrides the configuration, as for `sparse-rl fit`.",
+        epilog=f"With --config, --prompt is the longest prompt in tokens (default {PROMPT}), and everything else "
+        "overrides the configuration, as for `sparse-rl fit`.",
     )  # fmt: skip
     made.add_argument("--card", metavar="NAME", help="such as rtx-4090-24gb, h100-80gb (the default), h200-141gb")
     made.add_argument("--memory", metavar="SIZE", help="memory of the card, such as 24GB; default: the card's")

@@ -180,6 +180,15 @@ def test_a_file_is_not_replaced_by_accident(written: str) -> None:
     assert Path(written).read_text() == before
 
 
+@pytest.mark.parametrize("args", [["--help"], []])
+def test_help_tells_both_ways(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(args)
+    told = "".join(capsys.readouterr())
+    assert "--length" in told
+    assert not args or all(word in told for word in ("--config", "--prompt", "--memory", "--output", "--card"))
+
+
 # ---------------------------------------------------------------- models and cards
 
 
