@@ -1,7 +1,7 @@
 """Write what the documentation takes from the code: ``python -m docs.generate``, with ``--check`` only compare.
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
-tables of ``recipes.md`` from the shipped configurations and the memory plan, those of ``models.md`` from published
+tables of ``recipes.md`` from the shipped configurations and their plans, those of ``models.md`` from published
 sizes, those of ``choosing.md`` and ``learner.md`` from what was measured. The files are committed, so that a code host
 shows them.
 """
@@ -15,7 +15,7 @@ from benchmarks.common.pages import END, mark, replaced
 from docs import docstrings, listing, logged
 from docs.docstrings import Argument
 from docs.families import decoders_table, models_table
-from docs.predictions import recipe_tables
+from docs.predictions import cards_table, recipe_tables
 from docs.quoted import budgets_table, compressors_table, learner_table, trainer_table
 
 FOLDER = Path(__file__).parent
@@ -28,7 +28,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "callbacks.md": callbacks_page(),
         FOLDER / "metrics.md": written("metrics.md", {"": metric_tables()}),
         FOLDER / "models.md": written("models.md", {"families": models_table(), "decoders": decoders_table()}),
-        FOLDER / "recipes.md": written("recipes.md", {"": recipe_tables()}),
+        FOLDER / "recipes.md": written("recipes.md", {"": recipe_tables(), "cards": cards_table()}),
         FOLDER / "choosing.md": written(
             "choosing.md", {"budgets": budgets_table(), "compressors": compressors_table()}
         ),

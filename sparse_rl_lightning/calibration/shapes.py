@@ -107,13 +107,24 @@ H200 = Hardware(bandwidth=4.3e12, flops=790e12)
 
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int]] = {
     # layers, hidden, heads, KV heads, head dimension, intermediate, vocabulary: from the models' config.json
+    "qwen2.5-0.5b": (24, 896, 14, 2, 64, 4864, 151936),
     "qwen2.5-1.5b": (28, 1536, 12, 2, 128, 8960, 151936),
     "qwen2.5-3b": (36, 2048, 16, 2, 128, 11008, 151936),
     "qwen2.5-7b": (28, 3584, 28, 4, 128, 18944, 152064),
+    "qwen2.5-14b": (48, 5120, 40, 8, 128, 13824, 152064),
     "llama-3.2-1b": (16, 2048, 32, 8, 64, 8192, 128256),
+    "llama-3.2-3b": (28, 3072, 24, 8, 128, 8192, 128256),
+    "llama-3.1-8b": (32, 4096, 32, 8, 128, 14336, 128256),
+    "qwen3-0.6b": (28, 1024, 16, 8, 128, 3072, 151936),
     "qwen3-1.7b": (28, 2048, 16, 8, 128, 6144, 151936),
     "qwen3-4b": (36, 2560, 32, 8, 128, 9728, 151936),
     "qwen3-8b": (36, 4096, 32, 8, 128, 12288, 151936),
     "qwen3-14b": (40, 5120, 40, 8, 128, 17408, 151936),
 }
 """Shapes by name, arguments of :class:`ModelShape`."""
+
+TIED = {
+    "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "llama-3.2-1b", "llama-3.2-3b",
+    "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b",
+}  # fmt: skip
+"""Models whose output head is their table of embeddings."""

@@ -15,6 +15,7 @@ from test_readme import without_blocks
 
 from docs import docstrings, figures, generate, listing, predictions
 from sparse_rl_lightning.learner.block import BlockPlan
+from sparse_rl_lightning.planning import Sharding
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -135,56 +136,44 @@ def test_every_recipe_of_a_paper_is_predicted() -> None:
 
 def test_predictions_by_hand() -> None:
     """Qwen2.5-1.5B: 16 bytes per parameter; 28 layers x 2 heads x (512 + 128) x 2 x 128 numbers x 2 bytes per slot."""
-    recipe = predictions.Recipe.of("qwen2.5-1.5b")
-    assert recipe.sharding == (0, 1)
-    assert recipe.states(0, 1) == 16 * recipe.parameters
-    assert recipe.parameters == pytest.approx(1.54e9, rel=0.01)
+    plan = predictions.plan_of("qwen2.5-1.5b")
+    assert plan.job.sharding == Sharding(0, 1)
+    assert sum(plan.of(name) for name in ("weights", "gradients", "optimizer")) == pytest.approx(
+        16 * 1.5437e9, rel=1e-4
+    )
     # compress_prompt: false holds the prompt of 256 tokens, less than the budget
     keys_values = 256 * 28 * 2 * (512 + 128) * 2 * 128 * 2
-    assert keys_values < recipe.cache(recipe.compressor) < 1.3 * keys_values
+    assert keys_values < plan.of("cache") < 1.3 * keys_values
 
 
 def test_sharded_predictions_by_hand() -> None:
-    """Qwen2.5-7B in stage 2 on 4 ranks: 2 + 18 / 4 bytes per parameter, a float32 reference, no copy."""
-    recipe = predictions.Recipe.of("qwen2.5-7b")
-    cache = recipe.cache(recipe.compressor)
-    assert recipe.sharding == (2, 4)
-    assert recipe.total(2, 4) == pytest.approx((2 + 18 / 4 + 4) * 7.6156e9 + cache, rel=1e-3)
-    assert recipe.total(3, 4) == pytest.approx((20 / 4 + 2 + 4) * 7.6156e9 + cache, rel=1e-3)
-    assert predictions.memory_row(recipe)[1] == "4, stage 2"
-
-
-def test_without_the_reference_a_smaller_card_may_do() -> None:
-    """The last two columns: 4 bytes per parameter less, and what share of 80 GB that is."""
-    for name, total, share in (
-        ("qwen2.5-1.5b", 33, "41%"),
-        ("qwen2.5-7b", 60, "75%"),
-        ("sparrow/qwen3-4b", 117, "146%, does not fit with activations"),
-    ):
-        recipe = predictions.Recipe.of(name)
-        assert recipe.total(*recipe.sharding) - recipe.reference == pytest.approx(1e9 * total, rel=0.02)
-        assert predictions.memory_row(recipe)[-2:] == (str(total), share)
+    """Qwen2.5-7B in stage 2 on 4 ranks: 2 + 18 / 4 bytes per parameter, a float32 reference."""
+    plan = predictions.plan_of("qwen2.5-7b")
+    assert plan.job.sharding == Sharding(2, 4)
+    held = sum(plan.of(name) for name in ("weights", "gradients", "optimizer"))
+    assert held == pytest.approx((2 + 18 / 4) * 7.6156e9, rel=1e-3)
+    assert plan.of("reference") == pytest.approx(4 * 7.6156e9, rel=1e-3)
+    row = predictions.memory_row(plan, "qwen2.5-7b")
+    assert row[1] == "4, stage 2"
+    assert row[-1] == f"{(plan.peak - 1.05 * plan.of('reference')) / 80e9:.0%}"
 
 
 def test_more_machines_draw_and_step_as_the_file_does() -> None:
     """The table of docs/recipes.md: the paper's 128 prompts, 4 optimizer steps and micro-batches of the same size."""
-    recipe = predictions.Recipe.of("qwen2.5-7b")
+    job = predictions.plan_of("qwen2.5-7b").job
     number = r"[^|]*\| *(\d+) *"
     rows = re.findall(rf"^\| (\d+) machines? of (\d+){number * 3}\|$", (DOCS / "recipes.md").read_text("utf-8"), re.M)
     rows = [tuple(map(int, row)) for row in rows]
     assert [row[:2] for row in rows] == [(1, 4), (2, 8), (4, 8)]
     for machines, gpus, prompts, parts, accumulate in rows:
-        plan = BlockPlan(prompts, recipe.settings["num_generations"], parts, num_iterations=1, accumulate=accumulate)
+        plan = BlockPlan(prompts, job.sampling.num_generations, parts, num_iterations=1, accumulate=accumulate)
         assert (machines * gpus * prompts, plan.optimizer_steps, plan.micro_batch) == (128, 4, 8)
-    given = recipe.settings["steps_per_generation"], recipe.trainer["accumulate_grad_batches"]
-    assert rows[0][2:] == (recipe.num_sequences // recipe.settings["num_generations"], *given)
+    assert rows[0][2:] == (job.prompts, job.steps_per_generation, job.steps_per_generation // job.optimizer_steps)
 
 
 @pytest.mark.parametrize("name", predictions.RECIPES)
-def test_shipped_recipes_fit_with_activations(name: str) -> None:
-    recipe = predictions.Recipe.of(name)
-    assert predictions.verdict(recipe.total(*recipe.sharding)) == ""
-    assert "does not fit" in predictions.verdict(recipe.total(0, 1) + predictions.FILLED * predictions.MEMORY)
+def test_shipped_recipes_fit_the_card_they_are_for(name: str) -> None:
+    assert predictions.plan_of(name).fits
 
 
 def test_docstrings_become_markdown() -> None:

@@ -17,7 +17,10 @@ from jsonargparse import capture_parser
 
 from sparse_rl_lightning import cli
 from sparse_rl_lightning.cli.calibrate import with_file
+from sparse_rl_lightning.cli.plan import job_of
+from sparse_rl_lightning.cli.plan import parser as plan_parser
 from sparse_rl_lightning.cli.report import parser as report_parser
+from sparse_rl_lightning.planning import card_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -154,6 +157,14 @@ def parse(arguments: list[str]) -> None:
             return
         if arguments[:1] == ["report"]:
             report_parser().parse_args(arguments[1:])
+            return
+        if arguments[:1] == ["plan"]:
+            proposes = "--config" not in arguments
+            given, overrides = plan_parser(proposes).parse_known_args(arguments[1:])
+            card_of(given.card, given.memory)
+            assert not proposes or not overrides
+            if overrides:
+                job_of(overrides)
             return
         cli.main(arguments)
     except ParsedError:

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modules",),
     ("callbacks",),
     ("data",),
+    ("planning",),
     ("evaluation",),
     ("learner",),
     ("calibration",),

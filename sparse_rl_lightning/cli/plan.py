@@ -1,0 +1,172 @@
+"""``sparse-rl plan``: what a configuration takes on a card, or a configuration for a model and a card."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningCLI
+
+from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import writable_folder, write_whole
+from sparse_rl_lightning.learner.block import BlockPlan
+from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.planning import Job, Plan, Sharding, card_of, make_plan
+from sparse_rl_lightning.planning.blueprint import Blueprint
+from sparse_rl_lightning.planning.job import PROMPT
+from sparse_rl_lightning.planning.knobs import advice
+from sparse_rl_lightning.planning.propose import configuration, propose
+from sparse_rl_lightning.text import say
+
+ALIASES = {None: "32-true", 16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "32": "32-true"}
+"""Short forms of ``trainer.precision``."""
+
+
+def main(args: Sequence[str]) -> Plan:
+    """Predict a configuration (``--config``), or propose one (``--model``).
+
+    Args:
+        args: Arguments after ``sparse-rl plan``.
+
+    Returns:
+        The plan that fits.
+
+    Raises:
+        ValueError: If it does not fit, or an argument is wrong.
+    """
+    is_given = any(argument.partition("=")[0] in ("--config", "-c") for argument in args)
+    return planned(args) if is_given else proposed(args)
+
+
+def proposed(args: Sequence[str]) -> Plan:
+    """Write a configuration that fits, and print its plan; errors as of :func:`main`."""
+    given = parser(proposes=True).parse_args(list(args))
+    card = card_of(given.card, given.memory)
+    plan = propose(given.model, card, given.length)
+    short = given.model.rstrip("/").rpartition("/")[2].lower()
+    output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
+    if output.exists() and not given.overwrite:
+        raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
+    writable_folder(output.parent, "folder of --output")
+    write_whole(output, proposal_text(plan, given.model, output))
+    say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
+    return plan
+
+
+def proposal_text(plan: Plan, model: str, output: Path) -> str:
+    """The configuration of a proposal, and the command that writes it again."""
+    size, length = f"{plan.card.memory / 1e9:g}GB", plan.job.length
+    command = f"sparse-rl plan --model {model} --memory {size} --length {length} --output {output}"
+    return configuration(plan, str(output), command, f"runs/{output.stem}")
+
+
+def planned(args: Sequence[str]) -> Plan:
+    """Print the plan of a configuration; errors as of :func:`main`."""
+    given, rest = parser().parse_known_args(list(args))
+    card = card_of(given.card, given.memory)
+    plan = make_plan(job_of(rest, given.prompt), card)
+    say(plan.text)
+    if not plan.fits:
+        raise UserError(f"{plan.verdict} {advice(plan)}")
+    return plan
+
+
+def parser(proposes: bool = False) -> argparse.ArgumentParser:
+    """Parser of the command's own options: those of predicting a configuration, or of proposing one."""
+    made = argparse.ArgumentParser(
+        prog="sparse-rl plan", allow_abbrev=False,
+        description="Predict memory and time of a configuration per GPU, without loading weights (--config FILE), or "
+        "write a configuration that fits (--model NAME --memory 24GB --length 16384 [--output FILE]).",
+        epilog=f"With --config, --prompt is the longest prompt in tokens (default {PROMPT}), and everything else "
+        "overrides the configuration, as for `sparse-rl fit`.",
+    )  # fmt: skip
+    made.add_argument("--card", metavar="NAME", help="such as rtx-4090-24gb, h100-80gb (the default), h200-141gb")
+    made.add_argument("--memory", metavar="SIZE", help="memory of the card, such as 24GB; default: the card's")
+    if proposes:
+        made.add_argument("--model", required=True, metavar="NAME", help="hub name or folder, such as Qwen/Qwen3-4B")
+        made.add_argument("--length", required=True, type=int, help="tokens of the longest sequence, prompt included")
+        made.add_argument("--output", metavar="FILE", help="file to write, default NAME-MEMORY.yaml")
+        made.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+        return made
+    made.add_argument("--prompt", metavar="TOKENS", type=int, default=PROMPT, help=f"longest prompt, default {PROMPT}")
+    return made
+
+
+class _Configured(LightningCLI):
+    """Parses a configuration and makes the module, which loads nothing yet; neither data nor trainer are made."""
+
+    def _set_seed(self) -> None:
+        """Nothing is drawn."""
+
+    def instantiate_classes(self) -> None:
+        try:
+            only: Any = Namespace(model=self.config.model)  # type: ignore[no-untyped-call]
+            self.model = self.parser.instantiate(only).model
+        except ValueError as error:
+            raise own_error(error) or UserError(explain(str(error))) from error.__cause__
+
+
+def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
+    """The job of a configuration with overrides, as they follow ``sparse-rl fit``.
+
+    Args:
+        args: ``--config FILE`` and overrides.
+        prompt: Tokens of the longest prompt.
+
+    Raises:
+        ValueError: If the configuration is wrong, or of a module that does not roll out.
+    """
+    cli = _Configured(
+        PolicyModule, PromptDataModule, subclass_mode_model=True, subclass_mode_data=True, run=False,
+        auto_configure_optimizers=False, seed_everything_default=False, parser_class=ClearParser,
+        save_config_callback=None, args=list(args), parser_kwargs={"prog": "sparse-rl plan"},
+    )  # fmt: skip
+    module, trainer = cli.model, cli.config.trainer
+    if not isinstance(module, SparseGRPO):
+        raise UserError(
+            f"sparse-rl plan knows modules that roll out and learn from it (SparseGRPO and those built on it), got "
+            f"model={type(module).__name__}."
+        )
+    own, options = module.generator, module.learner.options
+    prompts = max(1, round(cli.config.data.init_args.prompts_per_rollout / own.options.oversampling))
+    plan = BlockPlan(
+        prompts, own.sampling.num_generations, module.steps_per_generation, module.num_passes,
+        trainer.accumulate_grad_batches, options.packs,
+    )  # fmt: skip
+    return Job(
+        Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
+        module.optimizer_factory, prompts, module.steps_per_generation, plan.optimizer_steps, module.num_passes,
+        own.retriever, module.loss.beta, ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer),
+        prompt,
+    )  # fmt: skip
+
+
+def sharding_of(trainer: Any) -> Sharding:
+    """What the ranks of a trainer's configuration share.
+
+    Raises:
+        ValueError: If the number of devices is not given where it matters.
+    """
+    strategy, devices = trainer.strategy, trainer.devices
+    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
+    ranks = count * trainer.num_nodes
+    if isinstance(strategy, str):
+        words = strategy.split("_")
+        stage = next((int(word) for word in words if word.isdigit()), 0) if "deepspeed" in words else 0
+        offloads = words[-1] == "offload"
+        return Sharding(stage, ranks, offloads, offloads and stage == 3)
+    own = strategy.init_args
+    if strategy.class_path.endswith("SparseRLDeepSpeed") and own.get("config") is None:
+        return Sharding(own.stage, ranks, own.offload_optimizer, own.offload_parameters)
+    if strategy.class_path.endswith("DDPStrategy"):
+        return Sharding(0, ranks)
+    raise UserError(
+        f"trainer.strategy: a plan knows ddp and sparse_rl_deepspeed_stage_1 to 3 by name, not {strategy.class_path} "
+        "with settings of its own."
+    )

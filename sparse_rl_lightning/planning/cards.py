@@ -1,0 +1,82 @@
+"""GPUs by name: memory and the speeds of their data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from sparse_rl_lightning.calibration import H200, Hardware
+from sparse_rl_lightning.errors import UserError
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU; speeds are those of its data sheet, dense matrix products of bfloat16 with float32 sums."""
+
+    name: str
+    memory: float  # bytes
+    bandwidth: float  # bytes per second
+    flops: float  # floating-point operations per second
+    source: str
+
+    @property
+    def hardware(self) -> Hardware:
+        """What is reached in practice: the shares of the data sheet that an H200 reaches."""
+        sheet = CARDS["h200-141gb"]
+        return Hardware(
+            self.bandwidth * H200.bandwidth / sheet.bandwidth, self.flops * H200.flops / sheet.flops, H200.step_overhead
+        )
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("rtx-4090-24gb", 24e9, 1.008e12, 165.2e12, "NVIDIA Ada GPU architecture whitepaper, table 2"),
+        Card("rtx-3090-24gb", 24e9, 0.936e12, 71e12, "NVIDIA Ampere GA102 whitepaper, table 9"),
+        Card("l40s-48gb", 48e9, 0.864e12, 362e12, "NVIDIA L40S data sheet"),
+        Card("h100-80gb", 80e9, 3.35e12, 989e12, "NVIDIA H100 data sheet, SXM"),
+        Card("a100-80gb", 80e9, 2.039e12, 312e12, "NVIDIA A100 data sheet, SXM"),
+        Card("h200-141gb", 141e9, 4.8e12, 989e12, "NVIDIA H200 data sheet, SXM"),
+    )
+}
+"""Cards by name; of those with the same memory the first stands for all."""
+
+DEFAULT = "h100-80gb"
+_MEMORY = re.compile(r"([\d.]+) ?([MG])(i?)B", re.IGNORECASE)
+
+
+def card_of(name: str | None = None, memory: str | None = None) -> Card:
+    """The card of a name, or the smallest known one with this much memory, of which only so much counts.
+
+    Args:
+        name: Name in :data:`CARDS`.
+        memory: Memory such as ``24GB`` or ``22.5GiB``, default the card's own.
+
+    Raises:
+        ValueError: If there is no such card, or the memory is no number of bytes.
+    """
+    if name is not None and name not in CARDS:
+        raise UserError(f"--card must be one of {', '.join(CARDS)}, got {name!r}. Or give --memory, such as 24GB.")
+    if memory is None:
+        return CARDS[name or DEFAULT]
+    size = parse_memory(memory)
+    if name is None:
+        name = next((card.name for card in CARDS.values() if card.memory >= size), "h200-141gb")
+    return replace(CARDS[name], memory=size)
+
+
+def parse_memory(text: str) -> float:
+    """Bytes of a text.
+
+    >>> parse_memory("24GB"), parse_memory("0.5GiB")
+    (24000000000.0, 536870912.0)
+    """
+    found = _MEMORY.fullmatch(text.strip())
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or number <= 0:
+        raise UserError(f"--memory must be a number with its unit, such as 24GB or 22.5GiB, got {text!r}.")
+    power = "MG".index(found[2].upper()) + 2
+    return number * float((1024 if found[3] else 1000) ** power)

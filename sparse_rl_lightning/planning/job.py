@@ -1,0 +1,104 @@
+"""Job: what a configuration says about memory and time, per GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.learner.forward import LearnerOptions
+from sparse_rl_lightning.learner.memory import MicroBatch
+from sparse_rl_lightning.planning.blueprint import Blueprint
+from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type
+from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
+
+PROMPT = 256
+"""Tokens of a prompt where nothing else is said."""
+
+HALF = {"bf16": torch.bfloat16, "16": torch.float16}
+"""16-bit types by the beginning of Lightning's ``precision``."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What ranks share: stages of DeepSpeed's ZeRO, 0 for nothing (one device, DDP)."""
+
+    stage: int = 0
+    ranks: int = 1
+    offloads_optimizer: bool = False
+    offloads_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run of one GPU, with the objects of its configuration."""
+
+    blueprint: Blueprint
+    compressor: Compressor
+    sampling: SamplingParams
+    rollout: RolloutOptions
+    learner: LearnerOptions
+    optimizer: Callable[[Any], torch.optim.Optimizer]  # from the parameters
+    prompts: int  # of a rollout, on this rank
+    steps_per_generation: int
+    optimizer_steps: int  # of a rollout
+    num_iterations: int = 1
+    retriever: Retriever | None = None
+    beta: float = 0.0
+    precision: str = "32-true"
+    sharding: Sharding = Sharding()
+    prompt: int = PROMPT
+
+    # ---------------------------------------------------------------- types
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights while they are trained; DeepSpeed's mixed precision has them in 16 bits."""
+        half = HALF.get(self.precision.partition("-")[0])
+        if half is not None and (self.precision.endswith("true") or self.sharding.stage):
+            return half
+        return torch.float64 if self.precision == "64-true" else self.blueprint.loaded_dtype
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The type of mixed precision, None without."""
+        half = HALF.get(self.precision.partition("-")[0])
+        return half if self.precision.endswith("mixed") and not self.sharding.stage else None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type that products are computed in."""
+        return self.autocast or self.dtype
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """The shape of the cache on a GPU, without rotary frequencies."""
+        s, kind = self.blueprint.shape, self.compute_dtype
+        return CacheGeometry(
+            s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, 1.0, torch.empty(0), 1.0, kind,
+            kv_type(self.rollout.kv_dtype) or kind, torch.device("cuda"),
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- sizes
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a rollout, on this rank."""
+        return self.prompts * self.sampling.num_generations
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt + self.sampling.max_completion_length
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The largest forward pass of the learner: a micro-batch, or a part of it where packing limits the tokens."""
+        rows, most = max(1, self.sequences // self.steps_per_generation), self.learner.micro_batch_tokens
+        if most is not None:
+            rows = min(self.sequences, max(1, most // self.length))
+        return MicroBatch(rows, self.length, self.sampling.max_completion_length)

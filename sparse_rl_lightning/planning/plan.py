@@ -1,0 +1,86 @@
+"""Plan: a job on a card, as a table, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from sparse_rl_lightning.planning.cards import Card
+from sparse_rl_lightning.planning.job import Job
+from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Part, parts_of
+from sparse_rl_lightning.planning.seconds import seconds_of
+from sparse_rl_lightning.text import duration, table
+
+PHASES = ("rollout", "passes", "step")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job is predicted to take on every GPU."""
+
+    job: Job
+    card: Card
+    parts: tuple[Part, ...]
+    slots: int  # sequences decoded at the same time
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Bytes of each phase, with what CUDA and the allocator take."""
+        counted = {phase: sum(getattr(part, phase) for part in self.parts) for phase in PHASES}
+        return {phase: CONTEXT + (1 + LOST) * count for phase, count in counted.items()}
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the largest phase."""
+        return max(self.phases.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card holds the largest phase."""
+        return self.peak <= self.card.memory
+
+    def of(self, name: str) -> int:
+        """The most bytes in any phase of the parts whose name begins so."""
+        return sum(max(part.rollout, part.passes, part.step) for part in self.parts if part.name.startswith(name))
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by part of a rollout and what is learned from it."""
+        return seconds_of(self.job, self.card, self.slots)
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether it fits."""
+        share = self.peak / self.card.memory
+        return (
+            f"{'Fits' if self.fits else 'Does not fit'}: {gigabytes(self.peak)} GB of the "
+            f"{gigabytes(self.card.memory)} GB of {self.card.name}, {share:.0%}."
+        )
+
+    @property
+    def text(self) -> str:
+        """The table of memory, the time, and the verdict."""
+        lost = [CONTEXT + LOST / (1 + LOST) * (count - CONTEXT) for count in self.phases.values()]
+        counts = [(part.name, [part.rollout, part.passes, part.step]) for part in self.parts]
+        counts += [("CUDA's context, and what the allocator loses", lost), ("in all", [*self.phases.values()])]  # type: ignore[list-item]
+        rows = [(name, *map(gigabytes, phases)) for name, phases in counts]
+        times = ", ".join(f"{name} {duration(count)}" for name, count in self.seconds.items())
+        steps = self.job.optimizer_steps
+        whole = duration(sum(self.seconds.values()) / steps)
+        return "\n".join((
+            table([("GB per GPU", "rollout", "forward and backward", "optimizer's step"), *rows], "lrrr"),
+            f"Time at least, if all {self.job.sequences} completions of a rollout are "
+            f"{self.job.sampling.max_completion_length} tokens long: {times};",
+            f"{whole} for each of {steps} optimizer steps. Predicted, not measured.",
+            self.verdict,
+        ))  # fmt: skip
+
+
+def make_plan(job: Job, card: Card) -> Plan:
+    """Predict a job on a card."""
+    return Plan(job, card, *parts_of(job, card.memory))
+
+
+def gigabytes(count: float) -> str:
+    """Bytes as gigabytes (1e9) with one digit."""
+    return f"{count / 1e9:.1f}"

@@ -1,0 +1,186 @@
+"""A configuration for a model, a card and a length: the first in a stated order of preference that fits.
+
+What is last in :func:`levels` is given up first: what only costs time before what the policy learns from.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparse_rl_lightning.compressors import RKV
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.forward import LearnerOptions
+from sparse_rl_lightning.planning.blueprint import Blueprint, known_name
+from sparse_rl_lightning.planning.cards import Card
+from sparse_rl_lightning.planning.job import PROMPT, Job
+from sparse_rl_lightning.planning.knobs import LORA
+from sparse_rl_lightning.planning.plan import Plan, make_plan
+from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
+
+PROMPTS, GENERATIONS, OPTIMIZER_STEPS, BUFFER = 16, 8, 2, 128
+"""Prompts of a rollout, samples of each, optimizer steps of a rollout, tokens of the buffer."""
+
+
+def levels(length: int) -> dict[str, tuple[Any, ...]]:
+    """The arguments of :func:`job_of` with their values, most preferred first; the last argument is given up first.
+
+    Budgets are at most an eighth of the length.
+    """
+    largest = 1 << (length // 8).bit_length() - 1
+    return {
+        "trains_all": (True, False),
+        "budget": tuple(b for b in (largest, largest // 2, largest // 4) if b >= 256) or (256,),
+        "slots": (128, 64, 32, 16, 8),
+        "checkpointing": (False, True),
+        "rows": (4, 2, 1),
+        "chunk": (512, 128),
+        "foreach": (None, False),
+        "keep_pool": (True, False),
+    }
+
+
+def job_of(
+    model: str, length: int, *, trains_all: bool, budget: int, slots: int, checkpointing: bool, rows: int, chunk: int,
+    foreach: bool | None, keep_pool: bool,
+) -> Job:  # fmt: skip
+    """The job of a model with sequences of up to ``length`` tokens, ``rows`` of them in a micro-batch."""
+    return Job(
+        Blueprint(model, "float32") if trains_all else Blueprint(model, "bfloat16", LORA),
+        RKV(budget=budget, buffer=BUFFER, num_sinks=0),
+        SamplingParams(num_generations=GENERATIONS, max_completion_length=length - PROMPT),
+        RolloutOptions(num_slots=slots, keep_pool=keep_pool),
+        LearnerOptions(rows * length, chunk, gradient_checkpointing=checkpointing),
+        partial(torch.optim.AdamW, weight_decay=0.0, foreach=foreach),
+        PROMPTS, PROMPTS * GENERATIONS // rows, OPTIMIZER_STEPS, precision="bf16-mixed",
+    )  # fmt: skip
+
+
+def propose(model: str, card: Card, length: int) -> Plan:
+    """The plan of the first choice that fits.
+
+    Args:
+        model: Hub name or folder.
+        card: What it is to fit.
+        length: Tokens of the longest sequence, prompt included.
+
+    Raises:
+        ValueError: If nothing fits, with the leanest choice and the length that would.
+    """
+    if length < 2 * PROMPT:
+        raise UserError(f"--length must be at least {2 * PROMPT}, prompt of {PROMPT} included, got {length}.")
+    found = _first(model, card, length)
+    if found.fits:
+        return found
+    shorter = length // 2
+    while shorter >= 2 * PROMPT and not make_plan(job_of(model, shorter, **_leanest(shorter)), card).fits:
+        shorter //= 2
+    remedy = f"--length {shorter} fits. Or give" if shorter >= 2 * PROMPT else "No shorter length fits. Give"
+    raise UserError(
+        f"{model} does not fit {card.memory / 1e9:g} GB at --length {length}. The leanest choice takes "
+        f"{found.peak / 1e9:.1f} GB: adapters on weights in 16 bits, {found.slots} slots with a budget of "
+        f"{found.job.compressor.schedule.plain}, one sequence at a time in the learner, layers computed again. "
+        f"{remedy} a larger --memory or a smaller model."
+    )
+
+
+def _first(model: str, card: Card, length: int) -> Plan:
+    """The plan of the first choice that fits, or of the leanest.
+
+    Level by level it takes the first value with which the job fits while all later levels are at their leanest.
+    """
+    given = levels(length)
+    chosen = _leanest(length)
+    found = make_plan(job_of(model, length, **chosen), card)
+    if not found.fits:
+        return found
+    for name, options in given.items():
+        for value in options[:-1]:
+            plan = make_plan(job_of(model, length, **(chosen | {name: value})), card)
+            if plan.fits:
+                found, chosen[name] = plan, value
+                break
+    return found
+
+
+def _leanest(length: int) -> dict[str, Any]:
+    return {name: options[-1] for name, options in levels(length).items()}
+
+
+def configuration(plan: Plan, output: str, command: str, folder: str) -> str:
+    """The YAML of a proposal, the prediction at its head.
+
+    Args:
+        plan: What was proposed.
+        output: Path of the file, for the command at its head.
+        command: The command that proposed it.
+        folder: Folder of the runs.
+    """
+    job, path = plan.job, plan.job.blueprint.path
+    full, learner = job.blueprint.adapters is None, job.learner
+    policy = f"{{class_path: PretrainedPolicy, init_args: {{path: {path}, dtype: {job.blueprint.dtype}}}}}"
+    if not full:
+        policy = f"{{class_path: LoraPolicy, init_args: {{policy: {policy}, r: 16}}}}"
+    what, size = "All weights" if full else "Adapters", f"{plan.card.memory / 1e9:g} GB"
+    head = [
+        f"{what} of {path} on a card of {size}, sequences of up to {job.length} tokens.",
+        f"Written by `{command}`.",
+        f"  sparse-rl fit --config {output}",
+        "Data: GSM8K's training problems as published, or others. Predicted, never measured:",
+        *plan.text.splitlines(),
+    ]
+    body = _YAML.format(
+        policy=policy, budget=job.compressor.schedule.plain, buffer=BUFFER, generations=GENERATIONS,
+        completion=job.sampling.max_completion_length, slots=job.rollout.num_slots, prompts=PROMPTS, folder=folder,
+        ends='end_tokens: ["<|im_end|>"], ' if (known_name(path) or "").startswith("qwen") else "",
+        keep=_word(job.rollout.keep_pool), micro_batches=job.steps_per_generation, tokens=learner.micro_batch_tokens,
+        chunk=learner.head_chunk_size, checkpointing=_word(learner.gradient_checkpointing),
+        rate="1.0e-6" if full else "1.0e-5", accumulate=job.steps_per_generation // OPTIMIZER_STEPS,
+        foreach=_word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]
+    )  # fmt: skip
+    return "".join(f"# {line}".rstrip() + "\n" for line in head) + body
+
+
+def _word(value: bool | None) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+_YAML = """\
+seed_everything: 0
+model:
+  class_path: SparseGRPO
+  init_args:
+    policy: {policy}
+    compressor: {{class_path: RKV, init_args: {{budget: {budget}, buffer: {buffer}, num_sinks: 0}}}}
+    reward_funcs: sparse_rl_lightning.rewards.boxed_math_reward
+    sampling: {{num_generations: {generations}, max_completion_length: {completion}}}
+    rollout: {{{ends}num_slots: {slots}, keep_pool: {keep}}}
+    steps_per_generation: {micro_batches}
+    learner: {{micro_batch_tokens: {tokens}, head_chunk_size: {chunk}, gradient_checkpointing: {checkpointing}}}
+    optimizer: {{class_path: torch.optim.AdamW, init_args: {{lr: {rate}, weight_decay: 0.0, foreach: {foreach}}}}}
+data:
+  class_path: JsonlPrompts
+  init_args:
+    path: train.jsonl
+    prompt_column: question
+    answer_pattern: gsm8k
+    prompt_template: "{{prompt}}\\nPlease reason step by step, and put your final answer within \\\\boxed{{{{}}}}."
+    as_chat: true
+    prompts_per_rollout: {prompts}
+trainer:
+  accelerator: gpu
+  devices: 1
+  precision: bf16-mixed
+  default_root_dir: {folder}
+  max_steps: 400
+  accumulate_grad_batches: {accumulate}
+  gradient_clip_val: 1.0
+  log_every_n_steps: 1
+  callbacks:
+    - {{class_path: SparsityAwareRejection, init_args: {{threshold: 1.0e-4}}}}
+    - {{class_path: ImportanceReweighting}}
+    - {{class_path: RolloutProgress}}
+    - {{class_path: RolloutCheckpoint}}
+"""

@@ -1,0 +1,55 @@
+"""Seconds of a rollout and of learning from it, if every completion has its full length: what they take at least.
+
+Decoding is the cost model's (:mod:`sparse_rl_lightning.calibration.cost`). The learner is counted by its matrix
+products: 2 per weight and token forward, as many again for the gradient of what comes in and, where weights are
+trained, for theirs; attention computes half of a square. Prompts being read, rewards and the optimizer's step are left
+out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sparse_rl_lightning.calibration import CostModel, Work
+from sparse_rl_lightning.planning.cards import Card
+from sparse_rl_lightning.planning.job import Job
+
+
+def seconds_of(job: Job, card: Card, slots: int) -> dict[str, float]:
+    """Seconds by part, of one rollout and of all that is learned from it."""
+    return {
+        "rollout": rollout_seconds(job, card, slots),
+        "rescoring": forward_flops(job) * rescored(job) / card.hardware.flops,
+        "learner": forward_flops(job) * passes(job) * job.num_iterations / card.hardware.flops,
+    }
+
+
+def rollout_seconds(job: Job, card: Card, slots: int) -> float:
+    """Decoding all sequences, in turns of as many as there are slots."""
+    kinds = job.compute_dtype.itemsize, job.geometry.kv_dtype.itemsize
+    shape = replace(job.blueprint.shape, weight_bytes=kinds[0], kv_bytes=kinds[1])
+    work = Work(slots, job.prompt, job.sampling.max_completion_length)
+    method = job.retriever or job.compressor
+    tokens = -(-job.sequences // slots) * slots * job.sampling.max_completion_length
+    return tokens / CostModel(shape, card.hardware).tokens_per_second(method, work)
+
+
+def forward_flops(job: Job) -> float:
+    """Floating-point operations of one forward pass over all sequences."""
+    s, length = job.blueprint.shape, job.length
+    attention = 2 * s.num_layers * s.num_heads * s.head_dim * length**2
+    return job.sequences * (2.0 * s.weights_read * length + attention)
+
+
+def passes(job: Job) -> float:
+    """Forward passes that one pass over the rollout costs, backward and what is computed again counted as such."""
+    rows = job.sequences // job.steps_per_generation
+    in_parts = job.learner.packs and job.micro_batch.rows < rows
+    again = job.learner.gradient_checkpointing + in_parts
+    return (3 if job.blueprint.adapters is None else 2) + again
+
+
+def rescored(job: Job) -> float:
+    """Forward passes without gradient: the sequences of all but the first optimizer step, and the reference policy."""
+    steps = job.optimizer_steps / job.num_iterations
+    return max(0.0, 1 - 1 / steps) + (job.beta > 0)

@@ -1,0 +1,224 @@
+"""``sparse-rl plan``: overrides as for ``fit``, refusals that name a setting which helps, proposals that parse."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl_lightning import cli
+from sparse_rl_lightning.calibration import SHAPES
+from sparse_rl_lightning.calibration.shapes import TIED
+from sparse_rl_lightning.cli.plan import job_of as configured
+from sparse_rl_lightning.cli.plan import main, sharding_of
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.planning import CARDS, Sharding, best_knob, card_of, make_plan
+from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model, read_config
+from sparse_rl_lightning.planning.knobs import KNOBS
+from sparse_rl_lightning.planning.plan import gigabytes
+from sparse_rl_lightning.planning.propose import job_of, levels
+from sparse_rl_lightning.testing import tiny_model
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+LENGTH = 2048
+
+
+@pytest.fixture
+def tiny(folder: Path) -> str:
+    """A folder with a configuration of a tiny model, below the working directory."""
+    tiny_model("qwen3", vocab_size=5000, num_layers=3, hidden_size=128).config.save_pretrained("tiny")
+    return "tiny"
+
+
+@pytest.fixture
+def written(tiny: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command proposes for it."""
+    main(["--model", tiny, "--memory", "1.5GB", "--length", str(LENGTH), "--output", "proposed.yaml"])
+    capsys.readouterr()
+    return "proposed.yaml"
+
+
+# ---------------------------------------------------------------- predicting
+
+
+def test_a_proposal_parses_and_has_the_plan_at_its_head(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = main(["--config", written, "--memory", "1.5GB"])
+    shown = capsys.readouterr().out.strip()
+    head = [line[2:] for line in Path(written).read_text().splitlines() if line.startswith("# ")]
+    assert shown in "\n".join(head)
+    assert plan.verdict.startswith("Fits: ")
+    assert f"sparse-rl plan --model tiny --memory 1.5GB --length {LENGTH} --output proposed.yaml" in head[1]
+    assert "default_root_dir: runs/proposed" in Path(written).read_text()
+
+
+def test_what_does_not_fit_ends_with_status_1_and_a_setting_that_helps(
+    written: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = ["--config", written, "--model.rollout.num_slots=128", "--model.learner.micro_batch_tokens=null"]
+    monkeypatch.setattr(sys, "argv", ["sparse-rl", "plan", *wide, "--memory", "1.2GB"])
+    with pytest.raises(SystemExit) as ended:
+        cli.console()
+    assert ended.value.code == 1
+    told = capsys.readouterr()
+    assert "activations of the learner" in told.out
+    found = re.search(r"What helps most: (\S+), with which it takes ([\d.]+) GB", told.err)
+    assert found, told.err
+    changed = make_plan(configured([*wide, f"--{found[1]}"]), card_of(memory="1.2GB"))
+    assert gigabytes(changed.peak) == found[2]
+
+
+def test_every_knob_of_the_command_line_is_one(written: str) -> None:
+    """Applied as an override, a setting gives the job that was predicted."""
+    card = card_of(memory="24GB")
+    given = [
+        "--config",
+        written,
+        "--model.loss.beta=0.1",
+        "--model.compressor.budget=1024",
+        "--model.rollout.keep_pool=true",
+    ]
+    start = configured(given)
+    settings = {}
+    for knob in KNOBS:
+        for change in knob(start):
+            settings[change.setting] = make_plan(change.job, card).peak
+    by_key = [setting for setting in settings if " " not in setting]
+    assert {setting.partition("=")[0].split(".")[-1] for setting in by_key} >= {
+        "num_slots",
+        "budget",
+        "beta",
+        "foreach",
+    }
+    for setting in by_key:
+        other = configured([*given, f"--{setting}"])
+        assert make_plan(other, card).peak == settings[setting], setting
+
+
+def test_the_best_knob_is_found_by_trying(tiny: str) -> None:
+    """Of a job whose slots are what is large, fewer slots; of one whose learner is, shorter passes."""
+    own: dict[str, Any] = {name: options[-1] for name, options in levels(LENGTH).items()}
+    many = job_of(tiny, LENGTH, **own | {"slots": 128, "budget": 256})
+    plan = make_plan(many, card_of(memory="24GB"))
+    best = best_knob(make_plan(many, card_of(memory=f"{plan.phases['rollout'] / 1e9 - 0.01:.3f}GB")))
+    assert best is not None
+    assert best[0].setting == "model.rollout.num_slots=64"
+    long = job_of(tiny, LENGTH, **own | {"rows": 4, "slots": 8})
+    plan = make_plan(long, card_of(memory="24GB"))
+    best = best_knob(make_plan(long, card_of(memory=f"{plan.peak / 1e9 - 0.01:.3f}GB")))
+    assert best is not None
+    assert best[0].setting == f"model.learner.micro_batch_tokens={2 * LENGTH}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "expected"),
+    [
+        ("auto", 1, Sharding(0, 1)),
+        ("ddp", 4, Sharding(0, 4)),
+        ("sparse_rl_deepspeed_stage_2", [0, 1], Sharding(2, 2)),
+        ("sparse_rl_deepspeed_stage_3_offload", 2, Sharding(3, 2, True, True)),
+    ],
+)
+def test_strategies_by_name(strategy: str, devices: Any, expected: Sharding) -> None:
+    class Trainer:
+        num_nodes = 1
+
+    trainer = Trainer()
+    trainer.strategy, trainer.devices = strategy, devices  # type: ignore[attr-defined]
+    assert sharding_of(trainer) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart", "dense", "replay", "learned_eviction", "retrieval", "recipes/dapo", "sparrow/qwen3-1.7b"]
+)
+def test_shipped_configurations_are_planned(name: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compressors, retrievers, schedules, learned scores and several rewards, with a tiny model."""
+    plan = main(["--config", str(CONFIGS / f"{name}.yaml"), f"--model.policy={tiny}", "--card", "h200-141gb"])
+    assert plan.of("cache") > 0
+    assert plan.of("activations") > 0
+    assert plan.slots == min(plan.job.rollout.num_slots or plan.job.sequences, plan.job.sequences)
+    assert "Fits: " in capsys.readouterr().out
+
+
+def test_modules_that_do_not_roll_out_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="got model=SupervisedWarmup"):
+        main(["--config", str(CONFIGS / "warmup.yaml")])
+
+
+# ---------------------------------------------------------------- proposing
+
+
+def test_what_costs_least_is_given_up_first(tiny: str) -> None:
+    """With memory to spare everything is at its most preferred; with less the last levels go first."""
+    rich = main(["--model", tiny, "--memory", "141GB", "--length", str(LENGTH), "--output", "rich.yaml"])
+    own = {name: options[0] for name, options in levels(LENGTH).items()}
+    assert make_plan(job_of(tiny, LENGTH, **own), rich.card).parts == rich.parts
+    memory = f"{rich.peak / 1e9 - 0.01:.2f}GB"
+    poorer = main(["--model", tiny, "--memory", memory, "--length", str(LENGTH), "--output", "poorer.yaml"])
+    assert poorer.job.blueprint.adapters is None
+    assert poorer.slots == rich.slots
+    assert not poorer.job.rollout.keep_pool
+    assert poorer.job.optimizer.keywords["foreach"] is None  # type: ignore[attr-defined]
+
+
+def test_nothing_fits_with_the_nearest_miss_and_the_length_that_would(tiny: str) -> None:
+    with pytest.raises(UserError, match=r"does not fit 1.5 GB at --length 65536.*takes [\d.]+ GB.*--length \d+ fits"):
+        main(["--model", tiny, "--memory", "1.5GB", "--length", "65536"])
+    with pytest.raises(UserError, match="No shorter length fits"):
+        main(["--model", tiny, "--memory", "0.5GB", "--length", "1024"])
+
+
+def test_a_file_is_not_replaced_by_accident(written: str) -> None:
+    again = ["--model", "tiny", "--memory", "1.5GB", "--length", str(LENGTH), "--output", written]
+    with pytest.raises(UserError, match=r"exists. Give another name, or --overwrite"):
+        main(again)
+    before = Path(written).read_text()
+    main([*again, "--overwrite"])
+    assert Path(written).read_text() == before
+
+
+@pytest.mark.parametrize("args", [["--help"], []])
+def test_help_tells_both_ways(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(args)
+    told = "".join(capsys.readouterr())
+    assert "--length" in told
+    assert not args or all(word in told for word in ("--config", "--prompt", "--memory", "--output", "--card"))
+
+
+# ---------------------------------------------------------------- models and cards
+
+
+def test_sizes_of_known_models() -> None:
+    """Parameters as the model cards have them, in billions."""
+    published = {
+        "Qwen/Qwen2.5-0.5B": 0.494, "Qwen/Qwen2.5-7B-Instruct": 7.616, "Qwen/Qwen2.5-14B": 14.77,
+        "meta-llama/Llama-3.2-1B-Instruct": 1.236, "meta-llama/Llama-3.2-3B": 3.213, "meta-llama/Llama-3.1-8B": 8.03,
+        "Qwen/Qwen3-0.6B": 0.596, "Qwen/Qwen3-1.7B": 1.721, "Qwen/Qwen3-4B": 4.022, "Qwen/Qwen3-8B": 8.191,
+    }  # fmt: skip
+    for name, billions in published.items():
+        model = empty_model(Blueprint(name), torch.bfloat16)
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3), name
+    assert SHAPES.keys() >= TIED
+
+
+def test_folders_are_read_and_unknown_names_refused(tiny: str) -> None:
+    assert read_config(tiny).num_hidden_layers == 3
+    with pytest.raises(
+        UserError, match=r"the sizes of 'nobody/unknown' are not known.*Give a folder, or one of qwen2.5"
+    ):
+        read_config("nobody/unknown")
+
+
+def test_cards_are_found_by_name_and_by_memory() -> None:
+    assert card_of(memory="24GB").name == "rtx-4090-24gb"
+    assert card_of(memory="40GB").name == "l40s-48gb"
+    assert card_of("h200-141gb", "100GiB").memory == 100 * 2**30
+    assert card_of().name == "h100-80gb"
+    assert all(card.hardware.bandwidth < card.bandwidth for card in CARDS.values())
+    for given in ({"name": "tpu"}, {"memory": "24"}, {"memory": "0GB"}, {"memory": "1.2.3GB"}, {"memory": "-1GB"}):
+        with pytest.raises(UserError, match=r"--card must be one of|--memory must be a number"):
+            card_of(**given)

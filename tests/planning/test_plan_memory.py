@@ -1,0 +1,241 @@
+"""What a plan counts is what a real model, optimizer, cache and pass of the same shapes hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparse_rl_lightning.compressors import RKV, FullKV
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.ops.live_bytes import LiveBytes
+from sparse_rl_lightning.planning import Job, Sharding, card_of, make_plan
+from sparse_rl_lightning.planning.blueprint import Blueprint
+from sparse_rl_lightning.planning.knobs import LORA
+from sparse_rl_lightning.planning.memory import (
+    CONTEXT,
+    LOST,
+    empty_model,
+    learner,
+    optimizer_bytes,
+    reference_bytes,
+    slot_size,
+    states,
+)
+from sparse_rl_lightning.planning.seconds import forward_flops, passes
+from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
+from sparse_rl_lightning.testing import tiny_model
+
+LENGTH, COMPLETION = 40, 24
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": ADAMW,
+    "AdamW one by one": partial(ADAMW, foreach=False),
+    "SGD": partial(torch.optim.SGD, lr=1e-3),
+    "SGD with momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "Adafactor": torch.optim.Adafactor,  # reads numbers in its step, and has a state that is no multiple
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The configuration of a tiny model, without weights."""
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_model("qwen3", vocab_size=300, num_layers=3).config.save_pretrained(path)
+    return str(path)
+
+
+def job(folder: str, **changes: Any) -> Job:
+    """Four sequences of 40 tokens, of which 24 are drawn."""
+    own = Job(
+        Blueprint(folder, "float32"), RKV(budget=16, buffer=8),
+        SamplingParams(num_generations=2, max_completion_length=COMPLETION), RolloutOptions(), LearnerOptions(),
+        ADAMW, prompts=2, steps_per_generation=2, optimizer_steps=1, prompt=LENGTH - COMPLETION,
+    )  # fmt: skip
+    return replace(own, **changes)
+
+
+def real(job: Job, attention: str = "sdpa") -> PreTrainedModel:
+    """The model with its weights."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        job.blueprint.config, dtype=job.dtype, attn_implementation=attention
+    )
+    job.blueprint.adapt(model)
+    return model.train()
+
+
+def live_pass(model: PreTrainedModel, job: Job) -> int:
+    """Bytes at the peak of a real forward and backward pass of the learner."""
+    part = job.micro_batch
+    Learner(job.learner).prepare(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    ids = torch.zeros(part.rows, part.length, dtype=torch.int64)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    mask[:, -part.completion :] = True
+    with LiveBytes() as live:
+        logprobs, _ = sequence_logprobs(model, ids, mask, 1.0, job.learner.head_chunk_size)
+        logprobs.sum().backward()
+    return live.most
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_those_of_a_real_optimizer(folder: str, name: str, adapters: Any) -> None:
+    given = job(folder, optimizer=OPTIMIZERS[name], blueprint=Blueprint(folder, "float32", adapters))
+    model, found = real(given), states(given)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = given.optimizer(trained)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.ndim]
+    assert found.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert found.gradients == sum(parameter.nbytes for parameter in trained)
+    assert found.optimizer == sum(t.nbytes for t in held)
+    assert (len(trained) < len(list(model.parameters()))) == (adapters is not None)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_temporaries_of_a_step_are_measured(folder: str, foreach: bool) -> None:
+    """On a GPU ``foreach`` is the default; here it is asked for."""
+    given = job(folder, optimizer=partial(ADAMW, foreach=foreach))
+    trained = list(real(given).parameters())
+    optimizer = given.optimizer(trained)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with LiveBytes() as live:
+        optimizer.step()
+    predicted = states(given).temporary
+    assert 0.5 * predicted <= live.most <= 1.05 * predicted
+
+
+def test_an_optimizer_that_needs_a_gpu_is_refused_in_words(folder: str) -> None:
+    def picky(parameters: Any) -> torch.optim.Optimizer:
+        raise RuntimeError("only on CUDA.")
+
+    with pytest.raises(UserError, match=r"cannot be made on tensors without memory: only on CUDA\. Plan with"):
+        optimizer_bytes(job(folder, optimizer=picky), [])
+
+
+@pytest.mark.parametrize(
+    ("stage", "per_parameter"), [(1, 2 + 2 + 16 / 4), (2, 2 + 18 / 4), (3, 20 / 4)], ids=lambda value: str(value)
+)
+def test_sharded_states_by_hand(folder: str, stage: int, per_parameter: float) -> None:
+    """Weights and gradients in 16 bits; the optimizer has float32 weights, two moments and gradients: 2 + 2 + 16."""
+    given = job(folder, precision="bf16-mixed", sharding=Sharding(stage, ranks=4))
+    count = sum(parameter.numel() for parameter in empty_model(given.blueprint, torch.float32).parameters())
+    assert states(given).total == pytest.approx(per_parameter * count)
+    offloaded = replace(given, sharding=Sharding(stage, 4, offloads_optimizer=True))
+    assert states(offloaded).optimizer == 0
+
+
+def test_ddp_keeps_gradients_twice(folder: str) -> None:
+    alone, two = states(job(folder)), states(job(folder, sharding=Sharding(0, 2)))
+    assert two.total - alone.total == alone.gradients
+
+
+def test_the_reference_is_whole_in_its_own_type(folder: str) -> None:
+    given = job(folder, beta=0.1, precision="bf16-mixed", sharding=Sharding(2, ranks=4))
+    assert reference_bytes(given) == sum(parameter.nbytes for parameter in real(job(folder)).parameters())
+    assert reference_bytes(replace(given, beta=0.0)) == 0
+    assert reference_bytes(replace(given, blueprint=Blueprint(folder, "float32", LORA))) == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "loaded", "weights", "computed"),
+    [
+        ("32-true", "bfloat16", torch.bfloat16, torch.bfloat16),  # the trainer converts nothing
+        ("bf16-mixed", "float32", torch.float32, torch.bfloat16),
+        ("bf16-true", "float32", torch.bfloat16, torch.bfloat16),
+        ("16-mixed", "float32", torch.float32, torch.float16),
+        ("64-true", "float32", torch.float64, torch.float64),
+    ],
+)
+def test_types_by_precision(folder: str, precision: str, loaded: str, weights: Any, computed: Any) -> None:
+    given = job(folder, precision=precision, blueprint=Blueprint(folder, loaded))
+    assert (given.dtype, given.compute_dtype) == (weights, computed)
+    if precision.endswith("mixed"):  # DeepSpeed has no autocast: its weights are in 16 bits
+        assert replace(given, sharding=Sharding(2, 2)).dtype == computed
+
+
+# ---------------------------------------------------------------- the rollout
+
+
+@pytest.mark.parametrize("compressor", [RKV(budget=16, buffer=8), FullKV()], ids=repr)
+def test_slots_are_those_of_the_sampler(folder: str, compressor: Any) -> None:
+    given = job(folder, compressor=compressor)
+    sampler = RolloutSampler(real(given).eval(), compressor, num_slots=3)
+    params = replace(given.sampling, num_generations=4, seed=0)
+    sampler.generate([[5] * given.prompt], params)
+    assert sampler.cache is not None
+    past = 0 if compressor.evicts else steps_past_end(torch.device("cuda"))  # the host looks later on a GPU
+    assert 3 * slot_size(given).pool == sampler.cache.pool_bytes * (LENGTH + past) // LENGTH
+
+
+def test_a_pool_that_is_freed_is_not_there_when_the_learner_works(folder: str) -> None:
+    card = card_of(memory="24GB")
+    kept, freed = (make_plan(job(folder, rollout=RolloutOptions(keep_pool=keep)), card) for keep in (True, False))
+    cache = next(part for part in kept.parts if part.name.startswith("cache"))
+    assert cache.rollout == cache.passes == cache.step > 0
+    gone = next(part for part in freed.parts if part.name.startswith("cache"))
+    assert (gone.rollout, gone.passes, gone.step) == (cache.rollout, 0, 0)
+
+
+def test_a_memory_limit_chooses_the_slots(folder: str) -> None:
+    slot = slot_size(job(folder))
+    given = job(folder, rollout=RolloutOptions(memory_limit=slot.of(3)))
+    assert make_plan(given, card_of()).slots == 3
+    assert make_plan(job(folder, rollout=RolloutOptions(memory_limit=0.5)), card_of()).slots == given.sequences
+
+
+# ---------------------------------------------------------------- the learner
+
+
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "options", [LearnerOptions(), LearnerOptions(micro_batch_tokens=40, gradient_checkpointing=True)], ids=repr
+)
+def test_the_learners_part_is_that_of_a_real_pass(folder: str, options: LearnerOptions, adapters: Any) -> None:
+    given = job(folder, learner=options, blueprint=Blueprint(folder, "float32", adapters))
+    bookkeeping = 8 * given.micro_batch.rows * given.micro_batch.length
+    assert given.micro_batch.rows == (1 if options.packs else 2)
+    assert learner(given).peak == pytest.approx(live_pass(real(given), given), abs=bookkeeping)
+
+
+def test_the_phases_are_sums_with_what_is_taken_for_granted(folder: str) -> None:
+    plan = make_plan(job(folder), card_of(memory="24GB"))
+    for phase, count in plan.phases.items():
+        assert count == pytest.approx(CONTEXT + (1 + LOST) * sum(getattr(part, phase) for part in plan.parts))
+    assert plan.peak == max(plan.phases.values())
+    assert plan.fits
+    assert not make_plan(plan.job, card_of(memory="1GB")).fits
+
+
+def test_operations_are_those_of_a_real_pass(folder: str) -> None:
+    """The counter takes attention as a whole square; backward is twice forward."""
+    given = job(folder)
+    model, ids = real(given, "eager"), torch.zeros(given.sequences, given.length, dtype=torch.int64)
+    forward, both = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with forward:
+        model(ids)
+    with both:
+        model(ids).logits.sum().backward()
+    s = given.blueprint.shape
+    triangles = given.sequences * 2 * s.num_layers * s.num_heads * s.head_dim * given.length**2
+    assert forward_flops(given) == forward.get_total_flops() - triangles
+    assert both.get_total_flops() / forward.get_total_flops() == pytest.approx(passes(given), rel=0.02)
