@@ -95,7 +95,8 @@ class RolloutSession:
             )
         self._broken = True
         with drawing(sampler.model):
-            self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype))
+            longest = self.max_prompt_length + self.params.max_completion_length
+            self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
             scheduler.parked.clear()  # prompts that were read with other weights are read again
             self._logs.version += 1
             while scheduler.has_unfinished and (
@@ -149,7 +150,7 @@ class RolloutSession:
         slots = {
             slot: {
                 "running": vars(one).copy(),
-                "cache": tensors_to(self.engine.cache.save(slot), "cpu"),
+                "cache": tensors_to(self.engine.cache.save(slot, one.num_fed), "cpu"),
                 "logs": self._logs.save(slot),
             }
             for slot, one in ({} if restart else scheduler.running).items()
@@ -212,6 +213,7 @@ class RolloutSession:
             "top_logprobs": params.top_logprobs,
             "truncated sampling": params.truncates,
             "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
+            **({"windows": list(g.windows)} if g.windows else {}),
             "kv_dtype": str(g.kv_dtype),
             "type of the queries": str(g.query_dtype),
             "slot capacities": list(size.capacities),
@@ -235,4 +237,4 @@ class RolloutSession:
 def changed_settings(was: dict[str, Any], own: dict[str, Any], state: dict[str, Any]) -> str:
     """What has changed of the settings that a session's state depends on: of a restart only the first."""
     names = list(own) if state["slots"] else ["num_generations"]
-    return "; ".join(f"{name} was {was[name]}, is {own[name]}" for name in names if was[name] != own[name])
+    return "; ".join(f"{name} was {was.get(name)}, is {own[name]}" for name in names if was.get(name) != own[name])
