@@ -29,15 +29,28 @@ class Checkpoint:
     heads: int
     kv_heads: int
     head_dim: int
+    windowed: int = 0  # layers with a window, not among ``layers``
+    window: int = 0  # tokens
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """The cache's, in bfloat16."""
+        windows = (0,) * self.layers + (self.window,) * self.windowed if self.windowed else ()
+        return CacheGeometry(
+            self.layers, self.heads, self.kv_heads, self.head_dim, 1.0, torch.zeros(0), 1.0, torch.bfloat16,
+            torch.bfloat16, torch.device("cpu"), windows,
+        )  # fmt: skip
+
+    def bytes_of(self, length: int, slot: int | None = None) -> int:
+        """Bytes of a sequence of this length in a full cache, or in a slot of so many tokens; windows in either."""
+        g = self.geometry
+        entries = g.full_entries(length) - (0 if slot is None else g.num_layers * (length - slot))
+        return entries * self.kv_heads * g.bytes_per_entry
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values in bfloat16."""
-        geometry = CacheGeometry(
-            self.layers, self.heads, self.kv_heads, self.head_dim, 1.0, torch.zeros(0), 1.0, torch.bfloat16,
-            torch.bfloat16, torch.device("cpu"),
-        )  # fmt: skip
-        return self.layers * self.kv_heads * geometry.bytes_per_entry
+        """Bytes of a token's keys and values in the layers that hold every token."""
+        return self.layers * self.kv_heads * self.geometry.bytes_per_entry
 
     @property
     def way(self) -> str:
@@ -53,10 +66,12 @@ CHECKPOINTS = (
     Checkpoint("llama", "Llama-3.1-8B", 32, 32, 8, 128),
     Checkpoint("mistral", "Mistral-7B-v0.3", 32, 32, 8, 128),
     Checkpoint("gemma", "Gemma-7B", 28, 16, 16, 256),
+    Checkpoint("gemma3_text", "Gemma-3-1B", 4, 4, 1, 256, 22, 512),
     Checkpoint("glm4", "GLM-4-9B-0414", 40, 32, 2, 128),
     Checkpoint("granite", "Granite-3.1-8B", 40, 32, 8, 128),
     Checkpoint("ministral3", "Ministral-3-8B", 34, 32, 8, 128),
     Checkpoint("olmo2", "OLMo-2-7B", 32, 32, 32, 128),
+    Checkpoint("olmo3", "Olmo-3-7B", 8, 32, 32, 128, 24, 4096),
     Checkpoint("phi3", "Phi-4-mini", 32, 24, 8, 128),
     Checkpoint("smollm3", "SmolLM3-3B", 36, 16, 4, 128),
     Checkpoint("qwen3_moe", "Qwen3-30B-A3B", 48, 32, 4, 128),
@@ -69,13 +84,23 @@ CHECKPOINTS = (
 def models_table() -> str:
     """Families by checkpoint, with the memory of a sequence and of a slot."""
     lengths = (f"full cache of {length:,} tokens, MiB" for length in LENGTHS)
-    head = ("`model_type`", "checkpoint", "decoder", "KV per token, KiB", *lengths, f"slot of {SLOT} tokens, MiB")
+    head = (
+        "`model_type`", "checkpoint", "decoder", "windows", "KV per token, KiB", *lengths,
+        f"slot of {SLOT} tokens, MiB", f"saved at {LENGTHS[-1]:,}",
+    )  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for one in CHECKPOINTS:
-        sizes = (f"{tokens * one.bytes_per_token / 2**20:,.0f}" for tokens in (*LENGTHS, SLOT))
-        rows.append((one.model_type, one.name, one.way, f"{one.bytes_per_token / 1024:,.0f}", *sizes))
+        longest = LENGTHS[-1]
+        sizes = (*(one.bytes_of(length) for length in LENGTHS), one.bytes_of(longest, SLOT))
+        saved = f"{1 - one.bytes_of(longest, SLOT) / one.bytes_of(longest):.0%}".replace("%", " %")
+        windows = f"{one.windowed} layers of {one.window:,}" if one.windowed else ""
+        row = one.model_type, one.name, one.way, windows, f"{one.bytes_per_token / 1024:,.0f}"
+        rows.append((*row, *(f"{size / 2**20:,.0f}" for size in sizes), saved))
     shares = " and ".join(f"{1 - SLOT / length:.0%} at {length:,} tokens" for length in LENGTHS)
-    note = f"In bfloat16. The slot saves {shares.replace('%', ' %')}, in every family alike."
+    note = (
+        f"In bfloat16. The slot saves {shares.replace('%', ' %')} in the layers of full attention, of which the KV per "
+        "token is; layers with a window hold its tokens with or without a compressor, and both columns count them."
+    )
     return Table("", head, note, rows).untitled
 
 

@@ -39,7 +39,7 @@ class RolloutSampler:
     the next call samples with the learner's last update. After an exception or Ctrl-C it can be used again.
 
     Args:
-        model: Causal language model of transformers with full attention and rotary positions (docs/models.md).
+        model: Causal language model of transformers with rotary positions (docs/models.md).
         compressor: Compressor of the cache; default ``FullKV()``, which keeps everything.
         num_slots: Number of sequences decoded at the same time; further ones take the slots of finished ones.
             None gives every sequence its own slot.

@@ -23,6 +23,7 @@ from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.rollout.engine.engine import Engine
 from sparse_rl_lightning.rollout.engine.prefill import packed_attention
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.families import family
 from tests.pretend_gpu import DeviceTensor, PretendGPU, host
 
 PROMPTS = [([5 + i, 9, 11, 40, 22] * 9)[: 3 + 11 * i] for i in range(3)]
@@ -40,6 +41,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     architecture: str = "qwen2"
     is_captured: bool = True
+    window: int = 0  # of all layers but the first
 
 
 CASES = {
@@ -83,6 +85,11 @@ CASES = {
     "llama": Case(architecture="llama"),
     "qwen3": Case(architecture="qwen3"),
     "own forward pass": Case(architecture="qwen3", options={"decoder": "forward"}),
+    "windows": Case(window=8),
+    "windows, own forward pass, in chunks": Case(window=8, options={"decoder": "forward", "max_prefill_tokens": 8}),
+    "windows in a float8 cache": Case(
+        SnapKV(**SMALL, budget_rule=Adaptive()), window=8, options={"kv_dtype": "float8_e4m3fn"}
+    ),
     "own forward pass, turned queries": Case(c.ExpectedAttention(**SMALL), options={"decoder": "forward"}),
 }
 
@@ -90,6 +97,14 @@ CASES = {
 def policy(architecture: str = "qwen2") -> PreTrainedModel:
     return tiny_model(architecture, vocab_size=len(TOKENIZER), hidden_size=32, num_heads=2, num_kv_heads=1,
                       initializer_range=0.4)  # fmt: skip
+
+
+def windowed(window: int) -> PreTrainedModel:
+    return family(
+        "qwen2", vocab_size=len(TOKENIZER), hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
+        num_hidden_layers=3, initializer_range=0.4, use_sliding_window=True, sliding_window=window,
+        max_window_layers=1,
+    )  # fmt: skip
 
 
 def made(compressor: Compressor | type[Compressor], model: PreTrainedModel) -> Compressor:
@@ -118,7 +133,8 @@ def assert_same(got: Rollout, want: Rollout) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_rollout_is_what_it_is_on_the_cpu(name: str) -> None:
     case = CASES[name]
-    model, params, steps = policy(case.architecture), SamplingParams(**{**PARAMS, **case.params}), list[int]()
+    model = policy(case.architecture) if not case.window else windowed(case.window)
+    params, steps = SamplingParams(**{**PARAMS, **case.params}), list[int]()
     compressor = made(case.compressor, model)
     want = RolloutSampler(model, compressor, num_slots=4, **case.options).generate(PROMPTS, params)
     with PretendGPU() as gpu:
