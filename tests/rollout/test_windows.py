@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.calibration import gather_statistics
+from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
 from sparse_rl_lightning.compressors import (
     H2O,
     RKV,
@@ -26,6 +27,7 @@ from sparse_rl_lightning.compressors import (
     TriAttention,
 )
 from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.policies.windows import deaths_by_layer, layer_windows
 from sparse_rl_lightning.records import NEVER, EvictionRecord, LayerState
@@ -39,8 +41,10 @@ from sparse_rl_lightning.rollout import (
     replay_logprobs,
 )
 from sparse_rl_lightning.rollout.engine.prefill import causal_attention
+from sparse_rl_lightning.testing import character_tokenizer
 from tests.families import SIZES, TWO_ROPES, family
 from tests.rollout.test_rollout_memory import allocated, attributes
+from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 W = 8
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -287,6 +291,24 @@ def test_statistics_of_full_layers_serve_a_rollout() -> None:
     torch.testing.assert_close(statistics.mean[3], queries.mean(0), atol=1e-5, rtol=1e-4)
     rollout = RolloutSampler(model, TriAttention(statistics=statistics, **SMALL)).generate(PROMPTS, PARAMS)
     parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+def test_training_replays_windows(name: str) -> None:
+    """The learner under the record and the windows is the sampler, so that all of the mismatch is the compressor's."""
+    tokenizer, compressor = character_tokenizer(ALPHABET), RKV(budget=8, buffer=3, num_sinks=1, window=2)
+    grpo = module(compressor=compressor if name == "gemma3_text" else FullKV(), lr=0.05)
+    model = family(name, vocab_size=len(tokenizer), initializer_range=0.1, sliding_window=6)
+    grpo.policy_source = LoadedPolicy(model, tokenizer)
+    grpo.configure_model()
+    before = weights(grpo)
+    fit(grpo, 2, [DryRun(), MismatchSplit()])
+    assert not torch.equal(before, weights(grpo))
+    found = {key: float(value) for key, value in grpo.trainer.callback_metrics.items()}
+    assert abs(found["mismatch_split/rounding/kl_k1"]) < 1e-5
+    assert (found["mismatch_split/compression/kl_k3"] > 1e-4) == (name == "gemma3_text")
+    assert (found["kv/saving_final"] > 0.1) == (name == "gemma3_text")
+    assert found["kv/peak_bytes"] <= found["kv/full_peak_bytes"]
 
 
 def test_a_retriever_is_refused() -> None:
